@@ -1,9 +1,9 @@
 """Write the parts of the documentation that are generated from the code, or report that they are out of date.
 
-    python lab/write_docs.py            # docs/techniques.md and docs/accuracy.md
+    python lab/write_docs.py            # docs/techniques.md, docs/accuracy.md, dev/accuracy.md
     python lab/write_docs.py answers    # and the answers in README and docs, by running their commands
 
-`docs/techniques.md` lists the roster, and `docs/accuracy.md` the committed results. An answer is a fenced
+`docs/techniques.md` lists the roster, and both `accuracy.md` the committed results. An answer is a fenced
 block of the language `console`, whose first line is `$ snugfit ...`. A last line `...` replaces the rest of a
 long output.
 """
@@ -183,7 +183,8 @@ def main() -> None:
             )
             page.write_text(text)
     (ROOT / "docs" / "techniques.md").write_text(techniques_page())
-    (ROOT / "docs" / "accuracy.md").write_text(accuracy_table.page())
+    for path, text in accuracy_table.pages().items():
+        (ROOT / path).write_text(text)
 
 
 if __name__ == "__main__":

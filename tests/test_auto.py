@@ -94,7 +94,7 @@ def test_without_a_gpu_it_is_refused_with_the_way_out(this: Job) -> None:
 
 
 def test_a_recipe_is_never_auto() -> None:
-    with pytest.raises(RecipeError, match="asks for a search") as refused:
+    with pytest.raises(RecipeError, match="starts a search") as refused:
         Recipe.parse("bf16 + auto")
     assert "       ^^^^" in str(refused.value)
     assert without_auto("bf16 + every_layer") is None
@@ -136,8 +136,8 @@ def test_a_command_says_what_it_stands_for(capsys: pytest.CaptureFixture[str], t
     ("command", "why"),
     [
         (("predict", "--gpu", "h200", "--largest", "batch"), "takes none with 'auto'"),
-        (("predict", "--gpu", "h200", "--compare", "auto"), "asks for a search"),
-        (("plan", "--gpu", "h200"), "asks for a search"),
+        (("predict", "--gpu", "h200", "--compare", "auto"), "starts a search"),
+        (("plan", "--gpu", "h200"), "starts a search"),
         (("measure", "--device", "cpu"), "Name one with --gpu"),
         (("train", "--device", "cpu", "--output-dir", "out"), "Name one with --gpu"),
     ],

@@ -83,7 +83,7 @@ def test_waiting_for_the_device_is_a_wait() -> None:
 
 def test_what_no_rehearsal_knows_is_a_doubt() -> None:
     (doubt,) = trace_of(lambda x: x + torch.cuda.memory_allocated()).doubts
-    assert "memory is in use" in doubt
+    assert "GPU memory in use" in doubt
 
 
 def test_libraries_and_a_cpu_are_told_the_truth() -> None:

@@ -119,7 +119,10 @@ def test_what_was_asked_for_and_cannot_be_written_is_told(forks: Forks) -> None:
     child = forks.start(command, "gpus", "--json", streams={STDOUT: full(), STDERR: write})
     os.close(write)
     with open(read) as told:
-        assert told.read() == "snugfit: The output cannot be written: No space left on device.\n"
+        assert told.read() == (
+            "snugfit: The output cannot be written: No space left on device. "
+            "Free space, or write it elsewhere.\n"
+        )
     assert forks.ended(child) == 1
 
 

@@ -379,7 +379,7 @@ AMISS: dict[str, tuple[Task, list[Row], dict[str, Any], str]] = {
         MASKED,
         TEXTS,
         {"words": tokenizer("gpt2")},
-        "this tokenizer has none. Is it the model's",
+        "this tokenizer has none. Use the model's",
     ),
 }
 

@@ -85,7 +85,7 @@ _HOMES = {
 """Modules of the core by public name. Features have their own (`Feature.public_names`)."""
 
 _SHOWN = ("cli", "comparison", "measurement", "planning", "prediction", "results")
-"""Rooms whose results print themselves, with a face from the report room."""
+"""Names of the classes whose results print themselves, by a function of `report`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The command `snugfit`, which loads plugins before it imports the modules that use features."""
+"""Entry point of the command `snugfit`: plugins load before the modules that use features."""
 
 from __future__ import annotations
 

@@ -47,17 +47,17 @@ PUT_OFF = frozenset(
         "triton.runtime.jit",
     }
 )
-"""Modules whose names are put off."""
+"""Names whose import is deferred, by module."""
 
 IMPORTERS = ("transformers.", "peft.", "torch.utils.flop_counter")
-"""Prefixes of modules that receive placeholders."""
+"""Prefixes of modules that import placeholders instead of the real modules."""
 
 SYMBOLIC = frozenset({"sympy", "torch.fx.experimental.symbolic_shapes", "torch.utils._sympy.functions"})
-"""Modules about symbolic sizes, whose names are imported within functions only."""
+"""Modules about symbolic shapes, whose names other modules import within functions only."""
 
 OF_PLAIN_SIZES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations")
-"""Prefixes of modules that pass plain sizes to functions about symbolic sizes. The module `torch` is one too.
-"""
+"""Prefixes of modules that call functions about symbolic shapes with plain integers. The module `torch` is
+one too."""
 
 COMPILER, SETTINGS = "torch._dynamo", "torch._dynamo.config"
 
@@ -76,20 +76,21 @@ OF_PLAIN_NUMBERS: Mapping[str, Callable[..., object]] = {
     "sym_eq": operator.eq,
     "sym_or": lambda *truths: any(truths),
 }
-"""Replacements, valid for plain numbers, of functions about symbolic sizes, by their names."""
+"""Replacements of functions about symbolic shapes, valid for plain integers, by their names."""
 
 USERS = frozenset({"torch._compile", "torch.compiler", "torch.optim.optimizer"})
-"""Modules in which `import torch._dynamo` imports nothing: their functions use it through `torch`."""
+"""Modules in which `import torch._dynamo` is skipped: their functions use it through `torch`."""
 
 REGISTERING = ("allow_in_graph", "assume_constant_result")
-"""The compiler's decorators that register a function and return it."""
+"""Names of the compiler's decorators that register a function and return it."""
 
 RUNS_AS_IT_IS = "__dynamo_disable"
-"""The attribute in which torch remembers a function's form that is excluded from compilation."""
+"""Name of the attribute in which torch caches a function's form that is excluded from compilation."""
 
 
 class PutOffName(type):
-    """The metaclass of placeholders. They are classes themselves, for names in unions and in `isinstance`."""
+    """Metaclass of placeholders for deferred names. They are classes, so that they work in unions and in
+    `isinstance`."""
 
     home: str
     """The module that has the real object."""
@@ -113,7 +114,7 @@ class PutOffName(type):
 
 
 class _PutOffModule(ModuleType):
-    """A module whose attributes are placeholders."""
+    """A placeholder module whose attributes are placeholders."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -127,7 +128,7 @@ class _PutOffModule(ModuleType):
 
 
 class _AsItIs:
-    """A function that is not compiled.
+    """A wrapper of a function that is excluded from compilation.
 
     The reference to it is weak. The function refers to this object, so a strong one would make a cycle that
     keeps its objects alive.
@@ -149,10 +150,11 @@ class _AsItIs:
 
 
 class _StandInSettings:
-    """The placeholder of the compiler's settings. Any but the one here imports the compiler."""
+    """Placeholder of torch's compiler settings. Access to any setting other than those here imports the
+    compiler."""
 
     error_on_nested_fx_trace = True
-    """Setting that checkpointing reads at each call, and uses for a tracer's graphs only."""
+    """Setting that checkpointing reads at each call; only graphs of a tracer depend on it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(SETTINGS), name)
@@ -162,7 +164,7 @@ class _StandInSettings:
 
 
 class _StandInCompiler:
-    """The placeholder of the compiler until it is imported."""
+    """Placeholder of `torch._dynamo` until it is imported."""
 
     config = _StandInSettings()
 
@@ -215,7 +217,7 @@ def _real(stand_in: PutOffName) -> Any:
 
 
 class _Deferral:
-    """The replacement of the process's `__import__`, and a finder that detects real imports."""
+    """The deferral: it replaces `__import__` of the process, and as a finder detects real imports."""
 
     def __init__(self) -> None:
         self.active = False
@@ -291,7 +293,7 @@ class _Deferral:
             self._bind_real()
 
     def _end(self) -> None:
-        """Restore the import system."""
+        """Restore Python's import functions."""
         if not self.active:
             return
         self.active = False
@@ -327,12 +329,12 @@ _DEFERRAL = _Deferral()
 
 
 def defer_imports() -> None:
-    """Start the deferral in a process that has imported no model of transformers."""
+    """Start the deferral, unless the process has imported a model of transformers."""
     _DEFERRAL.begin()
 
 
 def are_put_off() -> bool:
-    """Return whether imports are deferred. A rehearsal that ends the deferral is repeated."""
+    """Return whether imports are deferred now. A simulation during which the deferral ended is repeated."""
     return _DEFERRAL.active
 
 
@@ -360,9 +362,8 @@ def _absolute(name: str, package: str, level: int) -> str:
 
 @contextlib.contextmanager
 def _outside_of_modes() -> Iterator[None]:
-    """Hide torch's computations from every mode (a recorder, the device of a `with`), and suppress library
-    advice.
-    """
+    """Context that hides computations at import from torch's modes (a recorder, the device of a `with`), and
+    suppresses library warnings."""
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 

@@ -23,23 +23,23 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 T = TypeVar("T")
 
 LARGEST_DOCUMENT = 8 << 20
-"""Bytes; a real one has a few kilobytes, with a thousand timed steps fifty."""
+"""Largest size of a document, in bytes; a real one has a few kilobytes, with a thousand timed steps fifty."""
 
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-"""Opening a pipe must not wait. Windows has neither of the two."""
+"""Flags to open a file without waiting on a pipe. Windows has neither of the two."""
 
 
 class BadDocument(Exception):
-    """The file is not a document of snugfit. The message names the fault."""
+    """Error for a file that is not a document of snugfit. The message names the fault."""
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Write the whole document or nothing. Raises `OSError` when the disk refuses."""
+    """Write a JSON document to a file completely or not at all. Raises `OSError` if the disk refuses."""
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write the whole content or nothing, through a temporary file in the same folder."""
+    """Write content to a file completely or not at all, through a temporary file in the same folder."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(draft, "xb") as file:
@@ -151,7 +151,7 @@ def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
 
 
 def _decode(kind: Any, value: Any) -> Any:
-    """Convert JSON to a value of this type.
+    """Convert a JSON value to a value of this type.
 
     Types are `X | None`, tuples, mappings, dataclasses, and types with `from_json`.
     """

@@ -27,7 +27,8 @@ import sys
 from collections.abc import Iterable, Sequence
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that speak to a terminal, or turn the direction of reading; a tab and a new line do not."""
+"""Regular expression of control characters that a terminal would interpret, or that turn the direction of
+reading; tabs and new lines are not among them."""
 
 
 def escape_controls(text: str) -> str:
@@ -36,7 +37,7 @@ def escape_controls(text: str) -> str:
 
 
 class SnugfitError(Exception):
-    """The root: anything snugfit raises on purpose."""
+    """Base class of all errors that snugfit raises on purpose."""
 
     exit_code = 1
 
@@ -45,51 +46,51 @@ class SnugfitError(Exception):
 
 
 class UsageError(SnugfitError):
-    """The request cannot be met as it was given."""
+    """Error for an invalid request; the message has the given value, the allowed ones and a remedy."""
 
     exit_code = 2
 
 
 class ModelError(UsageError):
-    """The model's name, folder or configuration."""
+    """Error in the model's name, folder or configuration."""
 
 
 class JobError(UsageError):
-    """The job's task, lengths or batch."""
+    """Error in the job's task, lengths or batch."""
 
 
 class RecipeError(UsageError):
-    """A technique's name, its settings, or a pair of techniques that cannot go together."""
+    """Error in a recipe: a technique's name, its settings, or techniques that exclude each other."""
 
 
 class GpuError(UsageError):
-    """The GPU's name or its memory."""
+    """Error in the GPU's name or its memory."""
 
 
 class NothingFits(SnugfitError):
-    """A valid question whose answer is no."""
+    """Error for a valid request that no recipe can meet, for example within the memory of a GPU."""
 
     exit_code = 3
 
 
 class OutOfMemory(SnugfitError):
-    """A measured run ran out of GPU memory."""
+    """Error for a measured run that ran out of GPU memory."""
 
     exit_code = 4
 
 
 class OutsideBand(SnugfitError):
-    """A prediction differs from its measurement by more than the stated band."""
+    """Error for a prediction that differs from its measurement by more than the stated band."""
 
     exit_code = 5
 
 
 class RehearsalError(SnugfitError):
-    """The step could not be rehearsed."""
+    """Error for a step that could not be simulated on tensors without data."""
 
 
 class MeasurementError(SnugfitError):
-    """A measurement's process died, or the GPU was not clean."""
+    """Error for a measurement whose process died, or whose GPU other processes used."""
 
 
 NEAR_MISS = 0.75

@@ -39,11 +39,11 @@ PLUGINS = "SNUGFIT_PLUGINS"
 """Environment variable with the names and paths of plugins, separated by `os.pathsep`."""
 
 INTERFACE = 1
-"""Version of the contract between the core and plugins, which a plugin's `__init__.py` repeats."""
+"""Version of the interface between the core and plugins, which a plugin's `__init__.py` repeats."""
 
 
 class FeatureError(SnugfitError):
-    """A feature breaks a rule of the contract; the message is for its author."""
+    """Error for a feature that breaks a rule of the interface; its author reads the message."""
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,12 @@ def no_hub_kernels() -> Iterator[None]:
 
 
 _IMPORTED: set[Hashable] = set()
-"""Keys of the imports that ran within `only_errors`."""
+"""Keys of the imports that already ran within `only_errors`."""
 
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Let these loggers log errors only in the block.
+    """Context in which these loggers log only errors.
 
     Each change of a logger's level clears the cached levels of thousands of other loggers.
     """
@@ -59,10 +59,10 @@ def quiet(*names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_errors(once: Hashable = None) -> Iterator[None]:
-    """Suppress all logs but errors of bitsandbytes, torchao and the torch module that logs for torchao.
+    """Context that suppresses all logs below errors of bitsandbytes, torchao and the torch module that logs
+    for torchao.
 
-    A key `once` that was imported before changes nothing, since a rehearsal requests the class of a model
-    often.
+    A `once` key that was used before changes nothing, since a simulation requests the class of a model often.
     """
     if once in _IMPORTED:
         yield
@@ -74,7 +74,7 @@ def only_errors(once: Hashable = None) -> Iterator[None]:
 
 
 def log_only_errors() -> None:
-    """Let these loggers log errors only, from here on in this process."""
+    """Let the loggers of `only_errors` log only errors for the rest of the process."""
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
 

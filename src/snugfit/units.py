@@ -21,7 +21,8 @@ _UNITS = {
 }  # fmt: skip
 _AMOUNT = re.compile(r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _LARGEST = 1 << 50
-"""A pebibyte: more than any machine's memory, so larger amounts are typing mistakes."""
+"""Largest accepted amount, a pebibyte: more than any machine's memory, so larger amounts are typing
+mistakes."""
 
 
 def parse_bytes(text: str, *, what: str = "memory", or_else: str = "") -> int:

@@ -29,7 +29,7 @@ def read_text(path: Path, *, what: str = "file", largest: int = LARGEST_FILE) ->
     except UnicodeDecodeError:
         raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+        raise UsageError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from None
 
 
 def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str = "") -> None:
@@ -41,7 +41,9 @@ def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str
     if not path.exists():
         raise UsageError(f"{path}: no such {what}.")
     if not path.is_file():
-        raise UsageError(f"{path}: this is not a regular file, so it cannot be read as a {what}.")
+        raise UsageError(
+            f"{path}: this is not a regular file, so it cannot be read as a {what}. Give a regular file."
+        )
     if (size := path.stat().st_size) > largest:
         raise UsageError(f"{path}: {size:,} bytes; a {what} may have at most {largest:,}.{hint}")
 
@@ -50,14 +52,14 @@ class LimitedLoader(yaml.SafeLoader):
     """PyYAML's safe loader, which reads scalars as the libraries' own readers do, within limits."""
 
     deepest: ClassVar[int] = 16
-    """The most levels of nesting that are read."""
+    """Largest number of nesting levels that is read."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuse constructs that no configuration needs, before any object is built from them."""
+        """Build a node, or raise an error for tags, anchors, aliases and deep nesting."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(
@@ -78,7 +80,7 @@ class LimitedLoader(yaml.SafeLoader):
             self.depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping, and refuse a repeated key."""
+        """Build a mapping, or raise an error for a repeated key."""
         keys: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in keys:
@@ -109,10 +111,10 @@ def load_json(text: str, where: str, *, constants: bool = False) -> Any:
     try:
         return parse_json(text, constants=constants)
     except RecursionError:
-        raise UsageError(f"{where}: nested too deep.") from None
+        raise UsageError(f"{where}: nested too deep. Give a file with fewer levels.") from None
     except json.JSONDecodeError as error:
         line = "" if ", line " in where else f", line {error.lineno}"
-        raise UsageError(f"{where}{line}: not JSON: {error.msg}.") from None
+        raise UsageError(f"{where}{line}: not JSON: {error.msg}. Correct the file.") from None
     except ValueError as error:  # a key twice, a constant, or a number of thousands of digits
         raise UsageError(f"{where}: {error}.") from None
 

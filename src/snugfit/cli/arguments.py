@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from snugfit.cli.request import Request
 
 TAKE_AUTO = ("predict", "measure", "train")
-"""Commands that put a technique in the place of `auto`: those about one recipe on one GPU."""
+"""Commands that replace `auto`: those about one recipe on one GPU."""
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
@@ -51,7 +51,7 @@ def _complete_gpu(incomplete: str) -> list[str]:
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
-    """Return the techniques for the last word of a recipe."""
+    """Return completions of the last word of a recipe: names of techniques."""
     from snugfit.techniques.roster import techniques
 
     before, plus, word = incomplete.rpartition("+")
@@ -233,8 +233,8 @@ class Command(TyperCommand):
     """A command whose flags may be written with underscores, or in the words of a feature."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the words after those that are declared. Raises `UsageError` for two forms of output, and
-        for an empty value, which a shell makes of a variable that it lacks."""
+        """Parse a command's words and return the rest. Raises `UsageError` for two forms of output, and for
+        an empty value, which a shell makes of a variable that it lacks."""
         # After a command, `--version` counts before any mistake in its arguments.
         show_version(not {"-V", "--version"}.isdisjoint(args))
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}

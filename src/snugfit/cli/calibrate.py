@@ -30,7 +30,7 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
     """Measure this GPU and its host in a minute or two; later predictions for it use the result."""
     name = gpu_here()
     if name is None:
-        raise GpuError("This machine has no GPU to calibrate.")
+        raise GpuError("This machine has no GPU to calibrate. Use a machine with a GPU.")
     from snugfit.cli.progress import show_progress
     from snugfit.comparison.calibrate import calibrate as run
     from snugfit.frontends.own import refuse_more_than_here
@@ -63,7 +63,9 @@ def _write(file: Path, document: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_document(file, document)
     except OSError as error:
-        raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None
+        raise SnugfitError(
+            f"{file}: cannot be written ({error.strerror}). Free space there, or change its permissions."
+        ) from None
 
 
 def sentence_about_others(readings: Sequence[ProbeReading]) -> str:

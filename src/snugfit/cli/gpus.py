@@ -230,7 +230,7 @@ EXAMPLE = "Write lines such as `h200: 2.5`: the name of a GPU, and its price in 
 
 
 def _read_prices(file: Path | None, single: Sequence[str]) -> Prices:
-    """Return the prices in `file` (YAML or JSON), overridden by `NAME=PRICE` pairs.
+    """Return the prices of GPUs in `file` (YAML or JSON), overridden by `NAME=PRICE` pairs.
 
     Raises `UsageError` and `GpuError` for an entry that is no price of a GPU of the table.
     """

@@ -97,9 +97,8 @@ def kinds() -> dict[str, type]:
 
 @cache
 def training_keys() -> dict[str, type]:
-    """Return the keys that only `snugfit train` reads. Arguments of a schedule are no plain value; they are
-    given from Python.
-    """
+    """Return the keys that only `snugfit train` reads, with their types. Arguments of a schedule are no plain
+    value; they are given from Python."""
     key_types = _kinds_of(TrainOptions)
     del key_types["lr_scheduler_kwargs"]
     return key_types | _DATA
@@ -151,9 +150,9 @@ def _may_be_none(key: str) -> bool:
 
 
 def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
-    """Return one line about an unknown key: another trainer's, a typing mistake, or neither."""
+    """Return a line about an unknown key: another trainer's, a typing mistake, or neither."""
     if not isinstance(key, str):
-        return f"the key {key!r} is not text."
+        return f"the key {key!r} is not text. Put it in quotes."
     if key in advice:
         return f"{key} is a name from another trainer: {advice[key]}.{_about_value(key, value)}"
     near = nearest(key, [*kinds(), *advice], count=1)
@@ -163,13 +162,14 @@ def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
 
 
 def _whose(document: dict[Any, Any]) -> list[str]:
-    """Return a line about a whole file of another library."""
+    """Return a line about a file that belongs to another library, in a list; empty for other files."""
     strange = {key: value for key, value in document.items() if key not in kinds()}
     return [advice for of in hooks("advice_on_file") if (advice := of(strange))]
 
 
 def _about_value(key: str, value: Any) -> str:
-    """Return our recipe's answer to the name of another trainer's optimizer."""
+    """Return a sentence with our recipe for the name of another trainer's optimizer; empty for other
+    values."""
     if key not in ("optim", "optimizer") or not isinstance(value, str):
         return ""
     from snugfit.techniques.roster import find

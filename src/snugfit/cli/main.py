@@ -46,7 +46,7 @@ through the one public member of its family."""
 
 INTERRUPTED = 130
 FEW_COLLECTIONS = 100_000
-"""Objects made between two collections; Python's own figure is 700."""
+"""Number of objects created between two garbage collections; Python's own number is 700."""
 
 SHORT_FORMS = {
     "--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-len": "--sequence-length",
@@ -56,7 +56,7 @@ SHORT_FORMS = {
 """Options that people guess, whose letters are too far from ours to be found by likeness."""
 
 SHORTEST_WORD = 4
-"""Least length of a word that identifies an option: `--gpu` is as similar to `--cpu` as to any other."""
+"""Smallest length of a word that identifies an option: `--gpu` is as similar to `--cpu` as to any other."""
 
 app = typer.Typer(
     name="snugfit",
@@ -112,16 +112,16 @@ def run(arguments: Sequence[str]) -> int:
     except ToldElsewhere as told:
         return told.exit_code
     except SnugfitError as error:
-        return _tell(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
     except _TypingMistake as mistake:
-        return _tell_mistake(mistake, arguments)
+        return _print_mistake(mistake, arguments)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):  # typer's of a broken pipe, or after it completed a word
         if "_SNUGFIT_COMPLETE" not in os.environ:
             forget(sys.stdout)
     if code == INTERRUPTED:  # typer makes a number of Ctrl-C
-        return _tell("interrupted", INTERRUPTED)
+        return _print_error("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
@@ -141,10 +141,9 @@ def main() -> None:
     os._exit(code)
 
 
-def _tell(message: str, code: int) -> int:
-    """Print one message. Further lines are indented below the first, so that a recipe's marker stays under
-    its word.
-    """
+def _print_error(message: str, code: int) -> int:
+    """Print an error message and return the exit code. Further lines are indented below the first, so that a
+    recipe's marker stays under its word."""
     name = "snugfit: "
     print(name + escape_controls(message).replace("\n", "\n" + " " * len(name)), file=sys.stderr)
     return code
@@ -166,8 +165,8 @@ REMOVED_OPTIONS = {option: advice for one in features() for option, advice in on
 """Options of earlier versions, with what to use instead."""
 
 
-def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
-    """Print a mistake in the command line, with the help that would have prevented it."""
+def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:
+    """Print a mistake in the command line, with the help on how to write it, and return the exit code."""
     context: Any = getattr(mistake, "ctx", None)
     command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
     path = context.command_path if context else f"snugfit {command}".rstrip()
@@ -192,7 +191,7 @@ def _tell_mistake(mistake: Any, arguments: Sequence[str]) -> int:
         message, path = f"No such command {arguments[0]!r}. {NO_COMMANDS[arguments[0]]}", "snugfit"
     message = _number_mistake(mistake) or message.replace("Value error, ", "")  # of pydantic's checks
     message = message.rstrip(".")
-    return _tell(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)
+    return _print_error(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)
 
 
 def _similar_options(given: str, context: Any) -> list[str]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Storable(Protocol):
-    """An answer that becomes a JSON document."""
+    """An answer that can be converted to a JSON document."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as a JSON object."""
@@ -49,10 +49,10 @@ _Answer = TypeVar("_Answer", bound=Storable)
 
 
 LARGEST_FILE = 16 << 20
-"""Bytes of one answer. A plan is some hundred kilobytes."""
+"""Largest size of one stored answer in bytes. A plan is some hundred kilobytes."""
 
 LARGEST_FOLDER = 64 << 20
-"""Bytes of all answers together: some hundreds."""
+"""Largest size of all stored answers together in bytes: some hundreds of answers."""
 
 
 def folder() -> Path:
@@ -160,7 +160,8 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
 
 
 def remember(key: str, answer: Storable) -> None:
-    """Store the answer, whole or not at all, and make room for it."""
+    """Store the answer under this key, whole or not at all, and delete old ones if the folder is too
+    large."""
     with contextlib.suppress(OSError, ValueError):
         folder().mkdir(parents=True, exist_ok=True)
         write_document(folder() / f"{key}.json", answer.to_json())
@@ -168,7 +169,7 @@ def remember(key: str, answer: Storable) -> None:
 
 
 def _prune(limit: int) -> None:
-    """Remove answers, those unused for longest first, until the rest has at most `limit` bytes."""
+    """Delete answers, those unused for longest first, until the rest has at most `limit` bytes."""
     with os.scandir(folder()) as entries:
         files = [(entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in entries]
     total = 0

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from snugfit.errors import escape_controls
 
 SPINNER = 3
-"""Columns without text: the spinner, a space, and the terminal's last."""
+"""Number of columns without text: the spinner, a space, and the terminal's last."""
 
 QUIET = 30.0
-"""Seconds before the second line where stderr is no terminal. Each further one comes when twice as much time
-has passed, so that hours are a dozen lines."""
+"""Seconds before the second line where stderr is not a terminal. Each further one comes when twice as much
+time has passed, so that hours are a dozen lines."""
 
 
 @contextmanager
@@ -62,9 +62,8 @@ def _line_of_a_cell(first: str) -> Iterator[Callable[[str], None]]:
 
 
 def _seldom() -> Callable[[str], None]:
-    """Return a function that writes its text to stderr after `QUIET` seconds, then after twice as many, and
-    so on.
-    """
+    """Return a function that prints its text on stderr after `QUIET` seconds, then after twice as many, and
+    so on."""
     began, due = time.monotonic(), QUIET
 
     def tell(what: str) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A job, a recipe, and where it must fit."""
+    """A job, a recipe, and the GPU or memory that it must fit."""
 
     job: Job
     """The training task of the request."""
@@ -131,7 +131,7 @@ class Request:
     def with_least(
         self, local_gpu: Callable[[], Gpu | str | None] = lambda: None, *, fresh: bool = False
     ) -> Request:
-        """Return the same request with `auto` replaced, for its GPU or else the local one.
+        """Return a copy of the request with `auto` in the recipe replaced, for its GPU or else the local one.
 
         The choice is printed on stderr. Raises `UsageError` where there is no GPU, and `NothingFits` if no
         choice fits it.
@@ -173,13 +173,13 @@ class Request:
 
     @property
     def stands_for_another(self) -> bool:
-        """True if the job has the sizes of a preset other than the named model."""
+        """True if the job has the sizes of a preset that is not the named model."""
         from snugfit.job.find import preset_named
 
         return self.job.model.origin == "preset" and not preset_named(self.model_name)
 
     def refuse_recipe_and_loop(self) -> None:
-        """Raise `UsageError` for a recipe or a loop that a plan was given.
+        """Raise `UsageError` if a recipe or a loop was given to a plan, which chooses its own.
 
         A recipe of the user's own configuration is allowed: the plan starts from it.
         """
@@ -193,9 +193,8 @@ class Request:
         self.refuse_loop()
 
     def refuse_loop(self) -> None:
-        """Raise `UsageError` for a loop that a plan was given, unless it came from the user's own
-        configuration.
-        """
+        """Raise `UsageError` if a loop was given to a plan, unless it came from the user's own
+        configuration."""
         if self.loop != "plain" and not self.configuration:
             raise UsageError(
                 f"--loop {self.loop}: a plan is for the plain loop. Leave --loop out, then use snugfit "
@@ -211,7 +210,7 @@ def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | N
 
 
 def _on_mesh(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe and the number of GPUs of a mesh; empty without one."""
+    """Return the recipe and the number of GPUs that the option `--mesh` sets; empty without it."""
     if "mesh" not in settings:
         return {}
     from snugfit.techniques.recipe import Recipe
@@ -244,7 +243,7 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_number_of_gpus(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with the number in a name like `2x h100`."""
+    """Return the settings with the number of GPUs taken out of a name like `2x h100`."""
     several = re.fullmatch(r"(\d{1,4})\s*[x*]\s*(\D.*)", str(settings.get("gpu", "")).strip(), re.IGNORECASE)
     if several is None:
         return settings
@@ -284,7 +283,8 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
 
 
 def _rows(model: Model, text: str) -> int:
-    """Return the rows of an embedding: a number, or the model's own rounded up to a multiple (`x64`)."""
+    """Return the rows of an embedding from the user's text: a number, or the model's own rounded up to a
+    multiple (`x64`)."""
     match = re.fullmatch(r"(x?)([1-9]\d{0,7})", text)
     if match is None or not model.vocabulary:
         why = "a whole number of rows, or x64 for a multiple" if model.vocabulary else "for models of tokens"

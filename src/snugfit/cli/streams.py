@@ -25,10 +25,10 @@ from typing import TextIO
 from snugfit.errors import SnugfitError, escape_controls
 
 SIMILAR_LETTERS = {"×": "x", "→": "->", "·": "-", "–": "-", "—": "-", "…": "...", "’": "'", "µ": "u"}
-"""Replacements of letters that an encoding lacks, apart from those of tables and curves."""
+"""Replacements of letters that an encoding does not have, apart from those of tables and curves."""
 
 SIMILAR = "snugfit.similar"
-"""Name of the error handler that uses them."""
+"""Name of the error handler that uses `SIMILAR_LETTERS`."""
 
 
 def similar_letters(fault: UnicodeError) -> tuple[str, int]:
@@ -72,7 +72,9 @@ class StandardOutput(io.TextIOWrapper):
         forget(self)
         if isinstance(refusal, BrokenPipeError):
             raise refusal from None
-        raise SnugfitError(f"The output cannot be written: {refusal.strerror}.") from None
+        raise SnugfitError(
+            f"The output cannot be written: {refusal.strerror}. Free space, or write it elsewhere."
+        ) from None
 
 
 class StandardError(StandardOutput):
@@ -121,7 +123,7 @@ def say_last(text: str) -> None:
 
 
 def open_all() -> None:
-    """Replace the process's streams by writable ones, for any state of their descriptors."""
+    """Replace the process's streams by writable ones, also if their descriptors are closed."""
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)

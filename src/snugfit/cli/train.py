@@ -146,7 +146,7 @@ def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_arguments(request: Request) -> dict[str, Any]:
-    """Return the arguments of `snugfit.train` other than the data."""
+    """Return the arguments of `snugfit.train` from a request, without the data."""
     asked = request.training
     return {
         "output_dir": _require(asked, "output_dir"),
@@ -176,7 +176,7 @@ def _launch(request: Request, processes: int) -> int:
 
 
 def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:
-    """Return the checkpoint that a run in this folder would start from.
+    """Return the checkpoint from which a run in this folder would start.
 
     Raises `UsageError` for one that does not exist.
     """

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def with_ways_out(
     request: Request, predictions: Sequence[Prediction], *, fresh: bool = False
 ) -> list[Prediction]:
-    """Return the predictions; if none of them fits, the first contains its ways out.
+    """Return the predictions; if none of them fits, the first one has the changes with which the step would
+    fit.
 
     For several GPUs there are none, and the report names the command of a plan instead.
     """
@@ -34,7 +35,7 @@ def with_ways_out(
 
 
 def with_ways_out_of_plan(plan: Plan, *, fresh: bool = False) -> Plan:
-    """Return the plan; if nothing fits, it contains the ways out of its nearest miss."""
+    """Return the plan; if nothing fits, it has the changes with which its nearest miss would fit."""
     if plan.fits or plan.gpu is None:
         return plan
     from snugfit.prediction.predict import predict
@@ -55,7 +56,7 @@ def _ways_out(
     beyond: Fidelity | None = None,
     fresh: bool,
 ) -> WaysOut:
-    """Return the ways out of a prediction, stored or computed."""
+    """Return the changes with which a step would fit, stored or computed."""
     from snugfit.cli.plan_cache import answer
 
     def compute(tell: Callable[[str], None]) -> WaysOut:

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS = 120.0
 CORRECTED_TOGETHER = {"bf16": ("bf16", "fp16", "fp8")}
-"""Precisions that one probe corrects together."""
+"""Precisions that share a probe, by the one that is measured."""
 
 UPDATE_STEPS = 80
 """Steps of the probe that is measured before any prediction: about one second on an H200."""
@@ -83,7 +83,7 @@ class ProbeSeconds(NamedTuple):
     """Seconds of a probe's run."""
 
     step_seconds: float
-    """Mean of the measured steps."""
+    """Mean seconds of a measured step."""
     disturbed: float | None = None
     """Share of checks that found the core disturbed by others; None without checks."""
     exchange_seconds: float | None = None
@@ -91,10 +91,8 @@ class ProbeSeconds(NamedTuple):
 
 
 MeasureSeconds = Callable[[Job, Recipe, int], ProbeSeconds]
-"""Callable that measures a job and a recipe for a number of steps.
-
-A recipe for several GPUs runs on all GPUs of the calibration. Raises `SnugfitError` when the run dies.
-"""
+"""The type of a function that measures a job and a recipe for a number of steps. A recipe for several GPUs
+runs on all GPUs of the calibration. Raises `SnugfitError` when the run dies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ class ProbeReading:
     factor: float | None
     """Overestimate of the rate (old rate / corrected rate); None without a correction."""
     why: str = ""
-    """Reason for a missing correction."""
+    """Reason why the probe corrected no rate."""
     disturbed: float | None = None
     """Share of checks that found the launching core disturbed by other processes."""
 
@@ -179,7 +177,7 @@ class _ProbeRun(NamedTuple):
 
 
 class _ProbeRunner:
-    """Rehearse and measure probes, both at once where neither disturbs the other."""
+    """Simulates and measures probes, both at once where neither disturbs the other."""
 
     def __init__(
         self, gpu: Gpu, rates: Rates, measure_seconds: MeasureSeconds, tell: Callable[[str], None]
@@ -187,7 +185,7 @@ class _ProbeRunner:
         self._gpu, self._rates, self._measure, self._tell = gpu, rates, measure_seconds, tell
 
     def run_all(self, chosen: tuple[Probe, ...]) -> list[_ProbeRun]:
-        """Rehearse and measure each probe; return the runs in the order of correction."""
+        """Simulate and measure each probe; return the runs in the order of correction."""
         update = next(probe for probe in chosen if probe.corrects == BANDWIDTH)
         with ThreadPoolExecutor(max_workers=1) as executor:
             rehearsal = executor.submit(lambda: [self._trace(probe) for probe in chosen])
@@ -316,7 +314,9 @@ def _measure_on(gpus: int) -> MeasureSeconds:
             ledger=None,
         )
         if run.timing is None:
-            raise SnugfitError(f"The probe's run ended with {run.outcome}: {run.message}")
+            raise SnugfitError(
+                f"The probe's run ended with {run.outcome}: {run.message} Run snugfit calibrate again."
+            )
         return ProbeSeconds(run.timing.step_seconds, run.disturbed, run.fabric_seconds)
 
     return seconds
@@ -351,7 +351,8 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
 
 
 def _shares(corrects: str, factor: float, rates: Rates) -> dict[str, float]:
-    """Divide the link's share that collectives of this kind reach by the measured slowdown `factor`."""
+    """Return the link's share by NCCL's kernel: divide the share that collectives of this kind reach by the
+    measured slowdown `factor`."""
     connected = exchanges().link(find_gpu(rates.gpu), rates)
     kinds = (ALL_REDUCE,) if corrects == ALL_REDUCE else sorted(COLLECTIVES - {ALL_REDUCE})
     return {kind: connected.share(kind, rates.gpus) / factor for kind in kinds}

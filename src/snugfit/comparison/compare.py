@@ -64,7 +64,7 @@ class Comparison(Tabular):
         return [asdict(line) | {"error": line.error} for line in lines]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object: both documents, and the relative errors."""
+        """Return a JSON object with both documents and the relative errors."""
         return {
             "schema": SCHEMA,
             "what": "comparison",
@@ -120,7 +120,9 @@ def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
             "gpu=..., gpus=measurement.gpus)."
         )
     if measurement.footprint is None:
-        raise MeasurementError(f"Nothing to compare: the run ended with {measurement.outcome}.")
+        raise MeasurementError(
+            f"Nothing to compare: the run ended with {measurement.outcome}. Measure again."
+        )
     lines = error_lines(prediction.footprint, measurement.footprint)
     pace = step_seconds_line(
         prediction.timing.step_seconds if prediction.timing else None,
@@ -130,7 +132,7 @@ def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
 
 
 def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[str]:
-    """Yield the differences between two experiments as text.
+    """Yield a sentence for each difference between the predicted and the measured experiment.
 
     The dtype of the checkpoint's file does not count. The job names the dtype of the loaded weights, and
     earlier measurements did not record the file's.

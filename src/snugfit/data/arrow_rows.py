@@ -46,7 +46,8 @@ class DatasetRows(Rows):
             row: Row = self._dataset[index]
         except Exception as error:  # errors of arrow and of the decoders
             raise UsageError(
-                f"{self.where(index)}: the datasets library cannot read this ({one_line(error)})."
+                f"{self.where(index)}: the datasets library cannot read this ({one_line(error)}). "
+                "Correct this row, or remove it."
             ) from error
         return row
 
@@ -60,7 +61,7 @@ class DatasetRows(Rows):
         return tuple(getattr(inner, "names", None) or ())
 
     def _select(self, columns: Collection[str]) -> Rows:
-        """Return the rows with these columns alone: reading a label must not read a picture."""
+        """Return the rows with these columns alone, since reading a label must not read a picture."""
         return DatasetRows(self._dataset.select_columns(list(columns)), self.source, self.folder)
 
 
@@ -95,7 +96,10 @@ class ParquetRows(Rows):
             with ParquetFile(path) as file:
                 self._metadata, self.columns = file.metadata, tuple(file.schema_arrow.names)
         except ArrowException as error:
-            raise UsageError(f"{path}: this is not a Parquet file ({one_line(error)}).") from None
+            raise UsageError(
+                f"{path}: this is not a Parquet file ({one_line(error)}). Write it again, or correct "
+                "the end of its name."
+            ) from None
         self._ends = list(accumulate(group.num_rows for group in self._groups()))
         # The cache belongs to this object: one on the method would keep every object alive.
         self._rows_of_group = lru_cache(maxsize=1)(self._read_group)
@@ -146,7 +150,9 @@ class ParquetRows(Rows):
             with ParquetFile(self._path, metadata=self._metadata) as file:
                 return read(file)
         except ArrowException as error:
-            raise UsageError(f"{self.source}: {what} is damaged ({one_line(error)}).") from None
+            raise UsageError(
+                f"{self.source}: {what} is damaged ({one_line(error)}). Write the file again."
+            ) from None
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -164,7 +170,10 @@ def load_saved(folder: Path) -> Rows:
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # json, arrow and the file system raise errors of their own
-        raise UsageError(f"{folder}: the datasets library cannot load this ({one_line(error)}).") from None
+        raise UsageError(
+            f"{folder}: the datasets library cannot load this ({one_line(error)}). Save it again with "
+            "save_to_disk."
+        ) from None
     if not isinstance(loaded, datasets.DatasetDict):
         return DatasetRows(loaded, str(folder))
     names = [str(name) for name in loaded]

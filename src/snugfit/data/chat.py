@@ -1,6 +1,6 @@
-"""Conversations, tokenized with the tokenizer's chat template.
+"""Tokenization of conversations with the tokenizer's chat template.
 
-    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
 Only the assistant's words should enter the loss. A template with `{% generation %}` marks their tokens.
 Without these marks all tokens enter the loss. Chats in the older ShareGPT form (`from`, `value`) are accepted
@@ -24,7 +24,7 @@ class ChatTokens(NamedTuple):
 
     ids: list[int]
     assistant: list[bool] | None
-    """One flag per token, True for the assistant's; None if the template has no marks."""
+    """One flag per token, True for the assistant's tokens; None if the template has no marks."""
 
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -37,13 +37,14 @@ ALL_WORDS = (
     "of the conversations, also the user's."
 )
 ONLY_THE_ASSISTANT = "The model learns only the assistant's words, which the chat template marks."
-"""The note on a dataset of conversations is this one or `ALL_WORDS`."""
+"""The note on a dataset of conversations whose loss counts the assistant's tokens alone; otherwise it is
+`ALL_WORDS`."""
 
 NO_TOOLS = "The column 'tools' is ignored: conversations are written without tools."
 
 
 def conversation_of(value: Any, where: str) -> Chat:
-    """Return the messages in a row. Raises `UsageError`."""
+    """Return the messages of the conversation in a row's value. Raises `UsageError`."""
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
         what = "nothing (null)" if value is None else f"{value!r:.60}"
         raise UsageError(
@@ -62,7 +63,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         message = {"role": SHAREGPT[message["from"]], "content": message["value"]}
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise UsageError(
-            f"{where}: it has {', '.join(map(repr, message))}; a message needs a role and a content."
+            f"{where}: it has {', '.join(map(repr, message))}; a message needs a role and a content. "
+            "Add them, or remove the row."
         )
     content = message["content"]
     # A message that only calls tools has no content.
@@ -98,7 +100,10 @@ def chat_tokens(tokenizer: Any, chats: Sequence[Chat], where: Sequence[str]) -> 
     except Exception as error:  # the template's error names no conversation: try them one by one
         for chat, of in zip(chats, where, strict=True):
             _apply_alone(tokenizer, chat, of, marked)
-        raise UsageError(f"The chat template fails ({one_line(error)}).") from error
+        raise UsageError(
+            f"The chat template fails ({one_line(error)}). Correct it in the tokenizer's folder "
+            "(chat_template.jinja)."
+        ) from error
     masks = encoding.get("assistant_masks") or [None] * len(chats)
     return [
         ChatTokens(ids, mask and list(map(bool, mask)))
@@ -117,5 +122,6 @@ def _apply_alone(tokenizer: Any, chat: Chat, where: str, marked: bool) -> None:
         _apply(tokenizer, [chat], marked)
     except Exception as error:
         raise UsageError(
-            f"{where}: the chat template refuses this conversation ({one_line(error)})."
+            f"{where}: the chat template refuses this conversation ({one_line(error)}). Correct this "
+            "row, or remove it."
         ) from error

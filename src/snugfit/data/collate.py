@@ -84,7 +84,10 @@ class Collate:
     def _length(self, lists: Sequence[Sequence[int]], most: int) -> int:
         longest = max(map(len, lists))
         if longest > most:
-            raise UsageError(f"A sample of {longest} tokens, but the job was planned for at most {most}.")
+            raise UsageError(
+                f"A sample of {longest} tokens, but the job was planned for at most {most}. Cut it, or "
+                "set a longer sequence length."
+            )
         multiple = self.pad_to_multiple_of or 1
         return min(-(-longest // multiple) * multiple, most)
 

@@ -50,10 +50,10 @@ LABELS: dict[Task, Form] = {
     Task.SEQUENCE_CLASSIFICATION: ("label", "labels", "class", "category", "target", "intent", "score"),
     Task.TOKEN_CLASSIFICATION: ("ner_tags", "labels", "tags", "pos_tags", "chunk_tags", "upos", "label"),
 }  # fmt: skip
-"""The names of a label's column per task, for inputs that are not token ids."""
+"""Names of the label's column per task, for inputs that are not token ids."""
 
 NO_TEXT = ("id", "idx", "index", "guid", "label", "labels", "label_text", "__index_level_0__")
-"""Columns that are never guessed to be the text."""
+"""Names of columns that are never guessed to be the text."""
 
 
 def columns_of(

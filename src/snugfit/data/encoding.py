@@ -28,7 +28,7 @@ from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
 
 ROWS_AT_ONCE = 512
-"""Rows per call of the tokenizer: enough for a fast tokenizer's threads, and little memory."""
+"""Number of rows per call of the tokenizer: enough for a fast tokenizer's threads, and little memory."""
 
 Numbered = Sequence[tuple[int, Row]]
 
@@ -44,7 +44,7 @@ class Encoded:
     """One label per token, or the target's tokens. For words, each token's index into `row_labels`."""
 
     row_labels: list[Any] = field(default_factory=list)
-    """Labels in the row's own form: one per word, or one per sequence."""
+    """Labels as the row has them, not yet numbers: one per word, or one per sequence."""
 
     types: list[int] | None = None
     """1 for each token of the second text, else 0; None if the model takes no types."""
@@ -55,7 +55,7 @@ class Encoded:
 
 @final
 class Encoder:
-    """An iterator over the encoded rows of one dataset for one job."""
+    """Encodes the rows of one dataset for one job; iterating yields each row's tokens and labels."""
 
     def __init__(
         self,
@@ -104,7 +104,10 @@ class Encoder:
             labels = self.rows.value(row, self.columns["label"], index)
             if not isinstance(labels, list) or len(labels) != len(words):
                 count = len(labels) if isinstance(labels, list) else "no list of"
-                raise UsageError(f"{self.rows.where(index)}: {len(words)} words and {count} labels.")
+                raise UsageError(
+                    f"{self.rows.where(index)}: {len(words)} words and {count} labels. Give one label "
+                    "for each word."
+                )
             firsts = [
                 IGNORED if word is None or word == before else word
                 for before, word in pairwise([None, *tokens.words])
@@ -146,10 +149,13 @@ class Encoder:
         return (self._checked_ids(row, index) for index, row in chunk)
 
     def _checked_ids(self, row: Row, index: int) -> Encoded:
-        """Return the row's own token ids and their companions, without the padded positions."""
+        """Return the row's own token ids, labels and types, without the padded positions."""
         ids = self._numbers(row, self.columns["input_ids"], index)
         if late := [name for name in _BESIDE if name in row and name not in self.rows.columns]:
-            raise UsageError(f"{self.rows.where(index)}: it has {late[0]!r}, but the first row does not.")
+            raise UsageError(
+                f"{self.rows.where(index)}: it has {late[0]!r}, but the first row does not. Give it in "
+                "all rows, or in none."
+            )
         beside = {name: self._numbers(row, name, index) for name in _BESIDE if name in self.rows.columns}
         labels = None
         if "label" in self.columns and self.job.task is not Task.SEQUENCE_CLASSIFICATION:
@@ -160,8 +166,8 @@ class Encoder:
         for name, numbers in beside.items():
             if len(numbers) != len(ids):
                 raise UsageError(
-                    f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each token "
-                    "needs one."
+                    f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each "
+                    "token needs one. Correct this row, or remove it."
                 )
         # Padding is dropped, because the collate function pads each batch anew.
         mask = beside.pop("attention_mask", [1] * len(ids))
@@ -234,7 +240,8 @@ class Encoder:
         # `Ragged` stores values in 32 bits.
         if numbers.size and not -_MOST <= numbers.min() <= numbers.max() < _MOST:
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} contains {numbers.max()}, which is not a token."
+                f"{self.rows.where(index)}: {column!r} contains {numbers.max()}, which is not a token. "
+                "Tokens are whole numbers from 0."
             )
         checked: list[int] = numbers.tolist()
         return checked

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 Sample = dict[str, Any]
-"""The input of a collate function: `input_ids` and `labels`, or `pixel_values` and `label`, ..."""
+"""The type of a sample: a mapping with `input_ids` and `labels`, or `pixel_values` and `label`, ..."""
 
 
 class Indexed(Sequence[T_co]):
-    """A sequence whose subclasses define only the length and the item at a valid index."""
+    """Base class of sequences that compute an item on access; subclasses define the length and the item at a
+    valid index."""
 
     @abstractmethod
     def _item(self, index: int) -> T_co:
@@ -46,7 +47,8 @@ class Indexed(Sequence[T_co]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IndexedSamples(Indexed[Sample]):
-    """A dataset of N samples, which may differ from epoch to epoch; picklable and without state."""
+    """Base class of datasets of N samples, which may differ from epoch to epoch; picklable and without
+    state."""
 
     label: np.ndarray | None = None
     """One class or number per sample, (N)."""
@@ -64,7 +66,7 @@ class IndexedSamples(Indexed[Sample]):
     """Number of tokens lost by truncation; for packed samples, the few dropped at the end."""
 
     left_out: int = 0
-    """Number of rows without a sample, because nothing in them enters a loss."""
+    """Number of rows that give no sample, because none of their tokens enters a loss."""
 
     notes: tuple[str, ...] = ()
     """Notes for the user who trains on this dataset."""
@@ -76,7 +78,8 @@ class IndexedSamples(Indexed[Sample]):
         return {"labels": self.labels[index]} if self.labels is not None else {}
 
     def collate_with(self, targets: Collate) -> Callable[[list[Any]], dict[str, Any]]:
-        """Return the function from samples to a batch; `targets` collates labels and tokens."""
+        """Return the collate function for these samples, from a list of samples to a batch; `targets`
+        collates labels and tokens."""
         return targets
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Labels of classes, converted from the datasets' numbers, names, or numbers written as text.
+"""Conversion of class labels to numbers, from the datasets' numbers, names, or numbers written as text.
 
 Names are numbered in alphabetical order, which is the same on every machine and at every start. The dataset's
 own order (a `ClassLabel`) goes first, and so does the order of a split that was read before. A label beyond
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Where = Callable[[int], str]
-"""Return the place of the n-th value for an error message."""
+"""The type of a function that returns the place of the n-th value, for an error message."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _KINDS = {int: "a number", str: "text"}
@@ -51,14 +51,16 @@ def class_numbers(
     most = np.iinfo(np.int64).max
     for index, value in enumerate(classes):
         if abs(value) > most:
-            raise UsageError(f"{where(index)}: label {_bit_count(value)}; {_class_range(labels)}")
+            raise UsageError(
+                f"{where(index)}: label {_bit_count(value)}; {_class_range(labels)} Correct the label."
+            )
     numbers = np.array(classes, dtype=np.int64)
     _refuse_out_of_range(numbers, where, labels, ignored)
     return numbers, names or tuple(str(number) for number in range(labels))
 
 
 def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[str, ...]:
-    """Return the names of the classes, from `given` or the dataset.
+    """Return the names of the classes in order, from `given` or the dataset's `own`.
 
     Raises `UsageError` if the two disagree: the dataset's numbers would mean other classes.
     """

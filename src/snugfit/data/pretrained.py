@@ -25,8 +25,8 @@ def load_pretrained(
 ) -> Any:
     """Return the result of `load` for the name or folder. Raises `UsageError`.
 
-    `what` and `word` are the object's names in error messages, and `file` is the usual file in its folder. A
-    folder is accepted if it has a file that matches one of the `patterns`.
+    `what` and `word` name the object in error messages, and `file` is the usual file in its folder. A folder
+    is accepted if it has a file that matches one of the `patterns`.
     """
     from huggingface_hub import constants
 
@@ -37,7 +37,9 @@ def load_pretrained(
             f"{folder}: this folder has no {what} ({file}). {word}.save_pretrained({name!r}) writes one."
         )
     if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
-        raise UsageError(f"{folder}: the {word} is a folder with a {file}, or a name on the hub.")
+        raise UsageError(
+            f"{folder}: the {word} is a folder with a {file}, or a name on the hub. Give one of these."
+        )
     try:
         # `local_files_only` still opens sockets: huggingface_hub builds the headers of a request that is
         # never sent, and for them it sends a request about coding agents.

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 @final
 class Ragged:
-    """A sequence of N lists: `values[starts[i] : starts[i + 1]]` is the i-th."""
+    """A sequence of N lists of integers, stored in one array: `values[starts[i] : starts[i + 1]]` is the
+    i-th."""
 
     def __init__(self, values: np.ndarray, starts: np.ndarray) -> None:
-        """`values` is (V), `starts` (N + 1), from 0 to V."""
+        """Store the arrays: `values` is (V), `starts` (N + 1), from 0 to V."""
         self.values, self.starts = values, starts
 
     def __len__(self) -> int:
@@ -90,7 +91,7 @@ class RaggedBuilder:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Return the start of each of N lists and the end of the last, (N + 1)."""
+    """Return the start of each of N lists and the end of the last as an array (N + 1), from their lengths."""
     import numpy as np
 
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -83,19 +83,24 @@ def _rows_at(path: Path) -> Rows:
             return _join(_matching_files(path), str(path))
         return _file(path)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}).") from None
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror or error}). Check its permissions."
+        ) from None
 
 
 def _file(path: Path) -> Rows:
     form = path.suffix.lower()
     if not path.exists():
-        raise UsageError(f"{path}: there is no such file.{_similar_names(path)}")
+        raise UsageError(f"{path}: there is no such file.{_similar_names(path)} Correct the path.")
     if form not in FORMS:
         raise UsageError(
-            f"{path}: samples can be read from {', '.join(FORMS)}, by the end of the file's name."
+            f"{path}: samples can be read from {', '.join(FORMS)}, by the end of the file's name. "
+            "Rename the file, or write it in one of these forms."
         )
     if not path.is_file():
-        raise UsageError(f"{path}: this is not a regular file, so samples cannot be read from it.")
+        raise UsageError(
+            f"{path}: this is not a regular file, so samples cannot be read from it. Give a regular file."
+        )
     return ParquetRows(path) if form == ".parquet" else READERS[form](path)
 
 
@@ -110,12 +115,14 @@ def _matching_files(pattern: Path) -> list[Path]:
         raise UsageError(
             f"{pattern}: the pattern matches only folders, such as {paths[0]}. Add /*.jsonl to it."
         )
-    raise UsageError(f"{pattern}: no file matches this pattern.{_similar_names(pattern)}")
+    raise UsageError(
+        f"{pattern}: no file matches this pattern.{_similar_names(pattern)} Correct the pattern."
+    )
 
 
 def _folder(folder: Path) -> Rows:
-    """Open a folder of files of rows, or of folders of classes. With the latter, only a `metadata` file has
-    rows."""
+    """Return the rows of a folder with files of rows, or with folders of classes. With the latter, only a
+    `metadata` file has rows."""
     # `__MACOSX` is an artefact of zip archives from macOS.
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
     folders = [path for path in entries if path.is_dir()]
@@ -137,18 +144,19 @@ def _folder(folder: Path) -> Rows:
         )
     among = f" Is it one of {_first_paths(folders)}?" if folders else ""
     raise UsageError(
-        f"{folder}: this folder has no files of samples ({', '.join(FORMS)}), no dataset written by "
-        f"save_to_disk, and no images in folders by class.{among}"
+        f"{folder}: this folder has no files of samples. Give a folder of {', '.join(FORMS)}, one written "
+        f"by save_to_disk, or one with images in folders by class.{among}"
     )
 
 
 def _class_reader(folders: Sequence[Path]) -> Callable[[Path], Rows] | None:
-    """Return a feature's reader of samples in folders of their classes."""
+    """Return a feature's function that reads samples from folders named after their classes; None if the
+    folders hold no samples."""
     return next((reader for find in hooks("class_reader") if (reader := find(folders))), None)
 
 
 def _join(files: Sequence[Path], source: str) -> Rows:
-    """Open one file's rows, or those of several files of one kind. Raises `UsageError` for several kinds."""
+    """Return the rows of one file, or of several files of one kind. Raises `UsageError` for several kinds."""
     forms = sorted({path.suffix.lower() for path in files})
     if len(forms) > 1:
         raise UsageError(

@@ -43,11 +43,13 @@ ROLES = (
     "input_ids",
     "messages",
 )
-"""Roles of a column in a task, next to those of features; `columns.py` has the roles of each task."""
+"""Names of the roles that a column may have in a task, apart from those of features; `columns.py` has the
+roles of each task."""
 
 
 class Rows(Indexed[Row]):
-    """A dataset's rows, and the columns that the user has named; one subclass per kind of source."""
+    """Base class of a dataset's rows, with the columns that the user has named; one subclass per kind of
+    source."""
 
     source: str
     """The file or folder, as it was given."""
@@ -59,7 +61,7 @@ class Rows(Indexed[Row]):
     """The folder that relative paths in a row start from: that of the file, if there is one."""
 
     same_columns: bool = False
-    """True if every row has every column. Files of one dataset must then have the same columns."""
+    """True if every row has every column. Then all files of one dataset must have the same columns."""
 
     named: Mapping[str, str] = {}
     """The columns that the user has named, by role."""
@@ -68,7 +70,7 @@ class Rows(Indexed[Row]):
         return (self._item(index) for index in range(len(self)))
 
     def where(self, index: int) -> str:
-        """Return the file and line, or the row's number, for an error message."""
+        """Return the place of a row for an error message: the file and line, or the row's number."""
         return f"{self.source}, row {index + 1}"
 
     def folder_of(self, index: int) -> Path:
@@ -91,7 +93,7 @@ class Rows(Indexed[Row]):
         return self
 
     def name_columns(self, named: Mapping[str, str]) -> None:
-        """Store the column that the user has named for each role. Raises `UsageError`."""
+        """Store the user's choice of a column for each role. Raises `UsageError`."""
         roles = (*ROLES, *(role for feature in features() for role in feature.column_roles))
         for role, column in named.items():
             if role not in roles:
@@ -100,7 +102,9 @@ class Rows(Indexed[Row]):
                     f"{', '.join(roles)}."
                 )
             if not isinstance(column, str) or not self.has(column):
-                raise UsageError(f"{self.source}: no column {column!r}. {self.column_list(str(column))}")
+                raise UsageError(
+                    f"{self.source}: no column {column!r}. {self.column_list(str(column))} Name one of them."
+                )
         self.named = dict(named)
 
     def has(self, column: str) -> bool:
@@ -120,7 +124,10 @@ class Rows(Indexed[Row]):
         # A column's own name may contain a dot.
         for key in [column] if column in row else column.split("."):
             if not isinstance(value, Mapping) or key not in value:
-                raise UsageError(f"{self.where(index)}: it has no {column!r}, but other rows do.")
+                raise UsageError(
+                    f"{self.where(index)}: it has no {column!r}, but other rows do. Add it, or remove "
+                    "the row."
+                )
             value = value[key]
         return value
 
@@ -140,8 +147,8 @@ def as_text(value: Any, where: str, column: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise UsageError(
-                f"{where}: character {error.start + 1} of {column!r} is half of a surrogate pair, which is "
-                "not valid text."
+                f"{where}: character {error.start + 1} of {column!r} is half of a surrogate pair, which "
+                "is not valid text. Correct this row, or remove it."
             ) from None
     return value
 
@@ -196,7 +203,7 @@ class JoinedRows(Rows):
         return self._ends[-1]
 
     def _at(self, index: int) -> tuple[Rows, int]:
-        """Return the file of this row, and the row's index in that file."""
+        """Return the file that has this row, and the row's index in that file."""
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 

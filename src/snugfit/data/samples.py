@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples(IndexedSamples):
-    """Samples of tokens. Without a label or labels the tokens themselves are predicted."""
+    """Samples of tokens, encoded in flat arrays. Without a label or labels the tokens themselves are
+    predicted."""
 
     inputs: Ragged
     """The token ids of each sample."""
@@ -120,7 +121,10 @@ def samples_of(
     columns = columns_of(rows, job)
     if pack and (job.task is not Task.CAUSAL_LM or set(columns) & {"prompt", "messages", "label"}):
         what = job.task if job.task is not Task.CAUSAL_LM else "prompts, messages or separate labels"
-        raise UsageError(f"Packing works for causal-lm on plain text. With {what}, texts must not be joined.")
+        raise UsageError(
+            f"Packing works for causal-lm on plain text. With {what}, texts must not be joined. Leave "
+            "packing out."
+        )
     words = None if tokenizer is None else Tokenizer(tokenizer)
     if pack and (words is None or words.end is None):
         raise UsageError(
@@ -144,7 +148,7 @@ def samples_of(
 
 @dataclass(frozen=True, kw_only=True)
 class _RowLabels:
-    """Labels in the rows' own form: one per sequence, or one per word."""
+    """Labels as the rows have them, not yet numbers: one per sequence, or one per word."""
 
     values: list[Any]
     rows: array[int]
@@ -224,7 +228,7 @@ def refuse_unknown_tokens(
         position = int(wrong.argmax())
         raise UsageError(
             f"{where(int(lists.lists_of(position)))}: token {lists.values[position]}; {job.model.name} "
-            f"knows tokens 0 to {vocabulary - 1:,}. Is the tokenizer from another model?"
+            f"knows tokens 0 to {vocabulary - 1:,}. Use the model's own tokenizer."
         )
 
 
@@ -232,7 +236,10 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
     """Return the samples that have a token in the loss. Raises `UsageError` if there are none."""
     empty = samples.lengths == 0
     if job.task in (Task.SEQUENCE_CLASSIFICATION, Task.SEQ2SEQ_LM) and empty.any():
-        raise UsageError(f"{where(int(empty.argmax()))}: its text is empty, without a single token.")
+        raise UsageError(
+            f"{where(int(empty.argmax()))}: its text is empty, without a single token. Add text, or "
+            "remove the row."
+        )
     if samples.label is not None:
         return samples
     if samples.masking is not None:
@@ -249,7 +256,8 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
     if not (in_loss > 0).any():
         raise UsageError(
             f"{where(0)} and every other row: there is nothing to learn (all labels are {IGNORED}, the "
-            "text is empty, or a prompt fills the whole sequence length)."
+            "text is empty, or a prompt fills the whole sequence length). Correct the data, or set a "
+            "longer sequence length."
         )
     return samples if (in_loss > 0).all() else samples.filter(in_loss > 0)
 
@@ -258,12 +266,13 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
 
 
 PREDICTED, HIDDEN, REPLACED = 0.15, 0.8, 0.1
-"""The share of tokens to predict, and of these the shares that are hidden and replaced."""
+"""Share of tokens to predict, and of these the shares that the mask token hides and that other tokens
+replace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """The settings of masking for the sequences of a dataset."""
+    """Settings of random masking for a masked language model."""
 
     seed: int
     """The run's seed for data."""
@@ -275,7 +284,7 @@ class Masking:
     """Number of tokens with a row in the model's embedding."""
 
     vocabulary: int
-    """Replacement tokens are drawn from 0 up to this number."""
+    """Number of token ids from which replacement tokens are drawn."""
 
     special: tuple[int, ...]
     """Tokens that are never predicted."""
@@ -285,7 +294,8 @@ class Masking:
         """Build the settings from the tokenizer. Raises `UsageError` if it has no mask token."""
         if tokenizer is None or tokenizer.mask_token_id is None:
             raise UsageError(
-                "masked-lm needs a mask token, but this tokenizer has none. Is it the model's tokenizer?"
+                "masked-lm needs a mask token, but this tokenizer has none. Use the model's own "
+                "tokenizer, or another task."
             )
         return cls(
             seed=seed,
@@ -303,8 +313,8 @@ class Masking:
 
     @cached_property
     def _ordinary(self) -> np.ndarray:
-        """True for every token that is not special, (vocabulary). A table, because `np.isin` sorts at each
-        call."""
+        """Return True for every token of the vocabulary that is not special, (vocabulary). A table, because
+        `np.isin` sorts at each call."""
         import numpy as np
 
         # Ids of a tokenizer's special tokens may lie beyond the embedding.
@@ -313,7 +323,8 @@ class Masking:
         return ordinary
 
     def mask(self, ids: list[int], *, epoch: int, index: int) -> tuple[list[int], list[int]]:
-        """Return S tokens, some of them hidden, and S labels: the hidden token, or -100."""
+        """Return S tokens, some of them masked, and S labels: the original token if it is predicted, or
+        -100."""
         import numpy as np
 
         original = np.array(ids, dtype=np.int64)

@@ -31,7 +31,8 @@ LARGEST_IN_MEMORY = 1 << 30
 """Largest size in bytes of a file that is loaded into memory."""
 
 LARGEST_CELL = 64 << 20
-"""Characters in a table's cell; csv's own limit, 128 KiB, is too small for a long document."""
+"""Largest number of characters in a table's cell; csv's own limit, 128 KiB, is too small for a long
+document."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """The mark that Windows writes before UTF-8 text."""
@@ -39,10 +40,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @final
 class LineRows(Rows):
-    """A file with one row per line that is not blank."""
+    """The rows of a text file with one row per line that is not blank."""
 
     def __init__(self, path: Path, parse: Callable[[str, str], Row]) -> None:
-        """`parse` converts a line to a row; its second argument is the line's place for error messages."""
+        """Open the file; `parse` converts a line to a row, and its second argument is the line's place for
+        error messages."""
         self.source, self.folder = str(path), path.parent
         self._path, self._parse = path, parse
         self._starts, self._numbers = array("q"), array("q")
@@ -130,9 +132,11 @@ class TableRows(Rows):
 def _head(cells: list[str], source: str) -> tuple[str, ...]:
     heads = tuple(cell.strip() for cell in cells)
     if "" in heads:
-        raise UsageError(f"{source}: column {heads.index('') + 1} of the first line has no name.")
+        raise UsageError(
+            f"{source}: column {heads.index('') + 1} of the first line has no name. Name it there."
+        )
     if twice := next((head for head in heads if heads.count(head) > 1), None):
-        raise UsageError(f"{source}: two columns are called {twice!r}.")
+        raise UsageError(f"{source}: two columns are called {twice!r}. Rename one of them.")
     return heads
 
 
@@ -151,7 +155,7 @@ def _object(value: Any, where: str) -> Row:
 
 
 def _json(path: Path) -> Rows:
-    """Open a list, or an object per line, as `datasets` and pandas write `.json`."""
+    """Open a `.json` file: one list of objects, or an object per line, as `datasets` and pandas write it."""
     with open(path, "rb") as file:
         begins = file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
     if begins == b"[":
@@ -173,7 +177,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".csv": TableRows,
     ".tsv": TableRows,
 }
-"""The reader of each suffix."""
+"""Function that opens a file, by the file's suffix."""
 
 
 def read_text(path: Path) -> str:

@@ -60,7 +60,7 @@ class Tokens:
 
 @final
 class Tokenizer:
-    """A transformers tokenizer, reduced to an interface of lists of ids."""
+    """A wrapper of a transformers tokenizer that returns plain lists of ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.of_transformers = tokenizer
@@ -83,7 +83,8 @@ class Tokenizer:
         """
         if words and not getattr(self.of_transformers, "is_fast", False):
             raise UsageError(
-                "token-classification needs a fast tokenizer, which knows the word of each token."
+                "token-classification needs a fast tokenizer, which knows the word of each token. Give "
+                "one (tokenizer.is_fast)."
             )
         if limit is not None:
             self._refuse_without_room(limit, pair=pairs is not None)
@@ -116,7 +117,8 @@ class Tokenizer:
             )
         except Exception as error:  # any error of a custom tokenizer
             raise UsageError(
-                f"The tokenizer fails on the dataset's text ({one_line(error, 300)})."
+                f"The tokenizer fails on the dataset's text ({one_line(error, 300)}). Try it without "
+                "snugfit: tokenizer(text)."
             ) from error
         types = encoding.get("token_type_ids")
         return [

@@ -1,1 +1,1 @@
-"""Three ways into training: our own loop, a live Trainer, and a custom loop."""
+"""The entry points of training: snugfit's own loop, a live Trainer, and a custom loop."""

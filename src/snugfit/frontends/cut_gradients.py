@@ -1,4 +1,4 @@
-"""Compute gradients of a few samples together, in another order and in pieces, without a trace in the model.
+"""Gradients of a few samples, computed together, in another order and in pieces, without changing the model.
 
 The model is in training mode, because a batch norm, a router or a custom term behaves differently in
 evaluation. Only dropout is off. A mask is drawn for all samples of a call at once, so pieces could not
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     import torch
 
 MOST_VALUES = 1 << 22
-"""Most compared gradient values, unless the smallest parameter alone has more.
+"""Largest number of compared gradient values, unless the smallest parameter alone has more.
 
 Three copies take 16 MiB each in fp32. The smallest parameters are taken first: norms, biases, routers and
 heads, of all layers.
 """
 
 DRAWS = ("Dropout", "DropPath", "StochasticDepth")
-"""Parts of class names of layers with random drops in training alone."""
+"""Parts of class names of layers that drop values at random in training."""
 
 RATES = ("drop", "zoneout")
 """Parts of attribute names of drop rates: `attention_dropout`, `drop_path_rate`, `layerdrop`."""
@@ -47,10 +47,8 @@ LOSS_SCALE = 1024.0
 """Factor that protects fp16 gradients from underflow."""
 
 PieceLoss = Callable[[Any, dict[str, Any], dict[str, Any]], "torch.Tensor | None"]
-"""Function of a model, a piece and the whole batch on the device: the piece's term of the loss, ().
-
-None for a piece without counted items.
-"""
+"""The type of a function of a model, a piece and the whole batch on the device. It returns the piece's term
+of the loss, a scalar tensor; None for a piece without counted items."""
 
 
 class Taken(NamedTuple):
@@ -62,7 +60,7 @@ class Taken(NamedTuple):
 
 
 class CutRuns:
-    """Runs of a few samples of one batch."""
+    """Computes losses and gradients of a few samples of one batch, in several orders and divisions."""
 
     def __init__(
         self, model: torch.nn.Module, batch: Mapping[str, Any], layout: BatchLayout, loss_of: PieceLoss
@@ -83,11 +81,12 @@ class CutRuns:
 
     @property
     def can_take_gradients(self) -> bool:
-        """True for unsharded parameters; the hooks of shards wait for a full step's own passes."""
+        """Return True for parameters without sharding; the hooks of shards expect the passes of a full
+        step."""
         return bool(self._parameters) and not any(map(tensor_parts().is_part, self._model.parameters()))
 
     def take(self, *orders: Sequence[Sequence[int]], gradients: bool = True) -> list[Taken]:
-        """Run each order of samples by piece.
+        """Compute loss and gradients for each order of samples, given as a list of pieces.
 
         Without `gradients`, only losses are computed, under other weights. Model, gradients and random
         generators are restored afterwards.
@@ -154,7 +153,8 @@ def give_back_unused(model: torch.nn.Module) -> None:
 
 
 def distances(one: Taken, other: Taken) -> list[tuple[float, float]]:
-    """Return the norm of the difference of two gradients, and of the larger one, for each parameter."""
+    """For each parameter, return the norm of the difference of two gradients, and the norm of the larger
+    one."""
     import torch
 
     rows = [
@@ -186,7 +186,7 @@ def _compared_weights(model: torch.nn.Module) -> tuple[list[str], list[torch.nn.
 
 @contextlib.contextmanager
 def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into training mode without dropout, and restore it at the end.
+    """Context in which the model is in training mode without dropout, and is restored at the end.
 
     Restored are its buffers and the plain attributes of its modules, including their modes.
     """
@@ -209,7 +209,7 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _drop_nothing(module: torch.nn.Module) -> None:
-    """Set the drop rates of a module to 0; recomputed layers and our kernels read them, too."""
+    """Set the drop rates of a module to 0, by attributes that recomputed layers and our kernels read too."""
     is_layer = any(name in type(module).__name__ for name in DRAWS)
     if is_layer:
         module.training = False
@@ -221,7 +221,7 @@ def _drop_nothing(module: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _shaken(weights: Sequence[Any]) -> Iterator[None]:
-    """Add noise to the weights, including shards, and restore their bits at the end.
+    """Context in which noise is added to the weights, including shards; their bits are restored at the end.
 
     The noise makes the losses of samples differ in a new model, too.
     """
@@ -242,9 +242,10 @@ def _shaken(weights: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_dropout(note: Callable[[Any], None]) -> Iterator[None]:
-    """Disable dropout in torch's functions, which models also call with rates of a config and no layer.
+    """Context that disables dropout in torch's functions, which models also call with rates of a config and
+    no layer.
 
-    `note` receives each result.
+    `note` is called with each result.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -273,7 +274,7 @@ def _without_dropout(note: Callable[[Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_attributes(holder: Any) -> Iterator[None]:
-    """Restore the attributes of an object at the end, with the content of its dicts and lists.
+    """Context that restores the attributes of an object at the end, with the content of its dicts and lists.
 
     A Trainer's own loss may collect figures for its log, for example.
     """

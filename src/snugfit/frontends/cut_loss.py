@@ -1,15 +1,13 @@
-"""Compare a split batch with the whole batch, by the gradients of a few of the user's samples.
+"""Comparison of micro-batches with the whole batch, by the gradients of a few of the user's samples.
 
 The gradients of the samples together are compared with those of two pieces of unlike samples. Each piece is
 weighted as the front-end weights it. Losses alone show little: a new model gives all samples the same loss
 under any weights of classes. Gradients of the same samples in another order show the effect of rounding in
 this precision, and of random draws.
 
-    same          the batch may be split.
-    different     samples depend on each other (in-batch negatives, statistics of a batch). Or the loss
-                  is a mean over uncounted items: weights of classes, tokens under a custom name,
-                  omitted answers, two means, the balance of experts.
-    undecided     an error, no gradient at all, noise, or out of memory.
+same the batch may be split. different samples depend on each other (in-batch negatives, statistics of a
+batch). Or the loss is a mean over uncounted items: weights of classes, tokens under a custom name, omitted
+answers, two means, the balance of experts. undecided an error, no gradient at all, noise, or out of memory.
 
 After the last two results, plans and recoveries do not split the batch, and the user's own split gets a
 warning. The comparison runs before the first split, and again after some steps (`compares_again`). The first
@@ -40,10 +38,8 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 SAMPLES, ON_THE_HOST, FEWEST = 6, 4, 2
-"""Number of samples for gradients if a micro-batch has as many; the least on the CPU; the least on a GPU.
-
-A GPU's memory may have room for no more.
-"""
+"""Numbers of compared samples: for gradients if a micro-batch has as many, at least on the CPU, and at least
+on a GPU. A GPU's memory may have room for no more."""
 
 
 class Tolerance(NamedTuple):
@@ -65,21 +61,22 @@ an H200. Tensor cores round fp32 in this way if tf32 is allowed.
 """
 
 LossOf = Callable[[Any, dict[str, Any]], Any]
-"""Function of the model and a batch on its device: the loss, ()."""
+"""The type of a function of the model and a batch on its device that returns the loss, a scalar tensor."""
 
 ItemsOf = Callable[[Mapping[str, Any]], float]
-"""Function of a batch: the number of items that its loss is a mean over."""
+"""The type of a function of a batch that returns the number of items over which its loss is a mean."""
 
 
 class Verdict(NamedTuple):
-    """Result of a comparison; both texts are empty if the batch may be split."""
+    """Result of a comparison: why the batch may not be split, or why that is unknown. Both texts are empty if
+    it may be split."""
 
     differs: str = ""
     unclear: str = ""
 
 
 def weighed_by_items(loss_of: LossOf, items_of: ItemsOf) -> PieceLoss:
-    """Weight the loss of a piece by its share of the items."""
+    """Return a function that weights the loss of a piece by its share of the items."""
 
     def piece_loss(model: Any, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
         items = items_of(piece)
@@ -89,7 +86,7 @@ def weighed_by_items(loss_of: LossOf, items_of: ItemsOf) -> PieceLoss:
 
 
 def counted_by(job: Job, model: Any) -> ItemsOf:
-    """Return the default count of items: labels, or samples."""
+    """Return the function that counts items by default: labels, or samples."""
     shifts = shifts_labels(model)
     return lambda piece: items_in(piece, shifts=shifts, dims=job.model.batch_dims)
 
@@ -157,8 +154,8 @@ def _verdict(
 
 
 def _of_either_parts(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare gradients, in halves if the loss fails for one sample. Raises `MemoryError` when memory ran
-    out."""
+    """Compare gradients of the two pieces with those of the whole; in halves if the loss fails for one
+    sample. Raises `MemoryError` when memory ran out."""
     for attempt in (parts, evenly(parts)):
         try:
             return _of_gradients(runs, attempt)
@@ -212,7 +209,7 @@ def _what(parts: Parts) -> str:
 
 
 def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare losses, for cases without gradients."""
+    """Compare losses of the pieces and the whole, for cases without gradients."""
     samples = [*parts[0], *parts[1]]
     orders = runs.take([samples], [samples[::-1]], parts, gradients=False)
     whole, reverse, cut = (taken.loss for taken in orders)
@@ -233,13 +230,14 @@ def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
 
 
 LONGEST_ROW = 1 << 16
-"""Most values of a sample in one counted tensor; counts of pictures and sound mean nothing."""
+"""Largest number of values of a sample in a tensor whose values are counted; counts of pictures and sound
+mean nothing."""
 
 Traits = Sequence[Sequence[float]]
-"""Features of each sample, each from 0 to 1."""
+"""The type of the samples' features, from 0 to 1, by which unlike samples are chosen."""
 
 Parts = tuple[tuple[int, ...], tuple[int, ...]]
-"""Indices of samples in two pieces, the smaller one first."""
+"""The type of a division into two pieces: sample indices of each, the smaller piece first."""
 
 
 def chosen_samples(batch: Mapping[str, Any], layout: BatchLayout, most: int) -> Parts:
@@ -257,7 +255,8 @@ def evenly(parts: Parts) -> Parts:
 
 
 def divide(traits: Traits, chosen: Sequence[int], size: int) -> Parts:
-    """Divide the chosen samples into `size` samples and the rest, as unlike as two pieces can be."""
+    """Divide the chosen samples into `size` samples and the rest, so that the pieces differ most in their
+    features."""
 
     def distance(piece: tuple[int, ...]) -> float:
         rest = [index for index in chosen if index not in piece]
@@ -270,7 +269,7 @@ def divide(traits: Traits, chosen: Sequence[int], size: int) -> Parts:
 
 
 def _unlike(traits: Traits, count: int) -> list[int]:
-    """Choose samples, each as far as possible from the previous ones."""
+    """Return the indices of `count` samples that differ most from each other by their traits."""
     chosen = [0]
     nearest = [_distance(traits[0], other) for other in traits]
     while len(chosen) < count:

@@ -54,7 +54,7 @@ def items_in_each(
 def counted_items(
     batches: Sequence[Mapping[str, Any]], *, shifts: bool, dims: BatchDims | None = None
 ) -> list[torch.Tensor | int]:
-    """Return the counts without synchronization: numbers, or tensors () on the device."""
+    """Return `items_in` of each batch without synchronization: numbers, or scalar tensors on the device."""
     return [_count(batch, shifts, dims) for batch in batches]
 
 

@@ -1,4 +1,4 @@
-"""Choose the next recipe after an out-of-memory error: the same training in less memory.
+"""Choice of the next recipe after an out-of-memory error: the same training in less memory.
 
 The plan for this GPU is computed again, at the recipe's own fidelity. Its memory limit is below the predicted
 need of the failed recipe and within the GPU's memory. A shorter search runs while several GPUs wait for it.
@@ -28,19 +28,15 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY_FACTOR = 0.9
-"""Most memory of the next recipe, as a share of the failed recipe's predicted need.
-
-The margin of a tenth exceeds the error of any prediction (docs/accuracy.md), and most techniques save more.
-"""
+"""Memory limit of the next recipe, as a share of the failed recipe's predicted need. The margin of a tenth
+exceeds the error of any prediction (docs/accuracy.md), and most techniques save more."""
 
 CHANGING = frozenset({Slot.ATTENTION, Slot.CHECKPOINTING, Slot.BATCHING, Slot.GRADIENTS, Slot.ALLOCATOR})
 """Slots that may change when a run is rebuilt, because its states do not depend on them."""
 
 RANKED = 32
-"""Number of a plan's recipes that are checked for a live model.
-
-Each costs a replay, and only those with fewer micro-batches are rejected.
-"""
+"""Number of a plan's best recipes that are checked for a live model. Each costs a replay, and only those with
+fewer micro-batches are rejected."""
 
 
 def next_recipe(
@@ -75,7 +71,7 @@ def next_recipe(
 
 
 def _has_choice(slot: Slot, job: Job) -> bool:
-    """Return True if a plan has more than the default for this slot."""
+    """Return True if plans have a further technique than the default for this slot and job."""
     kinds = [kind for kind in roster.techniques() if kind.slot is slot and not kind.plain]
     return any(not kind.planning_objection(job) for kind in kinds)
 
@@ -111,13 +107,14 @@ def _plan_smaller(
 
 
 SEARCHED_ON_SEVERAL = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
-"""The changeable slots that plans for several GPUs search."""
+"""Slots that may change and that plans for several GPUs search."""
 
 
 def _plan_smaller_on_several(
     job: Job, recipe: Recipe, device: torch.device, changing: Collection[Slot], gpus: int
 ) -> Recipe | None:
-    """Plan with less memory for `gpus` GPUs; other processes rehearse."""
+    """Return a plan's recipe that needs less memory on each of `gpus` GPUs, or None. Other processes
+    simulate."""
     import torch
 
     from snugfit.job.gpu import find_gpu
@@ -145,7 +142,7 @@ def suits_live_model(following: Recipe, before: Recipe) -> bool:
 
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
-    """Return the next finer split of the batch, with accumulated gradients; None without one."""
+    """Return the recipe with the next larger number of micro-batches; None if there is none."""
     # Gradients of the pieces are added up, so they must not be released in the passes.
     whole = recipe.with_(roster.plain(Slot.GRADIENTS))
     finer = {

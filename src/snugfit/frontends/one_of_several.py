@@ -1,4 +1,4 @@
-"""Run a command as one of several processes: the first reports for all, others report their own faults.
+"""Error reports of a command that runs in several processes: each error is printed once.
 
 With torchrun, each process runs the whole command. The first process reports errors common to all (a mistake
 in the job file), with its exit code. An error of one process alone is reported by that process, with its
@@ -30,7 +30,7 @@ LAUNCHED = "SNUGFIT_LAUNCHED"
 """Environment variable of processes that `--gpus N` started."""
 
 STARTED_AGAIN = "SNUGFIT_STARTED_AGAIN"
-"""Environment variable of processes that it started again for the same run."""
+"""Environment variable of processes that `--gpus N` restarted for the same run."""
 
 CAN_START_AGAIN = "can_start_again"
 """Attribute of an error, and key in the launcher's file, for a command that can start again."""
@@ -81,7 +81,7 @@ def one_of_several() -> Iterator[None]:
 
 
 def _record(fault: Exception) -> None:
-    """Write the fault to the file of torch's launcher, if one started this process.
+    """Write the error to the file of torch's launcher, if one started this process.
 
     The format is that of `ErrorHandler.record_exception`. An expected error is written without the traceback
     that torchrun would print.

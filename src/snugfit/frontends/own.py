@@ -156,7 +156,7 @@ def make_run(
 
 
 def _nobody(event: Event) -> None:
-    """Ignore the events of a process other than the first."""
+    """Ignore events: the `watch` of a process other than the first."""
 
 
 def compare_cut(
@@ -172,7 +172,10 @@ def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOp
     """Return the options after a check of their requirements, before any data is read."""
     chosen = options_of(given)
     if evaluation is None and chosen.eval_strategy != "no":
-        raise UsageError(f"eval_strategy is {chosen.eval_strategy!r}, but there is no evaluation data.")
+        raise UsageError(
+            f"eval_strategy is {chosen.eval_strategy!r}, but there is no evaluation data. Add "
+            "eval_dataset (--eval-dataset), or leave eval_strategy out."
+        )
     if chosen.reports and not hooks("trackers"):
         raise UsageError(
             f"report_to is {chosen.report_to!r}, but no feature here has trackers. Leave it out."
@@ -208,7 +211,8 @@ def _recipe_for(
 
 
 def _without_auto(job: Job, text: str, target: torch.device, watch: Callable[[Event], None]) -> Recipe:
-    """Parse a recipe; `watch` receives the resolution of `auto` on the training GPU."""
+    """Parse a recipe, and replace `auto` for the training GPU; `watch` receives a note about the
+    replacement."""
     rest = without_auto(text)
     if rest is None:
         return Recipe.parse(text)

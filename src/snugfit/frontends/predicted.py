@@ -1,4 +1,4 @@
-"""Prediction of a starting run, for its GPU.
+"""The prediction of a run at its start, for its GPU.
 
 It is computed once for each recipe of a run, before the build, and takes some seconds. On the CPU, only bytes
 of the host could be predicted, so there is no prediction.
@@ -60,7 +60,7 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
 
 
 def begin_to_import(job: Job, device: torch.device, gpus: int) -> None:
-    """Start to import the modules of a later simulation in another process, while this one reads data.
+    """Start to import a simulation's modules in another process, while this one reads data.
 
     Only processes that train with others simulate there.
     """
@@ -87,7 +87,8 @@ def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Predic
     make = functools.partial(functools.partial, predict, job, recipe, gpu=find_gpu(gpu), gpus=gpus)
     if not is_picklable(make):
         raise SnugfitError(
-            "A model that was made in Python cannot be sent to another process, which would simulate it."
+            "A model that was made in Python cannot be sent to another process, which would simulate "
+            "it. Give a model by its name or folder."
         )
     with worker_pool(make, workers=1, apart=True, preload=modules_of(job)) as pool:
         (answer,) = pool.answers_to([Question(0, "__call__")])
@@ -98,7 +99,7 @@ def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Predic
 
 
 def run_figures(prediction: Prediction) -> PredictedRun:
-    """Return the figures of a prediction that are compared with those of a run."""
+    """Return the bytes and seconds of a prediction that are compared with those of a run."""
     timing = prediction.timing
     return PredictedRun(
         reserved_bytes=prediction.footprint.reserved_bytes,

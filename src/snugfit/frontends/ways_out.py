@@ -1,4 +1,4 @@
-"""Changes that fit, at the end of an out-of-memory error of a run.
+"""Addition of changes that fit to the message of a run's out-of-memory error.
 
 They are computed for the job of the run and the memory of its GPU, without use of the GPU. The original error
 is never lost: without an answer it is raised as it is.
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Event
 
 ON_GPU = "oom:"
-"""Beginning of a cause that means the memory of a GPU, as messages contain it."""
+"""Prefix of causes that mean the memory of a GPU, as messages contain it."""
 
 LOOKING = "Memory ran out. Changes of the recipe that fit are looked for; nothing trains meanwhile."
 
 LESS = 0.9
-"""Most memory of the changes, as a share of the predicted need, if the step was predicted to fit."""
+"""Memory limit of the changes, as a share of the predicted need, if the step was predicted to fit but did
+not."""
 
 
 @contextmanager
@@ -39,7 +40,8 @@ def end_with_ways_out(
     gpus: int = 1,
     watch: Callable[[Event], None] = lambda event: None,
 ) -> Iterator[None]:
-    """Add the changes that fit to an `OutOfMemory` of a GPU. `watch` receives a note before the search.
+    """Context that adds changes that fit to the message of a GPU's `OutOfMemory`. `watch` receives a note
+    before the search.
 
     Errors after which a run starts again, and those of a run on several GPUs, stay as they are.
     """
@@ -62,7 +64,8 @@ def end_with_ways_out(
 def ways_out_of(
     job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None = None, *, loop: str = "plain"
 ) -> str:
-    """Return lines with the changes that fit a GPU of this memory; empty if none can be computed."""
+    """Return lines on the changes with which the step fits a GPU of this memory; empty if none can be
+    computed."""
     try:
         return "\n".join(_lines(job, recipe, gpu, memory_bytes, loop))
     except Exception:  # the caller has an error of its own, which no other may hide
@@ -79,7 +82,8 @@ def _lines(job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None, l
 
 
 def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
-    """Return the prediction for this memory, or for less than its need, since the step did not fit."""
+    """Return the prediction with a memory limit that it does not fit: the given memory, or less than its
+    need."""
     limit = min(filter(None, (memory_bytes, prediction.memory_bytes)), default=prediction.needed_bytes)
     limit = min(limit, int(LESS * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
     return replace(prediction, memory_bytes=limit)

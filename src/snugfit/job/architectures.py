@@ -38,7 +38,7 @@ HEADS: Mapping[str, tuple[str, str]] = {
 
 @cache
 def heads() -> Mapping[str, tuple[str, str]]:
-    """Return the same for every task, those of features too."""
+    """Return `HEADS` with the tasks of features added."""
     return {**HEADS, **{task.name: task.head for task in added_tasks()}}
 
 
@@ -106,7 +106,10 @@ def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
                 pairs += zip(node.keys, node.values, strict=True)
     table = {key: names for node, value in pairs for key in _texts(node) if (names := _texts(value))}
     if not table:
-        raise ModelError(f"transformers {transformers_version()} has no table {name} in {file}.")
+        raise ModelError(
+            f"transformers {transformers_version()} has no table {name} in {file}. Try another version "
+            "of transformers."
+        )
     return table
 
 

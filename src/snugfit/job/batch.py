@@ -39,16 +39,17 @@ if TYPE_CHECKING:
 Batch = dict[str, "torch.Tensor"]
 
 LOWEST_ID, HIGHEST_ID = 100, 30_000
-"""The guide's range of token ids; special tokens of most vocabularies lie below it."""
+"""Range of random token ids in Hugging Face's guide; special tokens of most vocabularies lie below it."""
 
 IGNORED = -100
-"""The label that torch's cross-entropy leaves out."""
+"""The label -100, which torch's cross-entropy ignores."""
 
 FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-"""Fill values of a shorter micro-batch, by input. All tensors of another input must have equal lengths."""
+"""Fill values by input that lengthen a shorter micro-batch. All tensors of another input must have equal
+lengths."""
 
 REAL_VALUES = "_snugfit_real_values"
-"""Attribute of a tensor of a rehearsed batch: a function that returns the values of a real one."""
+"""Name of an attribute of a rehearsed batch's tensor: a function that returns a real tensor's values."""
 
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
@@ -79,7 +80,8 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
 
 
 def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Return the number as a scalar tensor on the batch's device, which waits only when it is read."""
+    """Return the number of tokens that are not padding, as a scalar tensor on the batch's device. Only
+    reading its value waits for the device."""
     if "attention_mask" in batch:
         counted: torch.Tensor = batch["attention_mask"].sum()
         return counted
@@ -117,7 +119,7 @@ class SyntheticDataset:
 
     @cached_property
     def _example(self) -> Batch:
-        """A user's example on the host."""
+        """The user's example batch, on the host."""
         return map_leaves(
             self.job.model.example or {},
             lambda _, value: value.detach().to("cpu") if hasattr(value, "detach") else value,
@@ -125,19 +127,19 @@ class SyntheticDataset:
 
     @cached_property
     def _layout(self) -> BatchLayout | None:
-        """The layout of a user's example, whose samples stay in batches of one; None for other jobs."""
+        """The layout of a user's example batch, whose samples are batches of one; None for other jobs."""
         return self.job.model.layout(self.job.batch_size) if self.job.task is Task.CUSTOM else None
 
 
 class SampleInputs:
-    """The inputs of one job's samples that are no tokens. A feature has subclasses."""
+    """The non-token inputs of a job's samples, such as pictures; a feature has subclasses."""
 
     def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
-        """Return random inputs of B = `samples` rows on the CPU."""
+        """Return random inputs for B = `samples` samples, on the CPU."""
         raise NotImplementedError
 
     def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
-        """Return the labels for these inputs; None where the task has its usual ones."""
+        """Return the labels for these inputs; None if the task has its usual labels."""
         return None
 
 
@@ -149,9 +151,9 @@ class BatchShapes:
     vocabulary: int = 0
     pad_token: int = 0
     end_token: int | None = None
-    """Ends every sequence, for the classifiers that look for it."""
+    """Token that ends every sequence, for classifiers that read its hidden state; None for other models."""
     other: SampleInputs | None = None
-    """Inputs that are no tokens, of a feature."""
+    """Non-token inputs of a feature; None for a model of tokens."""
 
     @classmethod
     def of(cls, job: Job) -> BatchShapes:
@@ -189,7 +191,7 @@ class BatchShapes:
         return {**inputs, "labels": labels}
 
     def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
-        """Return token ids (B, S) with their mask where there is padding, or a feature's inputs."""
+        """Return token ids (B, S), with their attention mask if there is padding, or a feature's inputs."""
         import torch
 
         if self.other is not None:

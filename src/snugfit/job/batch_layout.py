@@ -25,10 +25,10 @@ ONE_A_SAMPLE = ("labels", "input_ids")
 
 
 class SampleRows(NamedTuple):
-    """Position of the samples in a tensor."""
+    """The dimension of a tensor along which its samples are, and the rows of each."""
 
     dimension: int
-    """Along which they lie."""
+    """Index of the dimension along which samples follow each other."""
     per_sample: int
     """Rows of that dimension that belong to one sample."""
 
@@ -56,7 +56,7 @@ def map_leaves(
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Position of the samples in batches like one example."""
+    """The sample dimension of each tensor in batches like one example."""
 
     samples: int
     """Number of samples in the example; 1 where no tensor has any."""
@@ -86,8 +86,9 @@ class BatchLayout:
             # A multiple of the samples has several rows for each (the patches of a picture).
             if size % count:
                 raise JobError(
-                    f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows there, "
-                    f"which is not a multiple of the {count} samples of the example batch."
+                    f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows "
+                    f"there, which is not a multiple of the {count} samples of the example batch. Name "
+                    "another dimension, or None for a tensor that is never cut."
                 )
         rows = {name: SampleRows(at, named_sizes[name] // count) for name, at in dimensions.items()}
         holds = {name for name, size in sizes.items() if size == count}
@@ -99,7 +100,7 @@ class BatchLayout:
         )
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """Return the number of samples in this batch."""
+        """Return the number of samples in this batch, from the size of its sample dimension."""
         lengths = [
             _length(value, self.rows[name].dimension) // self.rows[name].per_sample
             for name, value in leaves(batch)
@@ -108,7 +109,8 @@ class BatchLayout:
         return max(lengths, default=1)
 
     def part(self, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return the samples from `start` up to `stop`. Tensors without samples are passed whole."""
+        """Return the batch of the samples from `start` up to `stop`. Tensors without samples are passed
+        whole."""
 
         def cut(name: str, value: Any) -> Any:
             if name not in self.rows or not _has_rows(value):
@@ -154,9 +156,8 @@ class BatchLayout:
 
 
 def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | None) -> int:
-    """Return the number of samples from the named dimensions, from a common size, or from labels and token
-    ids.
-    """
+    """Return the number of samples in an example: from named dimensions, a size that all tensors share, or
+    labels and token ids."""
     lengths = set(named.values()) or set(sizes.values())
     # The shortest named dimension, or the only length there is.
     if named or len(lengths) == 1:
@@ -167,11 +168,12 @@ def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | No
 
 
 def _dimension(tensors: Mapping[str, Any], name: str, dimension: int) -> int:
-    """Return the named dimension of a tensor, counted from the front."""
+    """Return the dimension of a tensor that a user named, as an index of at least 0. Raises `JobError` if
+    there is none."""
     if name not in tensors:
         raise JobError(
             f"batch_dims names {name!r}, which is not a tensor with dimensions in the example batch. It "
-            f"has: {', '.join(tensors) or 'none'}."
+            f"has: {', '.join(tensors) or 'none'}. Name one of these."
         )
     ndim = getattr(tensors[name], "ndim", 1)
     if not isinstance(dimension, int) or isinstance(dimension, bool) or not -ndim <= dimension < ndim:

@@ -37,7 +37,8 @@ OnLoaded = Callable[[LoadedWeights], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Construction:
-    """The way to make transformers' model, which a feature may replace."""
+    """The construction of transformers' model, which a feature may replace, for example to quantize
+    weights."""
 
     dtype: str
     """The dtype of weights, by torch's name."""
@@ -59,7 +60,7 @@ class Construction:
         return {}
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Return the model that was loaded, as it is to train."""
+        """Return the model to train, after loading its weights."""
         return model
 
 
@@ -75,10 +76,10 @@ def instantiate(
 ) -> nn.Module:
     """Return the real model of a job on the ambient `torch.device`, in train or eval mode.
 
-    Its weights are in `dtype`, or as the job has them loaded. `construct(dtype=, autocast=)` gives the way to
-    make it. Weights are random, or those of the folder `weights` (`find_weights`). Raises `ModelError` for a
-    config that transformers cannot use or weights that the folder does not have. Raises `RecipeError` for an
-    attention that the architecture does not have.
+    Its weights are in `dtype`, or as the job has them loaded. `construct(dtype=, autocast=)` returns a
+    feature's `Construction`. Weights are random, or those of the folder `weights` (`find_weights`). Raises
+    `ModelError` for a config that transformers cannot use or weights that the folder does not have. Raises
+    `RecipeError` for an attention that the architecture does not have.
     """
     import torch
     from safetensors import SafetensorError
@@ -209,7 +210,8 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
 
 
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a weight. The values of one outside of the device (`zero.Init`) are fetched."""
+    """Return a copy of a weight. The values of a weight that DeepSpeed's `zero.Init` has partitioned are
+    fetched."""
     if not hasattr(weight, "ds_id"):
         return weight.detach().clone()
     import deepspeed
@@ -237,7 +239,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _blame_config(model: Model, error: Exception) -> NoReturn:
-    """Raise `ModelError` that names the config: a constructor of transformers that fails could not use it.
+    """Raise `ModelError` that names the config: a constructor of transformers failed on it.
 
     Out of memory, whose errors are subclasses of `RuntimeError`, passes unchanged. So do our own errors and
     our own mistakes, because a rehearsal runs our code while a model is built.
@@ -248,15 +250,18 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
         raise error
     if isinstance(error, KeyError) and (key := _key_of(error.args[0], model.config)):
         says = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
-        raise ModelError(f"{model.name}: {says} does not know.") from error
+        raise ModelError(
+            f"{model.name}: {says} does not know. Correct that value in the config.json, or install "
+            "another version of transformers."
+        ) from error
     if lacking := lacks_package(model.name, error):
         raise ModelError(lacking) from error
     kind = type(error).__name__
     if _is_from("deepspeed", error):
         raise ModelError(
             f"{model.name}: DeepSpeed failed while it was built ({kind}): {one_line(error, 1000)}. It "
-            "compiles operators when they are first used: see to a compiler, and to TORCH_CUDA_ARCH_LIST, of "
-            "which it reads versions such as 9.0 and no 9.0a."
+            "compiles operators when they are first used: install a compiler, and set "
+            "TORCH_CUDA_ARCH_LIST to versions such as 9.0, not 9.0a."
         ) from error
     raise ModelError(
         f"{model.name}: transformers cannot build it ({kind}): {one_line(error, 1000)} Correct the value in "

@@ -1,4 +1,4 @@
-"""A second module like the first, on the ambient device, for modules that come from Python.
+"""Deep copies of modules from Python, on the ambient device, without references to the original.
 
 Deepcopy leaves functions as they are. A function that closes over a module would run the original from the
 copy. Examples are TRL's fused loss in the place of `forward`, a hook, or an attribute such as `self.call =
@@ -35,7 +35,8 @@ def clone_to_device(module: nn.Module) -> nn.Module:
 
 
 def _with_own_functions(module: nn.Module, clone: nn.Module) -> nn.Module:
-    """Rebind functions of the clone that refer to the original's modules to its own, and return it."""
+    """Rebind functions of the clone that refer to modules of the original, so that they refer to the clone's.
+    Return the clone."""
     pairs = list(zip(module.modules(), clone.modules(), strict=True))
     clones: dict[int, Any] = {id(original): copied for original, copied in pairs}
     for _, copied in pairs:
@@ -49,7 +50,7 @@ def _with_own_functions(module: nn.Module, clone: nn.Module) -> nn.Module:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield the parts of a function, a method or a list."""
+    """Yield the objects that a function (closure, defaults, bound object), a method or a list refers to."""
     if isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif type(value) is functools.partial:
@@ -73,7 +74,7 @@ def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
 
 
 def _rebind(value: Any, clones: dict[int, Any]) -> Any:
-    """Return `value` with clones in the places of modules; itself if it has none.
+    """Return `value` with modules replaced by their clones; `value` itself if it refers to none.
 
     `clones` are the copies of modules, functions and the cells of closures, by the originals' identities.
     """

@@ -28,8 +28,9 @@ from snugfit.job.dtype import KEYS, config_dtype
 LARGEST_FILE = 4 << 20
 DEEPEST = 32
 MOST_LAYERS = 1_000
-"""As many as DeepNet has, the deepest published transformer (arXiv:2203.00555). The allocator replays each
-operator of each layer: a prediction of so many takes half a minute, and a plan takes minutes."""
+"""Largest accepted number of layers: that of DeepNet, the deepest published transformer (arXiv:2203.00555).
+The allocator replays each operator of each layer: a prediction of so many takes half a minute, and a plan
+takes minutes."""
 
 LARGEST_SIZE = 1 << 24
 
@@ -55,7 +56,7 @@ SIZES = frozenset({
 """Keys that are sizes or counts of at least 1."""
 
 PARTS = frozenset({"type_vocab_size", "num_local_experts", "num_experts", "num_experts_per_tok"})
-"""Keys that count parts which an architecture may do without: 0 is valid."""
+"""Keys of a config that count parts which a model may do without: 0 is valid."""
 
 HEADS_OF = (
     ("num_attention_heads", "hidden_size"),
@@ -64,7 +65,8 @@ HEADS_OF = (
     ("decoder_attention_heads", "d_model"),
     ("n_heads", "dim"),
 )
-"""Heads, and the width they divide when the architecture has no key for the width of one head."""
+"""Keys of head counts, each with the key of the width that it divides if the config has no width of one
+head."""
 
 HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "attention_head_size")
 
@@ -76,14 +78,13 @@ DTYPES = frozenset({
 
 # transformers ignores `auto_map` without trust_remote_code. Answers report both keys (`ignored_keys`).
 IGNORED_KEYS = ("auto_map", "quantization_config")
-"""Keys that no model is built from, and that answers report as ignored."""
+"""Keys without an effect on the model, which answers report as ignored."""
 
 # An infinite number is `Infinity` in Python's JSON; this form keeps the facts strict JSON.
 FLOAT_TAG = "__float__"
 INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-"""Numbers that JSON does not have. transformers writes their names as the only value of an object, under this
-key.
-"""
+"""The key under which transformers writes infinite numbers, which JSON does not have, as an object with one
+name."""
 
 NAMES_ONLY = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id",
@@ -100,7 +101,9 @@ def read_config(path: Path) -> Facts:
         # A regular file only, opened without blocking: a pipe would never end.
         content = read_limited(path, LARGEST_FILE)
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({_cause(path, error)}).") from None
+        raise ModelError(
+            f"{path}: cannot be read ({_cause(path, error)}). Name a file that can be read."
+        ) from None
     except BadDocument as fault:
         raise ModelError(f"{path}: {fault}. A config.json must not be larger than 4 MiB.") from None
     return parse_config(content, where=str(path))
@@ -112,13 +115,17 @@ def parse_config(content: bytes, *, where: str) -> Facts:
         # `constants` allows `Infinity`, which Python's JSON writes.
         document = _tag_infinite(parse_json(content.decode("utf-8"), constants=True))
     except UnicodeDecodeError:
-        raise ModelError(f"{where}: this is not UTF-8 text. A config.json is JSON in UTF-8.") from None
+        raise ModelError(
+            f"{where}: this is not UTF-8 text. A config.json is JSON in UTF-8. Save it in UTF-8."
+        ) from None
     # Deep nesting exceeds Python's own limit before `_depth` can count it.
     except RecursionError:
-        raise ModelError(f"{where}: nested more than {DEEPEST} levels deep.") from None
+        raise ModelError(
+            f"{where}: nested more than {DEEPEST} levels deep. Give a model's own config.json."
+        ) from None
     except ValueError as error:
         cause = error if content.strip() else "it is empty"
-        raise ModelError(f"{where}: not a config.json: {cause}.") from None
+        raise ModelError(f"{where}: not a config.json: {cause}. Give a model's own config.json.") from None
     if not isinstance(document, dict):
         raise ModelError(f"{where}: this is {_kind(document)}; a config.json must be one JSON object.")
     return check_facts(document, where=where)
@@ -131,7 +138,7 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
         lacks = "has no" if model_type is None else f"{_show(model_type)} is not a"
         raise ModelError(f'{where}: {lacks} "model_type", the name of an architecture such as "bert".')
     if _depth(document) > DEEPEST:
-        raise ModelError(f"{where}: nested more than {DEEPEST} levels deep.")
+        raise ModelError(f"{where}: nested more than {DEEPEST} levels deep. Give a model's own config.json.")
     # A nested config can choose code and sizes too (CVE-2026-5241).
     for config in _configs(document):
         for complaint in _complaints(config):
@@ -140,18 +147,19 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
     if model_type not in model_types():
         own_code = ' Its "auto_map" names custom code, and snugfit does not run code from a config.'
         raise ModelError(
-            f"{where}: the installed transformers {transformers_version()} does not know the architecture "
-            f"{model_type!r}.{did_you_mean(model_type, model_types())}"
-            f"{own_code if document.get('auto_map') else ''}"
+            f"{where}: the installed transformers {transformers_version()} does not know the "
+            f"architecture {model_type!r}; another version may have "
+            f"it.{did_you_mean(model_type, model_types())}{own_code if document.get('auto_map') else ''}"
         )
     dtype = config_dtype(document)
     return _sizes_of(document) | ({"dtype": dtype} if dtype else {})
 
 
 def without_ignored(facts: str) -> Facts:
-    """Return the input of a model's construction from `facts`, which is canonical JSON text.
+    """Return the canonical JSON text `facts` without the ignored keys, as the input of a model's
+    construction.
 
-    It excludes the ignored keys, and has infinite numbers as floats.
+    Infinite numbers become floats.
     """
 
     def build(node: dict[str, Any]) -> Any:
@@ -164,7 +172,7 @@ def without_ignored(facts: str) -> Facts:
 
 
 def ignored_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys, with their contents, that occur in the facts and that no model is built from."""
+    """Return the ignored keys of a config's facts with their values."""
     return {key: node[key] for node in _configs(facts) for key in IGNORED_KEYS if node.get(key)}
 
 
@@ -182,7 +190,7 @@ def _tag_infinite(value: Any) -> Any:
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the faults of one config or nested config, most dangerous first."""
+    """Yield an error message for each fault of one config or nested config, most dangerous first."""
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
         # A size of 10**12 would fail much later, without its cause.
@@ -227,9 +235,8 @@ def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Iterator[str]:
-    """Yield a complaint unless `value` is absent (null), a whole number in [lowest, limit], or a list of
-    such.
-    """
+    """Yield an error message unless `value` is absent (null), a whole number in [lowest, limit], or a list of
+    such."""
     for number in value if isinstance(value, list) else (value,):
         if number is None:
             continue
@@ -240,7 +247,7 @@ def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Itera
 
 
 def _no_base(key: str, value: Any) -> Iterator[str]:
-    """Yield a complaint unless `value` is absent (null), a number above 0, or a list of such."""
+    """Yield an error message unless `value` is absent (null), a number above 0, or a list of such."""
     for number in value if isinstance(value, list) else (value,):
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if number is not None and not (is_number and number > 0):
@@ -286,7 +293,7 @@ def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> b
 
 
 def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a complaint for uneven heads of keys and values, and for more experts per token than exist.
+    """Yield an error message for uneven heads of keys and values, and for more experts per token than exist.
 
     Each head of keys and values must serve equally many queries.
     """

@@ -25,10 +25,10 @@ SHORT_NAMES = {
     "half": "float16", "float": "float32", "double": "float64", "bf16": "bfloat16", "fp16": "float16",
     "fp32": "float32",
 }  # fmt: skip
-"""Names that torch has beside a dtype's own, and that people write."""
+"""Further names of dtypes that people write, such as `half`, with torch's own."""
 
 STORED_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""safetensors' names for the dtypes that a model can be made in."""
+"""safetensors' names of dtypes, with torch's names of those that weights can have."""
 
 LOST_BELOW = {"bfloat16": "1/256", "float16": "1/2048"}
 """Share of a weight below which adding an update to it changes nothing, by the 16-bit dtype of both.

@@ -19,7 +19,7 @@ from snugfit.job.names import presets_like, same_sizes, unquantized_name
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 4096
 ONE_MODEL = 0.9
-"""Least similarity to a known name at which a name is taken for a typing mistake (1 is equal)."""
+"""Least similarity of a name to a known one, up to 1, at which an error suggests the known one."""
 HUB_SECONDS = 4.0
 """Seconds that the hub may take to answer."""
 
@@ -36,7 +36,7 @@ class ModelFacts(NamedTuple):
 
 
 def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
-    """Return the facts of the model called `name`. `tell` receives a sentence about each fetched file.
+    """Return the facts of the model called `name`. `tell` is called with a sentence about each fetched file.
 
     Raises `ModelError` with the names that are allowed.
     """
@@ -151,7 +151,8 @@ def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelF
 
 
 def _unknown_model(name: str, why: str) -> ModelError:
-    """Return the error for an unknown model: the reason, the likely name, and presets of similar names."""
+    """Return the error for an unknown model: the reason `why`, the most similar name, and presets of the same
+    family."""
     bare = [full_name.split("/")[1] for full_name in preset_names()]
     # Names with other numbers are other models, and no typing mistakes.
     names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
@@ -169,7 +170,8 @@ def _unknown_model(name: str, why: str) -> ModelError:
 
 
 def _refuse_quantized(name: str) -> None:
-    """Raise `ModelError` for a name of quantized weights, when the unquantized model's sizes are known."""
+    """Raise `ModelError` for a name of quantized weights, and suggest the unquantized model if its sizes are
+    known."""
     plain_name = unquantized_name(name)
     if plain_name and (base := same_sizes(plain_name, preset_names())):
         raise ModelError(

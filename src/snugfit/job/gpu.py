@@ -30,7 +30,7 @@ _VENDOR_WORDS = frozenset(
 COMMON = (
     "RTX4090", "H100-SXM", "A100-SXM-80", "V100-SXM2-16", "T4", "L40S", "A100-SXM-40", "H200-SXM", "A10",
 )  # fmt: skip
-"""Cards that most training machines with such a name, or such a memory, have. Earlier ones go first."""
+"""Candidates for an ambiguous GPU name or a memory size, the most common in training machines first."""
 
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,3})\s*(?:g|gb|gib)(?![a-z0-9])")
 _FORM = re.compile(r"(?<![a-z])(sxm|pcie|nvl)\d?(?![a-z0-9])")
@@ -40,13 +40,13 @@ PREFERRED_FORM = "SXM"
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One model of GPU. None means that it is not known."""
+    """One model of GPU, with the figures of its data sheet. None is an unknown figure."""
 
     key: str
     """Short name, unique in the table: `H200-SXM`."""
 
     names: tuple[str, ...]
-    """The driver's names for it."""
+    """Names of the GPU that the driver reports."""
 
     vendor: str
     """`NVIDIA`, `AMD`, `Intel` or `Apple`."""
@@ -70,7 +70,7 @@ class Gpu:
     """torch's name for the platform: `cuda`, `rocm`, `xpu` or `mps`."""
 
     compute_capability: tuple[int, int] | None
-    """CUDA's, (9, 0) for Hopper; None on other platforms."""
+    """CUDA compute capability, (9, 0) for Hopper; None on other platforms."""
 
     target: str | None
     """Name of the compilation target on other platforms: `gfx942`."""
@@ -115,47 +115,49 @@ class Gpu:
     """True if hardware computes 8-bit floating point."""
 
     tensor_cores: bool
-    """True if it has matrix units for float16."""
+    """True if the GPU has matrix units for float16."""
 
     host_link: Mapping[str, Any] | None
     """Connection to the host: `type`, `bytes_per_second` in one direction."""
 
     gpu_link: Mapping[str, Any] | None
-    """Connection to other GPUs, the same way."""
+    """Connection to other GPUs: `type`, `bytes_per_second` in one direction."""
 
     power_watts: float | None
     """The thermal design power in watts."""
 
     context_bytes: int | None
-    """Taken by a process that has put one tiny tensor on it, with a current torch; measured, or None."""
+    """Bytes of a CUDA context: of a process with one tiny tensor on the GPU and a current torch; None if not
+    measured."""
 
     libraries_bytes: int | None
-    """Taken further once a forward pass has loaded its kernels and libraries; measured, or None."""
+    """Bytes that a first forward pass adds to the context for kernels and libraries; None if not measured."""
 
     context_source: str | None
     """Device and software of the measurement of `context_bytes` and `libraries_bytes`."""
 
     backward_bytes: int | None = None
-    """Taken further by a backward pass, which runs in a thread of its own; measured, or None."""
+    """Bytes that a first backward pass, which runs in a thread of its own, adds to the context; None if not
+    measured."""
 
     cudnn_bytes: int | None = None
-    """Taken further where cuDNN runs (its attention, convolutions); measured, or None."""
+    """Bytes that cuDNN (its attention, convolutions) adds to the context; None if not measured."""
 
     achieved: Mapping[str, Any] = field(default_factory=dict)
-    """Rates that others measured, each with its source."""
+    """Published rates that others measured on this GPU, each with its source."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
     """Sources of the figures, by subject."""
 
     doubts: tuple[str, ...] = ()
-    """Sentences on which figures are estimates, unverified or vary."""
+    """Warnings about figures that are estimates, unverified or vary."""
 
     notes: tuple[str, ...] = ()
     """Further sentences about this GPU for the user."""
 
     @property
     def name(self) -> str:
-        """The driver's first name for it."""
+        """The first name that the driver reports for the GPU."""
         return self.names[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -176,10 +178,10 @@ def all_gpus() -> tuple[Gpu, ...]:
 
 
 def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
-    """Return the GPU called `text`; a GPU is returned as it is.
+    """Return the GPU called `text`; a `Gpu` is returned unchanged.
 
-    Among several, the common card is returned, unless an `exact` name is required. Raises `GpuError` with the
-    choices for no match, or for several without a common one.
+    If several match, the most common one is returned, unless an `exact` name is required. Raises `GpuError`
+    with the choices for no match, or for several without a common one.
     """
     if isinstance(text, Gpu):
         return text
@@ -192,7 +194,7 @@ def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
 
 
 def choice_of(text: str) -> str:
-    """Return a sentence on the card that was chosen for a name of several; empty for other names."""
+    """Return a sentence on the GPU that was chosen for an ambiguous name; empty for a name of one GPU."""
     candidates = find_gpus(text)
     if len(candidates) == 1:
         return ""
@@ -202,7 +204,7 @@ def choice_of(text: str) -> str:
 
 
 def common_card(memory_bytes: int) -> Gpu | None:
-    """Return the common card whose marketed memory is this; None where there is no such card."""
+    """Return the most common GPU with this marketed memory, given in bytes; None if there is none."""
     # The amount may be meant in GiB or in GB.
     sizes = {memory_bytes / (1 << 30), memory_bytes / 10**9}
     cards = {gpu.key: gpu for gpu in all_gpus()}
@@ -235,7 +237,8 @@ def find_gpus(text: str) -> list[Gpu]:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Return the entries whose model matches, and whose memory and form factor do so too if given."""
+    """Return the GPUs of the table whose model name matches the text, and whose memory and form factor do so
+    if given."""
     lowered = text.lower().replace("_", " ")
     memory, form = _MEMORY.search(lowered), _FORM.search(lowered)
     # Memory and form are taken out, so that the rest is the model's name alone.
@@ -250,7 +253,7 @@ def _matches(text: str) -> list[Gpu]:
 
 
 def _prefer_sxm(gpus: list[Gpu]) -> list[Gpu]:
-    """Return only the SXM entry of those that differ only in their form factor."""
+    """Return the GPUs without the other form factors of one that comes as SXM."""
     if len({(gpu.model, gpu.marketed_gb) for gpu in gpus}) == 1:
         return [gpu for gpu in gpus if gpu.form == PREFERRED_FORM] or gpus
     return gpus

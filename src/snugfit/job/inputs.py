@@ -28,7 +28,7 @@ class AddedTask:
 
 
 class ModelInputs:
-    """One kind of inputs."""
+    """One kind of non-token inputs, such as pictures or sound."""
 
     task: ClassVar[str] = ""
     """The added task whose models all take them; empty without one."""
@@ -40,11 +40,12 @@ class ModelInputs:
     """True if the labels are tokens of a target, which has a length of its own."""
 
     def serves(self, task: str, architecture: str) -> bool:
-        """Return whether a model of this architecture takes them in this task."""
+        """Return whether a model of this architecture takes these inputs in this task."""
         return task == self.task
 
     def complete(self, config: Any) -> None:
-        """Add keys to a transformers config that configs of the hub have."""
+        """Add keys to a transformers config that it needs for these inputs and that configs of the hub
+        have."""
 
     def of_job(self, job: Any, config: Any) -> Any:
         """Return the `SampleInputs` (`batch.py`) of a job. Raise `JobError` for a model of unknown shapes."""
@@ -64,13 +65,14 @@ def model_inputs() -> tuple[ModelInputs, ...]:
 
 
 def has_sequence(task: str) -> bool:
-    """Return whether batches of the task are as long as the job's sequences. Others have sizes of their own,
-    from the model's config or a user's example."""
+    """Return whether the length of the task's batches is the job's sequence length. Other lengths follow from
+    the model's config or a user's example."""
     return task != "custom" and not _kinds_with(task)
 
 
 def has_target(task: str) -> bool:
-    """Return whether the labels of the task have a length of their own."""
+    """Return whether the labels of the task are sequences with their own length, as of an encoder-decoder
+    model."""
     return task == "seq2seq-lm" or any(one.has_target for one in _kinds_with(task))
 
 
@@ -85,5 +87,5 @@ def _kinds_with(task: str) -> list[ModelInputs]:
 
 
 def inputs_of(task: str, architecture: str) -> ModelInputs | None:
-    """Return the inputs of a model in this task; None where they are tokens or a user's own."""
+    """Return the non-token inputs of a model in this task; None if they are tokens or a user's own."""
     return next((one for one in model_inputs() if one.serves(task, architecture)), None)

@@ -25,7 +25,7 @@ from snugfit.job.model import Model
 LARGEST_BATCH = 1 << 20
 LARGEST_LENGTH = 1 << 24
 MOST_LABELS = 1 << 18
-"""transformers names every label several times over; the largest public label sets have fewer."""
+"""Largest number of labels: transformers writes each name several times, and public label sets have fewer."""
 
 _TASKS_ELSEWHERE = {
     "text-classification": "sequence-classification",
@@ -41,7 +41,7 @@ _TASKS_ELSEWHERE = {
     "text2text-generation": "seq2seq-lm",
     **{one.elsewhere: one.name for one in added_tasks() if one.elsewhere},
 }
-"""The names that the hub's pipelines and peft use, with the names of our tasks."""
+"""Names of tasks in the hub's pipelines and in peft, with ours."""
 
 
 CUSTOM = "custom"
@@ -152,12 +152,11 @@ class Job:
     """
 
     mixes_samples: str = field(default="", compare=False, repr=False)
-    """Reason for which its loss is no mean over samples, found with data. `mixing_of` also examines the
-    model.
-    """
+    """Reason why the loss is not a mean over samples, found with data; empty without one. `mixing_of` also
+    examines the model."""
 
     unclear_cut: str = field(default="", compare=False, repr=False)
-    """Reason for which data could not show if its batch may be cut; empty where no data was used, too."""
+    """Reason why data could not show that the batch may be cut; empty if it could, or without data."""
 
     routing: str = "balanced"
     """A rehearsal's assumption about the choices of routers, which depend on weights.
@@ -219,8 +218,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a step goes through, those of a user's example where there is one; 0 where its inputs
-        are no tokens."""
+        """Number of tokens in a step's batch, or in a user's example; 0 if inputs are not tokens."""
         if has_sequence(self.task):
             return self.batch_size * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
@@ -232,7 +230,8 @@ class Job:
         return self.model.transformers_config(self.task, self.labels)
 
     def config_to_read(self) -> Any:
-        """Return the same config as one shared, read-only object, since a rehearsal reads it often."""
+        """Return the job's transformers config as one shared, read-only object, since a rehearsal reads it
+        often."""
         return _config_to_read(self.model, self.task, self.labels)
 
     def stated_dropout(self, of: str = "") -> str:
@@ -264,15 +263,19 @@ class Job:
     def from_json(cls, document: dict[str, Any]) -> Self:
         """Return the job that `to_json` wrote. Raises `JobError` when the model existed only in Python."""
         if not isinstance(document, dict):
-            raise JobError(f"This is not a job document of snugfit, but of type {type(document).__name__}.")
+            raise JobError(
+                f"This is not a job document of snugfit, but of type {type(document).__name__}. Give "
+                "what Job.to_json() returned."
+            )
         if lacking := {"model", "task"} - set(document):
             raise JobError(
-                f"This is not a job document of snugfit: it has no {' and no '.join(sorted(lacking))}."
+                f"This is not a job document of snugfit: it has no {' and no '.join(sorted(lacking))}. "
+                "Give what Job.to_json() returned."
             )
         if unknown := set(document) - {entry.name for entry in fields(cls) if entry.compare}:
             raise JobError(
                 "This job was written by another version of snugfit. Unknown keys: "
-                f"{', '.join(sorted(unknown))}."
+                f"{', '.join(sorted(unknown))}. Read it with that version."
             )
         earlier = {"dtype": "float32"}  # before jobs had a dtype, weights were made in this one
         return cls(**{**earlier, **document, "model": Model.from_json(document["model"])})
@@ -284,7 +287,8 @@ def _config_to_read(model: Model, task: str, labels: int) -> Any:
 
 
 def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
-    """Return the dropout among these keys of a config that have `of` in them; empty where there is none."""
+    """Return, in words, the dropout that the keys of a config with `of` in their names give; empty without
+    dropout."""
     return next(
         (
             f"{key}={value}"
@@ -296,7 +300,7 @@ def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
 
 
 def refuse_what_is_no_job(job: object) -> None:
-    """Raise `JobError` for other objects in the place of a `Job`: a model's name, a `Model`."""
+    """Raise `JobError` if the object is not a `Job` but, for example, a model's name or a `Model`."""
     if isinstance(job, Job):
         return
     shown = repr(job) if isinstance(job, str | os.PathLike) else type(job).__name__
@@ -308,7 +312,7 @@ def refuse_what_is_no_job(job: object) -> None:
 
 
 def _refuse_what_is_no_model(model: object) -> None:
-    """Raise `JobError` for a name, a path or a module in the place of a `Model`."""
+    """Raise `JobError` if the object is not a `Model` but, for example, a name, a path or a module."""
     if isinstance(model, Model):
         return
     shown = repr(model) if isinstance(model, str | os.PathLike) else type(model).__name__

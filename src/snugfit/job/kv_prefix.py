@@ -1,4 +1,5 @@
-"""Adapters that train a prompt before a sequence, which some techniques would drop or misplace.
+"""Detection of adapters that train a prompt before each sequence, which some techniques would drop or
+misplace.
 
 A prefix precedes the keys and values of every layer. peft passes it to the model as its cache
 (`past_key_values`). A layer that is computed again would write to that cache twice. So transformers gives
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 KINDS = ("PREFIX_TUNING", "CARTRIDGE")
-"""peft's names (`PeftType`) for the adapters whose `PeftModel.get_prompt` gives a cache. peft refuses them on
-a model whose checkpointing is on, and does not look again."""
+"""peft's names (`PeftType`) of the adapters whose `PeftModel.get_prompt` returns a key-value cache. peft
+refuses them only if checkpointing is on when they are added."""
 
 
 def dropped_prefix(job: Job) -> Iterator[str]:
-    """Yield the objection of a technique that computes layers again, if the job trains such adapters."""
+    """Yield an objection to recomputing layers, if the job trains a prefix of keys and values."""
     if job.trains and job.model.module is not None and (kind := _prefix_kind(job.model.module)):
         yield (
             f"the model's {kind} adapters give its layers a cache of keys and values. Recomputed layers do "
@@ -38,7 +39,7 @@ def prompt_kind(module: torch.nn.Module) -> str:
 
 
 def _prefix_kind(module: torch.nn.Module) -> str:
-    """Return peft's name for the adapters of this kind in the module or inside of it; empty for none."""
+    """Return peft's name of the prefix adapters (`KINDS`) in the module or inside of it; empty for none."""
     configs = list(_configs(module))
     return next((kind for kind in KINDS if any(config.peft_type == kind for config in configs)), "")
 

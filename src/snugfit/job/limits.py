@@ -18,7 +18,8 @@ OFFSET_BY_PADDING = frozenset({
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
     "data2vec-text", "longformer", "mpnet", "ibert", "luke", "esm",
 })  # fmt: skip
-"""Architectures whose positions begin after the padding token's id, so that its rows are never used."""
+"""Model types whose positions begin after the padding token's id, so that the first rows of the table are
+unused."""
 
 WITHOUT_TABLE = frozenset({
     "m2m_100", "nllb-moe", "xglm", "fsmt", "speech_to_text", "jamba", "zamba", "nemotron_h",
@@ -64,7 +65,7 @@ def input_limit(config: Mapping[str, Any]) -> Limit | None:
 
 
 def target_limit(config: Mapping[str, Any]) -> Limit | None:
-    """Return the same for the decoder's sequence."""
+    """Return the key that limits the decoder's sequence, and the longest length; None without a limit."""
     for key in ("max_target_positions", "max_decoder_position_embeddings"):
         rows = config.get(key)
         if isinstance(rows, int | float) and rows > 0:
@@ -74,7 +75,7 @@ def target_limit(config: Mapping[str, Any]) -> Limit | None:
 
 
 def _endless(config: Mapping[str, Any]) -> bool:
-    """Return True if positions are computed for any length."""
+    """Return True if the model computes positions for any length, and so has no longest one."""
     # Rotary positions, by `rope_parameters` and the keys of older files.
     computed = ("rope_", "global_rope_", "rotary_pct", "rotary_emb_")
     rotary = any(key.startswith(computed) for key in config)

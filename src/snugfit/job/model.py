@@ -34,7 +34,7 @@ class Model:
     """An architecture: facts from a config.json, or a module from Python."""
 
     name: str
-    """As the hub, the path or the class calls it."""
+    """Name of the model on the hub, its path, or its class."""
 
     origin: str
     """`preset`, `path`, `hub cache`, `config` for keys given in Python, or `python` for a module.
@@ -53,7 +53,7 @@ class Model:
     """
 
     resized: bool = field(default=False, compare=False, repr=False)
-    """True if its embedding has other rows than its checkpoint."""
+    """True if the embedding has another number of rows than in the checkpoint."""
 
     example: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     """A batch that `module` takes as keyword arguments."""
@@ -108,7 +108,10 @@ class Model:
 
         if not isinstance(module, torch.nn.Module):
             what = f"the class {module.__name__}" if isinstance(module, type) else f"{module!r}"[:80]
-            raise ModelError(f"from_module takes an instance of nn.Module, not {what}.")
+            raise ModelError(
+                f"from_module takes an instance of nn.Module, not {what}. Give an instance of a class "
+                "derived from it."
+            )
         if not isinstance(example, Mapping) or not example:
             raise ModelError(
                 "The example batch must map the arguments of forward to tensors, and must not be empty."
@@ -130,7 +133,7 @@ class Model:
 
     @property
     def vocabulary(self) -> int:
-        """The rows of its embedding; 0 for a model without a stated number."""
+        """Rows of the model's embedding; 0 if the config has no number."""
         rows = (self.config.get("text_config") or self.config).get("vocab_size") if not self.module else 0
         return rows if isinstance(rows, int) else 0
 
@@ -155,24 +158,24 @@ class Model:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The facts as a fresh dict."""
+        """The facts of the config, as a new dict."""
         document: dict[str, Any] = json.loads(self.facts)
         return document
 
     @property
     def architecture(self) -> str:
-        """transformers' `model_type`, or `python`."""
+        """transformers' `model_type`, or `python` for a module from Python."""
         return str(self.config.get("model_type", "python"))
 
     @property
     def task(self) -> str | None:
-        """The task whose head the checkpoint has, or the only one of its architecture; None where the config
-        leaves a choice."""
+        """Task of the head that the checkpoint has, or the only task of the architecture; None if several are
+        possible."""
         return task_of(self.architecture, self.config.get("architectures") or ())
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Sentences about requests of the config that no model is built from."""
+        """Warnings about ignored keys of the config."""
         ignored = ignored_keys(self.config)
         sentences = []
         if "auto_map" in ignored:
@@ -202,7 +205,8 @@ class Model:
         """
         if not isinstance(document, Mapping):
             raise ModelError(
-                f"This is not a model document of snugfit, but of type {type(document).__name__}."
+                f"This is not a model document of snugfit, but of type {type(document).__name__}. Give "
+                "what Model.to_json() returned."
             )
         if lacking := {"name", "origin", "config"} - set(document):
             raise ModelError(
@@ -231,7 +235,8 @@ class Model:
             config = AutoConfig.for_model(facts.pop("model_type"), **facts, **head)
         except Exception as error:
             raise ModelError(
-                f"{self.name}: transformers cannot use this config: {one_line(error, 1000)}"
+                f"{self.name}: transformers cannot use this config: {one_line(error, 1000)} Correct the "
+                "config.json, or try another version of transformers."
             ) from error
         # If an architecture has two heads for one task (DeiT), from_config reads the choice here.
         config.architectures = config.architectures or []
@@ -244,7 +249,7 @@ class Model:
         if task == "seq2seq-lm" and not config.is_encoder_decoder and in_tokens:
             raise JobError(
                 f"{self.name} ({self.architecture}) has no decoder of its own. Synthetic batches have "
-                f"targets of another length, so they do not fit it in {task}."
+                f"targets of another length, so they do not fit it in {task}. Choose another task."
             )
         if config.is_encoder_decoder and (has_target(task) or task == "sequence-classification"):
             _name_a_start_token(config)
@@ -252,16 +257,14 @@ class Model:
         return config
 
     def _refuse_without_end_token(self, config: Any, task: str) -> None:
-        """Raise `ModelError` for a classifier with a decoder but no end token.
-
-        It reads the hidden state of that token.
-        """
+        """Raise `ModelError` for an encoder-decoder classifier without an end token, since it reads that
+        token's hidden state."""
         end, rows = first_end_token(config), getattr(config, "vocab_size", None)
         if task == "sequence-classification" and (end is None or (rows and not 0 <= end < rows)):
             raise ModelError(
                 f'{self.name}: "eos_token_id" is {json.dumps(end)}. The classifier of '
-                f"{self.architecture} reads each sequence at its end token, so this must be a token of the "
-                "vocabulary."
+                f"{self.architecture} reads each sequence at its end token, so this must be a token of "
+                "the vocabulary. Correct it in the config.json."
             )
 
 
@@ -272,7 +275,7 @@ def first_end_token(config: Any) -> int | None:
 
 
 def _name_a_start_token(config: Any) -> None:
-    """Let the pad token start the decoder, as T5's documentation gives it and configs of its kind omit it.
+    """Set the pad token as the decoder's start token, as in T5's documentation; configs of its kind omit it.
 
     No byte depends on the choice of the token.
     """

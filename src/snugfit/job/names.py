@@ -1,8 +1,8 @@
-"""Names of models that have the sizes of a bundled preset without being one.
+"""Names of tuned models and mirrors, and the bundled preset that has their sizes.
 
 A tuned model has its base's sizes (`Qwen2.5-7B-Instruct`), a mirror its original's (`unsloth/Llama-3.2-1B`).
 A distilled model has those of the model that it started from. Quantized weights have none of these sizes,
-since their bytes differ. Such a name has no base here and is refused by name.
+since their bytes differ. Such a name has no preset here and is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ _TUNED = re.compile(
     r"^meta-(?=llama)|-(coder|math)(?=-)|-(instruct|it|base|chat|pt|thinking)(?=-v\d|-hf|-\d{4}|$)",
     re.IGNORECASE,
 )
-"""Parts in which names of models of the same sizes differ.
-
-Examples: Mistral-7B-Instruct-v0.3, gemma-2-2b-it, Mistral-Nemo-Base-2407, Qwen2.5-Coder-7B; Meta-Llama-3.1-8B
-is Llama-3.1-8B's first name.
-"""
+"""Parts of a name, such as `Instruct`, that do not change the model's sizes. Examples:
+Mistral-7B-Instruct-v0.3, gemma-2-2b-it, Mistral-Nemo-Base-2407, Qwen2.5-Coder-7B; Meta-Llama-3.1-8B is
+Llama-3.1-8B's first name."""
 
 _QUANTIZED = re.compile(
     r"-(?:(?:unsloth-)?bnb-[48]bit|gptq|awq|aqlm|gguf|fp8|nvfp4|mxfp4|w[48]a\d+|int[48]|[48]bit)(?:-.*)?$",
@@ -30,7 +28,7 @@ MIRRORS = ("unsloth", "NousResearch")
 """Owners who publish others' models under the same names."""
 
 CONVERTED = re.compile(r"unsloth/phi-", re.IGNORECASE)
-"""Mirrors whose layers may be other ones than the original's: a Llama or a Mistral made of a Phi."""
+"""Models of mirrors whose layers may differ from the original's: a Llama or a Mistral made of a Phi."""
 
 SAME_SIZES = {
     "allenai/Olmo-3-7B-Instruct": "allenai/Olmo-3-1025-7B",
@@ -51,16 +49,15 @@ SAME_SIZES = {
     "unsloth/gemma-2-9b": "google/gemma-2-9b-it",
     "unsloth/gemma-2-27b": "google/gemma-2-27b-it",
 }
-"""Models by the preset of their sizes and dtype, where the names do not show it.
-
-unsloth's Gemma 2 is in bfloat16, as Google's tuned ones are and its base models are not.
-"""
+"""Names of models by the preset that has their sizes and dtype, if the names do not show it. unsloth's Gemma
+2 is in bfloat16, as Google's tuned ones are and its base models are not."""
 
 
 def same_sizes(name: str, presets: Iterable[str]) -> str | None:
-    """Return the preset whose sizes the model `name` has; None when none is known.
+    """Return the preset with the sizes of the model `name`; None when none is known.
 
-    An exact name goes before one that a tuning or a base adds to, since a tuned model's dtype may differ.
+    An exact match goes before one without the name's `Instruct` or `Base`, since a tuned model's dtype may
+    differ.
     """
     # Layers of such a mirror may be those of another architecture.
     if CONVERTED.match(name):

@@ -33,14 +33,15 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
 
 SAMPLES = (6, 10)
-"""Samples of the two batches that a module is run with: two, and their ratio is no whole number."""
+"""Numbers of samples in the two batches that a module is run with: their ratio is not a whole number."""
 
 STATISTICS = ("mm", "addmm", "bmm", "mean", "sum", "var", "var_mean", "std", "std_mean")
-"""Operators that can add up over the samples of a batch; those of a batch norm are found as layers."""
+"""Operators that can reduce over the samples of a batch; batch norms are found as layers."""
 
 
 OF_OTHERS = re.compile(r"sub_configs|backbone|from \.\.\w")
-"""Parts of a config's file that are made of other models, or that inherit from another architecture."""
+"""Markers in the text of a model's source file: it has other models inside, or inherits from another
+architecture."""
 
 
 class Mixing(NamedTuple):
@@ -49,10 +50,10 @@ class Mixing(NamedTuple):
     """
 
     reason: str = ""
-    """Reason for which the loss is no mean over samples."""
+    """Reason why the loss is not a mean over samples; empty without one."""
 
     unknown: str = ""
-    """Reason for which the dependence could not be determined."""
+    """Reason why the dependence of samples could not be determined; empty if it was."""
 
 
 _OF_FACTS: dict[tuple[str, str, int], str] = {}
@@ -60,9 +61,8 @@ _OF_MODULES: weakref.WeakKeyDictionary[Any, Mixing] = weakref.WeakKeyDictionary(
 
 
 def mixing_of(job: Job) -> Mixing:
-    """Return evidence on whether this job's samples depend on each other in training. Moves no random
-    generator.
-    """
+    """Return evidence on whether this job's samples depend on each other in training. The random generators
+    keep their states."""
     if not job.trains:
         return Mixing()
     if job.mixes_samples:
@@ -77,10 +77,10 @@ def mixing_of(job: Job) -> Mixing:
 
 
 def _of_architecture(job: Job) -> str:
-    """Return the reason for which the layers of transformers' own model mix samples, or an empty string.
+    """Return a reason why layers of transformers' own model mix samples, or an empty string.
 
-    The model is built only where its file has a batch norm, or where it is made of other models. Nothing is
-    imported where the text of its files rules out both.
+    The model is built only if its file has a batch norm, or if it has other models inside. Nothing is
+    imported if the text of its files rules out both.
     """
     key = (job.model.facts, job.task, job.labels)
     if key not in _OF_FACTS:
@@ -89,9 +89,9 @@ def _of_architecture(job: Job) -> str:
 
 
 def norm_layers_of_job(job: Job) -> str:
-    """Return the layers of transformers' own model for this job that normalise by the batch.
+    """Return, in words, the batch-norm layers of transformers' own model for this job.
 
-    The model is built only where there may be some.
+    The model is built only if its source file may have some.
     """
     import torch
 
@@ -108,9 +108,9 @@ def norm_layers_of_job(job: Job) -> str:
 
 
 def is_plain_by_source(model: Model, task: str) -> bool:
-    """Return True if transformers' files show that this model has no batch norm and is not made of others.
+    """Return True if the source files in transformers show no batch norm and no other model inside.
 
-    The files are not imported. The result is False where they leave it open.
+    The files are read as text. The result is False if they leave it open.
     """
     folder = model.architecture.replace("-", "_")
     try:
@@ -126,10 +126,9 @@ def is_plain_by_source(model: Model, task: str) -> bool:
 
 
 def norm_layers(module: nn.Module) -> str:
-    """Return, in words, the layers that normalise by the batch when this module is trained; or an empty
-    string.
+    """Return, in words, the layers of a module that normalise over the batch in training; or an empty string.
 
-    If the module itself is in training, layers that are not in training have been frozen.
+    If the module itself is in training mode, layers in evaluation mode are frozen and not counted.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -200,7 +199,8 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
 
 
 def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str:
-    """Return the first operator through which samples depend on each other, in words; or an empty string."""
+    """Return, in words, the first operator that mixes samples, by comparing the calls with few and with many
+    samples; or an empty string."""
     growth = SAMPLES[1] / SAMPLES[0]
     # Another sequence of operators allows no comparison.
     if [call.name for call in few] != [call.name for call in many]:

@@ -30,7 +30,7 @@ ADAPTER = "adapter_config.json"
 """The file that peft writes next to an adapter's weights."""
 
 LARGEST_INDEX = 64 << 20
-"""Bytes; the index of a model of 2,000 layers has two million."""
+"""Largest size of an index of weights, in bytes; the index of a model of 2,000 layers has two million."""
 
 
 def find_weights(name: str | os.PathLike[str]) -> Path:
@@ -44,7 +44,9 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
     files = list(_files(folder))
     for file in files:
         if not file.is_file():
-            raise ModelError(f"{folder}: {file.name} is named by {INDEX} but is missing.")
+            raise ModelError(
+                f"{folder}: {file.name} is named by {INDEX} but is missing. Give a complete folder."
+            )
         # transformers follows `../` out of the folder, so links are resolved and compared.
         if file.name != SINGLE and not _is_of(folder, file):
             raise ModelError(
@@ -94,13 +96,15 @@ def _files(folder: Path) -> Iterator[Path]:
             f"this command writes safetensors next to it: {_conversion(folder)}"
         )
     more = " It has only an adapter: merge that into its model." if (folder / ADAPTER).exists() else ""
-    raise ModelError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.{more}")
+    raise ModelError(
+        f"{folder} has no weights: neither {SINGLE} nor {INDEX}.{more} Give a folder that "
+        "save_pretrained wrote."
+    )
 
 
 def _conversion(folder: Path) -> str:
-    """Return the command line that writes a folder's pickled weights as safetensors, by the class that its
-    config names.
-    """
+    """Return a command line that converts a folder's pickled weights to safetensors, for the class that its
+    config names."""
     try:
         named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -126,11 +130,14 @@ def _shards(index: Path) -> list[str]:
     try:
         if index.stat().st_size > LARGEST_INDEX:
             raise ModelError(
-                f"{index} is larger than {LARGEST_INDEX:,} bytes, which is too large for an index."
+                f"{index} is larger than {LARGEST_INDEX:,} bytes, which is too large for an index. Save "
+                "the model again with save_pretrained."
             )
         document = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
-        raise ModelError(f"{index} is not an index of weights: {fault}") from None
+        raise ModelError(
+            f"{index} is not an index of weights: {fault} Save the model again with save_pretrained."
+        ) from None
     for name in ("metadata", "weight_map"):  # transformers reads both
         if not isinstance(document, dict) or not isinstance(document.get(name), dict):
             raise ModelError(
@@ -146,7 +153,10 @@ def _shards(index: Path) -> list[str]:
             or shard != os.path.basename(shard)
             or shard in (".", "..")
         ):
-            raise ModelError(f"{index} names {shard!r}: an index may only name files in its own folder.")
+            raise ModelError(
+                f"{index} names {shard!r}: an index may only name files in its own folder. Put the file "
+                "there, and correct the index."
+            )
     return sorted(set(shards))
 
 
@@ -166,17 +176,18 @@ class LoadedWeights:
     """Differences between a loaded model and the folder of its weights."""
 
     new: Sequence[str]
-    """Weights of a head that the folder has not, which were drawn at random."""
+    """Weights of a new head, absent from the folder and drawn at random."""
 
     unused: Sequence[str]
-    """Tensors of the folder that the model has no place for."""
+    """Tensors of the folder that the model does not use."""
 
     def lines(self, folder: Path) -> Iterator[str]:
         """Yield a sentence on each difference."""
         if self.new:
-            yield f"{folder} has no {some_of(self.new)}, so they are newly initialised."
+            yield f"{folder} has no {some_of(self.new)}, so they are newly initialised and must be trained."
         if self.unused:
-            yield f"This model does not use {some_of(self.unused)} of {folder}."
+            unused = some_of(self.unused)
+            yield f"This model does not use {unused} of {folder}. If it should, choose another task."
 
 
 def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWeights:
@@ -189,13 +200,15 @@ def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWei
         more = f" {len(wrong) - 1} more have other shapes too." if len(wrong) > 1 else ""
         raise ModelError(
             f"{folder}: {name} has the shape {tuple(saved)}, and {type(model).__name__} has {tuple(due)} "
-            f"there.{more} The job must have the sizes of the folder's config.json, and the same number of "
-            "labels."
+            f"there. The job must have the sizes of the folder's config.json, and the same number of labels."
+            f"{more}"
         )
     missing = set(info["missing_keys"])
     # Without any weight in common, the folder belongs to another model.
     if len(missing) >= len(list(model.parameters())):
-        raise ModelError(f"{folder} has no weights of {type(model).__name__}. Are they of another model?")
+        raise ModelError(
+            f"{folder} has no weights of {type(model).__name__}. Give the folder of this model's own weights."
+        )
     # transformers would draw missing weights at random.
     if lost := sorted(missing - _new_heads(model, missing)):
         raise ModelError(
@@ -240,7 +253,7 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
 
 
 def freeze_as(built: nn.Module, loaded: nn.Module) -> None:
-    """Freeze the parameters that an architecture is built with frozen (the sine positions of Whisper's
+    """Freeze the loaded parameters that are frozen in a newly built model (the sine positions of Whisper's
     encoder).
 
     transformers makes all loaded parameters trainable. A resumed run would otherwise train parameters that

@@ -74,7 +74,8 @@ def main() -> None:
 
 
 def run(request: Mapping[str, Any], history: Path) -> ChildResult:
-    """Return the result of one request; an exception of the experiment becomes its outcome."""
+    """Run the experiment of one request and return its result; an exception of the experiment becomes its
+    outcome."""
     try:
         return _run_steps(request, history)
     except Exception as error:
@@ -147,8 +148,8 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
 
 
 def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
-    """Return the seconds and the peaks so far, with the used bytes of NVML and nvidia-smi on the idle
-    device."""
+    """Return the seconds of the steps and the peaks so far, with the used bytes of NVML and nvidia-smi on the
+    idle device."""
     seconds = tuple(stopwatch.seconds())
     peaks = replace(_peaks(), timed_from=stopwatch.timed_from, timed_until=time.monotonic())
     uuid = request["uuid"]
@@ -188,16 +189,16 @@ def _import_code_of(job: Job, setup: Setup) -> None:
 
 
 class _Context(NamedTuple):
-    """The CUDA context of this process, and its group of ranks."""
+    """The CUDA context of this process, with its size, and its process group."""
 
     growth_bytes: int | None
     """Growth of the device's used bytes; None on a CPU, and where NVML does not answer."""
 
     ready: float
-    """The moment at which context and group existed, by the monotonic clock."""
+    """The moment at which the context and the group were created, by the monotonic clock."""
 
     group: Any = None
-    """The group of ranks; None where one process trains."""
+    """The process group of the ranks; None where one process trains."""
 
     communication_bytes: int | None = None
     """Growth of the device's used bytes by the first exchange of the group; None as for `growth_bytes`, and
@@ -205,7 +206,8 @@ class _Context(NamedTuple):
 
 
 def _open_group(request: Mapping[str, Any], device: torch.device) -> Any:
-    """Return the ranks of this run once all have joined; None where one process trains."""
+    """Create the process group of this run once all ranks have joined, and return it; None where one process
+    trains."""
     return hooks("processes")[0]().join_measured(request, device) if request["ranks"] > 1 else None
 
 
@@ -317,7 +319,7 @@ def _versions() -> dict[str, str]:
 PEAKS = ("requested_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
 
 _BEFORE: dict[str, int] = {}
-"""The largest value of each peak before a reset of the counters."""
+"""The largest value of each of the allocator's peaks before a reset of its counters."""
 
 
 def keep_peaks() -> None:
@@ -336,7 +338,7 @@ def keep_peaks() -> None:
 
 
 def with_kept(stats: Mapping[str, int]) -> dict[str, int]:
-    """Return the allocator's counters with the peaks of the whole run."""
+    """Return the allocator's counters with the peaks of the whole run, including those before resets."""
     return {**stats, **{name: max(peak, stats.get(name, 0)) for name, peak in _BEFORE.items()}}
 
 

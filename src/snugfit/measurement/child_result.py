@@ -48,7 +48,7 @@ class ChildResult:
     """The values that one run measured in its own process; None for a value without a measurement."""
 
     outcome: str
-    """`ok`, or the cause of death as the child detected it."""
+    """`ok`, or the cause of the process's failure as the child detected it."""
 
     message: str = ""
     """The exception in one line, for an outcome other than `ok`."""
@@ -181,4 +181,4 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "versions": lambda value: isinstance(value, dict) and _is_list_of(list(value.values()), str),
     "startup": _is_startup_or_none,
 }
-"""Validators by field: True for a value that a child can have written."""
+"""Function for each field that returns True for a value that a child can have written."""

@@ -32,7 +32,7 @@ from snugfit.units import MIB, show_mib
 _T = TypeVar("_T")
 
 PATIENCE = 10.0
-"""Seconds to wait for a GPU to become clean. A choice: the delay of a driver was not measured."""
+"""Seconds to wait for other processes to leave the GPU (chosen): the delay of a driver was not measured."""
 
 IDLE_BYTES = 64 * MIB
 """Upper bound on the used bytes of an idle GPU, without the driver's reserve. A choice; published idle
@@ -77,8 +77,8 @@ def first_reason(
     outside_bytes: int = 0,
     until: float | None = None,
 ) -> str | None:
-    """Return the first sign that the GPU was shared, or that this could not be excluded; None for a clean
-    run. Waits as `after` does.
+    """Return the first sign that the GPU was shared, or that this could not be excluded, as a sentence; None
+    for a clean run. Waits as `after` does.
 
     `reserved_bytes` is the allocator's peak and `context_bytes` the size of the context at the first tensor.
     `outside_bytes` are allocations of the run outside torch's allocator: its process group, and managed
@@ -96,13 +96,14 @@ def first_reason(
 
 
 def before(card: Card, *, patience: float) -> GpuBaseline:
-    """Return the state of the GPU once it is clean; after `patience` seconds, its state with the reason why
-    it is not."""
+    """Return the state of the GPU once no other process uses it; after `patience` seconds, its state with the
+    reason why it is not clean."""
     return _wait_while_used(partial(_read_baseline, card), lambda baseline: baseline.reason, patience)
 
 
 def _wait_while_used(read: Callable[[], _T], reason_of: Callable[[_T], str | None], patience: float) -> _T:
-    """Return the first reading without a reason, or the last one after `patience` seconds."""
+    """Call `read` until `reason_of` is None for the reading, and return it; return the last reading after
+    `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
         reading = read()
@@ -134,8 +135,8 @@ def _read_baseline(card: Card) -> GpuBaseline:
 
 
 def after(card: Card, baseline: GpuBaseline, *, patience: float) -> str | None:
-    """Wait until the GPU is as it was before. Return the difference if one remains after `patience`
-    seconds."""
+    """Wait until the GPU's memory and processes are as before the run. Return a sentence on the difference
+    that remains after `patience` seconds, or None."""
     if baseline.used_bytes is None:
         return None
     return _wait_while_used(partial(_leftover, card, baseline), lambda reason: reason, patience)
@@ -154,8 +155,8 @@ def _leftover(card: Card, baseline: GpuBaseline) -> str | None:
 
 
 def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
-    """Return the use of the GPU by other processes during the run, from the process lists; None without
-    any."""
+    """Return a sentence on other processes that used the GPU during the run, from the process lists; None
+    without any."""
     censuses = list(censuses)
     lists_ours = any(census.own for census in censuses)
     for census in censuses:
@@ -171,8 +172,8 @@ def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
 
 
 def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
-    """Return a sentence on the device's bytes less ours, where the driver reports the bytes of each
-    process."""
+    """Return a sentence on bytes that other processes use on the device, where the driver reports each
+    process's; None without any."""
     # Some drivers list a process without its bytes.
     own = [process.bytes for process in census.own if process.bytes is not None]
     # With a process of unknown size, the difference proves nothing.

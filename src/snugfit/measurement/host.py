@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_LOAD_SECONDS = 0.2
-"""Below this duration the kernel's ticks are too coarse. A choice."""
+"""Shortest time in seconds between two readings of the load; for less the kernel's ticks are too coarse
+(chosen)."""
 
 CROWDED_BUSY_SHARE, CROWDED_OTHER_SHARE = 0.9, 0.1
 """Shares of all cores that count as crowded: busy in total, and busy with other processes. Choices."""

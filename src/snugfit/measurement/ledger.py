@@ -1,8 +1,7 @@
-"""Writes measurements into the ledger, a folder with one folder for each run.
+"""The ledger: a folder of measurements, with one folder for each run.
 
-    snugfit-runs/20261120T135000Z-bert-large-uncased-bf16-3f9a1c/
-        measurement.json      the Measurement
-        stderr.txt            the end of the measured process's output
+snugfit-runs/20261120T135000Z-bert-large-uncased-bf16-3f9a1c/ measurement.json the Measurement stderr.txt the
+end of the measured process's output
 
 A run's folder is written under a hidden name and renamed when it is complete. So every visible folder is
 complete. Its name holds only letters, digits and dashes. So no name of a model or recipe can lead out of the
@@ -53,8 +52,8 @@ def open_ledger(root: Path) -> Iterator[None]:
 
 
 def _refuse_unwritable(root: Path) -> None:
-    """Write a test file. Permission bits do not suffice: a superuser may write everywhere, and /proc takes no
-    file at all. Raises `UsageError`."""
+    """Write a test file into the folder. Permission bits do not suffice: a superuser may write everywhere,
+    and /proc takes no file at all. Raises `UsageError`."""
     try:
         tempfile.TemporaryFile(dir=root).close()
     except OSError as refusal:
@@ -75,7 +74,9 @@ def write(root: Path, measurement: Measurement, output: str) -> Path:
         draft.rename(root / name)
     except OSError as refusal:
         shutil.rmtree(draft, ignore_errors=True)
-        raise SnugfitError(f"The measurement could not be saved in {root}: {refusal.strerror}.") from None
+        raise SnugfitError(
+            f"The measurement could not be saved in {root}: {refusal.strerror}. Name another folder, or none."
+        ) from None
     return root / name
 
 

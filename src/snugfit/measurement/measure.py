@@ -57,9 +57,8 @@ def measure(
     """Run the job under the recipe (also as text) in a new process and return its measurement.
 
     `device` is `cpu`, `cuda`, or None for a GPU if there is one; `gpu_index` is CUDA's index. `gpus` is the
-    number of GPUs that train together from that index on, each in a process of its own (a rank). The
-    measurement then has the bytes of the largest rank and the seconds of the slowest, and those of all in
-    `ranks`.
+    number of GPUs that train together from that index on, one process (a rank) each. The measurement then
+    has the bytes of the largest rank, the seconds of the slowest, and those of all in `ranks`.
 
     A run that dies is a measurement too: its `outcome` is the cause. `ledger` is the folder for results, or
     None. `record_history` is a file for torch's recorded allocations of the first three steps (for
@@ -90,7 +89,8 @@ def measure(
         recipe.check(request.rank_job, card.capability() if card else None)
         if record_history is not None and targets[0].type != "cuda":
             raise UsageError(
-                "A memory history is recorded by the CUDA allocator, but this machine has no GPU."
+                "A memory history is recorded by the CUDA allocator, but this machine has no GPU. "
+                "Leave history out, or use a machine with a GPU."
             )
         if root is None:
             return run_experiment(request, targets)[0]
@@ -125,7 +125,8 @@ def _refuse_invalid(request: MeasurementRequest) -> None:
             raise UsageError(f"A memory history needs {HISTORY_STEP + 1} or more steps, warm-up included.")
         if not request.history.absolute().parent.is_dir():
             raise UsageError(
-                f"The history cannot be written to {request.history}: the folder does not exist."
+                f"The history cannot be written to {request.history}: the folder does not exist. Create "
+                "it, or name another."
             )
 
 

@@ -6,7 +6,7 @@ reserve as used, which cancels out in differences.
 
 Every query of NVML fails on some system. Examples are a missing driver, a driver too old for version 2, WSL
 without a process list, and MIG. Containers may show foreign process ids, and bytes may be None or 0. So every
-query goes through `_ask`. A failed one raises `NvmlUnavailable` with the reason in words. The caller
+query goes through `_call`. A failed one raises `NvmlUnavailable` with the reason in words. The caller
 continues without the value and stores the reason. The library is a parameter, so that tests can replace it.
 """
 
@@ -65,9 +65,9 @@ class Card:
     def __init__(self, library: Any, handle: Any) -> None:
         self._library, self._handle = library, handle
         self._version: int | None = None
-        self.uuid = str(_ask(library, "nvmlDeviceGetUUID", handle))
+        self.uuid = str(_call(library, "nvmlDeviceGetUUID", handle))
         try:
-            self.name = str(_ask(library, "nvmlDeviceGetName", handle))
+            self.name = str(_call(library, "nvmlDeviceGetName", handle))
         except NvmlUnavailable:
             self.name = "unnamed GPU"
 
@@ -75,14 +75,14 @@ class Card:
         """Return its memory now. Raises `NvmlUnavailable` without an answer, and for an impossible one."""
         if self._version != 1:
             try:
-                answer = _ask(self._library, "nvmlDeviceGetMemoryInfo", self._handle, version=MEMORY_V2)
+                answer = _call(self._library, "nvmlDeviceGetMemoryInfo", self._handle, version=MEMORY_V2)
                 memory = _valid_memory(answer.total, answer.used, answer.reserved)
                 self._version = 2
                 return memory
             except (NvmlUnavailable, AttributeError) as refusal:
                 if self._version == 2:  # stay with the version of the first answer: the two count differently
                     raise NvmlUnavailable(str(refusal)) from None
-        answer = _ask(self._library, "nvmlDeviceGetMemoryInfo", self._handle)
+        answer = _call(self._library, "nvmlDeviceGetMemoryInfo", self._handle)
         memory = _valid_memory(answer.total, answer.used, None)
         self._version = 1
         return memory
@@ -95,19 +95,19 @@ class Card:
     def compute_processes(self) -> list[GpuProcess]:
         """Return the processes with a compute context. Raises `NvmlUnavailable` where the driver hides
         them."""
-        return _processes(_ask(self._library, "nvmlDeviceGetComputeRunningProcesses", self._handle))
+        return _processes(_call(self._library, "nvmlDeviceGetComputeRunningProcesses", self._handle))
 
     def graphics_processes(self) -> list[GpuProcess]:
         """Return the processes that draw on a display through this GPU; none where the driver hides them."""
         try:
-            return _processes(_ask(self._library, "nvmlDeviceGetGraphicsRunningProcesses", self._handle))
+            return _processes(_call(self._library, "nvmlDeviceGetGraphicsRunningProcesses", self._handle))
         except NvmlUnavailable:
             return []
 
     def utilization(self) -> float:
         """Return the share of the last moment (up to a second, chosen by the driver) in which a kernel ran.
         Raises `NvmlUnavailable` where the driver does not report it."""
-        share = getattr(_ask(self._library, "nvmlDeviceGetUtilizationRates", self._handle), "gpu", None)
+        share = getattr(_call(self._library, "nvmlDeviceGetUtilizationRates", self._handle), "gpu", None)
         if type(share) is not int or not 0 <= share <= 100:
             raise NvmlUnavailable(f"NVML reports a utilization of {share!r} %.")
         return share / 100
@@ -125,12 +125,12 @@ class Card:
         """Return the current reasons of a lower clock as bits (`CLOCK_REASONS`). Drivers before R535 use
         another function name. Raises `NvmlUnavailable` where the driver does not report them."""
         try:
-            return int(_ask(self._library, "nvmlDeviceGetCurrentClocksEventReasons", self._handle))
+            return int(_call(self._library, "nvmlDeviceGetCurrentClocksEventReasons", self._handle))
         except NvmlUnavailable:
-            return int(_ask(self._library, "nvmlDeviceGetCurrentClocksThrottleReasons", self._handle))
+            return int(_call(self._library, "nvmlDeviceGetCurrentClocksThrottleReasons", self._handle))
 
     def _mhz(self, question: str) -> int:
-        mhz = _ask(self._library, question, self._handle, CLOCK_SM)
+        mhz = _call(self._library, question, self._handle, CLOCK_SM)
         if type(mhz) is not int or mhz <= 0:
             raise NvmlUnavailable(f"NVML reports a clock of {mhz!r} MHz.")
         return mhz
@@ -138,7 +138,7 @@ class Card:
     def capability(self) -> tuple[int, int] | None:
         """Return its CUDA compute capability; None where the driver does not report it."""
         try:
-            major, minor = _ask(self._library, "nvmlDeviceGetCudaComputeCapability", self._handle)
+            major, minor = _call(self._library, "nvmlDeviceGetCudaComputeCapability", self._handle)
         except NvmlUnavailable:
             return None
         return int(major), int(minor)
@@ -147,17 +147,17 @@ class Card:
         """Return the first MIG device of a partitioned GPU (the only one that CUDA shows), else the GPU
         itself."""
         try:
-            current, _ = _ask(self._library, "nvmlDeviceGetMigMode", self._handle)
+            current, _ = _call(self._library, "nvmlDeviceGetMigMode", self._handle)
         except NvmlUnavailable:
             return self
         if not current:
             return self
         library = self._library
         # A partitioned GPU need not have a device at every index.
-        for index in range(_ask(library, "nvmlDeviceGetMaxMigDeviceCount", self._handle)):
+        for index in range(_call(library, "nvmlDeviceGetMaxMigDeviceCount", self._handle)):
             try:
                 return Card(
-                    library, _ask(library, "nvmlDeviceGetMigDeviceHandleByIndex", self._handle, index)
+                    library, _call(library, "nvmlDeviceGetMigDeviceHandleByIndex", self._handle, index)
                 )
             except NvmlUnavailable:
                 continue
@@ -168,7 +168,7 @@ class Card:
 
 
 class Nvml:
-    """An opened NVML; a context manager that closes it."""
+    """An opened connection to NVML, as a context manager that closes it."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -184,34 +184,34 @@ class Nvml:
     def close(self) -> None:
         """Shut NVML down. Later calls to its cards fail."""
         try:
-            _ask(self._library, "nvmlShutdown")
+            _call(self._library, "nvmlShutdown")
         except NvmlUnavailable:
             return
 
     def driver(self) -> str | None:
         """Return the driver's version; None where it is not reported."""
         try:
-            return str(_ask(self._library, "nvmlSystemGetDriverVersion"))
+            return str(_call(self._library, "nvmlSystemGetDriverVersion"))
         except NvmlUnavailable:
             return None
 
     def cards(self) -> list[Card]:
         """Return every GPU of this machine in NVML's order, which is the order of the PCI bus."""
-        count = _ask(self._library, "nvmlDeviceGetCount")
+        count = _call(self._library, "nvmlDeviceGetCount")
         return [
-            Card(self._library, _ask(self._library, "nvmlDeviceGetHandleByIndex", index))
+            Card(self._library, _call(self._library, "nvmlDeviceGetHandleByIndex", index))
             for index in range(count)
         ]
 
     def card(self, uuid: str) -> Card:
         """Return the GPU or MIG device with this UUID."""
-        return Card(self._library, _ask(self._library, "nvmlDeviceGetHandleByUUID", uuid))
+        return Card(self._library, _call(self._library, "nvmlDeviceGetHandleByUUID", uuid))
 
 
 def open_nvml(library: Any | None = None) -> Nvml:
     """Return an opened NVML. Raises `NvmlUnavailable` with the reason if that fails."""
     library = library if library is not None else _binding()
-    _ask(library, "nvmlInit")
+    _call(library, "nvmlInit")
     return Nvml(library)
 
 
@@ -223,7 +223,7 @@ def _binding() -> Any:
     return pynvml
 
 
-def _ask(library: Any, question: str, *arguments: Any, **named: Any) -> Any:
+def _call(library: Any, question: str, *arguments: Any, **named: Any) -> Any:
     """Return the result of one call into NVML; every failure becomes `NvmlUnavailable`.
 
     The handler is broad on purpose. A binding raises its own errors, but also AttributeError,

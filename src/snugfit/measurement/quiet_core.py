@@ -1,4 +1,4 @@
-"""Pins the threads that launch a GPU's kernels to a CPU core without disturbance.
+"""Pinning of the threads that launch a GPU's kernels to a CPU core that no other process disturbs.
 
 On the rented host of an H200 (2026-11-21) a step took 23 ms on some cores. The same step took 34 to 38 ms on
 others. This changed from second to second, and the scheduler left the process on its core. We assume that two
@@ -24,15 +24,15 @@ from contextlib import suppress
 from pathlib import Path
 
 LOOP_ITERATIONS = 1_500
-"""Iterations of the timed loop, which take 20 to 40 microseconds."""
+"""Number of iterations of the timed loop, which take 20 to 40 microseconds."""
 
 DISTURBED_RATIO = 1.25
 """Ratio of the loop's time to its shortest time above which a core counts as disturbed. Measured ratios were
 1.0 to 1.1 and 1.6 to 1.9."""
 
 INTERVAL, INTERVAL_ALL_DISTURBED = 0.2, 1.0
-"""Seconds until the next check after a quiet core, and after none. A choice: a check takes 0.1 ms, and 2 ms
-where all of 16 cores are tried."""
+"""Seconds until the next check after an undisturbed core, and after none (chosen). A check takes 0.1 ms, and
+2 ms if all of 16 cores are tried."""
 
 MAX_CORES_TRIED = 32
 """Number of cores tried in one check. Cores that were quiet last, or never tried, come first."""
@@ -43,12 +43,12 @@ AUTOGRAD = "pt_autograd"
 """Prefix of torch's names of the threads of its backward pass."""
 
 ALL_CORES: set[int] = set()
-"""The cores that a forked process gets back; empty while no thread is pinned."""
+"""The cores that a forked process may use again; empty while no thread is pinned."""
 
 
 class QuietCore:
-    """Keeps the calling thread, and autograd's, on a quiet core. It has no effect where the system cannot
-    pin."""
+    """Keeps the calling thread, and autograd's, on an undisturbed core. It has no effect where the system
+    cannot pin."""
 
     def __init__(self, share: tuple[int, int] = (0, 1)) -> None:
         """Limit the candidate cores to a share. `share` is the number of this process and the count of all
@@ -58,7 +58,7 @@ class QuietCore:
             os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") and TASKS.is_dir() else set()
         )
         self._candidates = sorted(self._cores)[share[0] :: share[1]]
-        """The cores that the thread may move to."""
+        """The cores to which the thread may move."""
         self._loop_seconds: dict[int, float] = {}
         """Last measured seconds of the loop on each core."""
         self._best = math.inf
@@ -92,7 +92,7 @@ class QuietCore:
         self._next_check = time.perf_counter() + (INTERVAL if quiet else INTERVAL_ALL_DISTURBED)
 
     def release(self) -> None:
-        """Give all cores back to the pinned threads; the samples stay."""
+        """Allow the pinned threads all cores again; the samples stay."""
         ALL_CORES.clear()
         autograd = (int(thread) for thread, is_autograd in self._is_autograd.items() if is_autograd)
         for thread in (threading.get_native_id(), *autograd):
@@ -110,8 +110,8 @@ class QuietCore:
         return statistics.median(self._samples) if self._samples else None
 
     def _move(self) -> bool:
-        """Move to the first quiet core, or at the first check to the quietest of all. Return False if no core
-        was quiet."""
+        """Move the thread to the first undisturbed core, or at the first check to the fastest of all. Return
+        False if no core was undisturbed."""
         candidates = sorted(self._candidates, key=lambda core: self._loop_seconds.get(core, 0.0))
         ALL_CORES.update(self._cores)
         for core in candidates[:MAX_CORES_TRIED]:

@@ -49,7 +49,7 @@ class Census:
 
 
 class Sampler:
-    """Reads one card until it is closed; a context manager."""
+    """A thread that reads one card's memory until it is closed, as a context manager."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Sampler:
         self.peak_bytes: int | None = None
         """Largest used bytes so far; None before the first reading."""
         self._rises: list[tuple[float, int]] = []
-        """Each new maximum of the used bytes, with its moment by the monotonic clock."""
+        """Each increase of the maximum of used bytes, with its moment by the monotonic clock."""
         self.censuses: dict[frozenset[int], Census] = {}
         """For each distinct set of process ids, the census with the most used bytes."""
         self.refusal: str | None = None

@@ -56,8 +56,8 @@ HOST_BOUND_SECONDS, DEVICE_BOUND_SECONDS = 2.0, 1.0
 
 
 def steady_steps(step_seconds: float | None, *, host: bool = True) -> int:
-    """Return the number of steps to time for a predicted length of `step_seconds`. `host` is True for a step
-    bound by the host."""
+    """Return the number of steps to time for steps with a predicted length of `step_seconds`. `host` is True
+    for a step bound by the host."""
     if not step_seconds:
         return MIN_STEPS
     seconds = HOST_BOUND_SECONDS if host else DEVICE_BOUND_SECONDS
@@ -75,7 +75,7 @@ class _Boundary(NamedTuple):
 
 
 class Stopwatch(Observer):
-    """Times a step as its `Observer`; `seconds()`, `quiet()` and `startup()` return the results."""
+    """An `Observer` that times steps; `seconds()`, `quiet()` and `startup()` return the results."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ MAX_ON_CPU = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A device for one experiment."""
+    """The device of one process of an experiment, as NVML and CUDA number it."""
 
     type: str
     """`cuda` or `cpu`, the device type of torch."""
@@ -59,7 +59,7 @@ class Target:
     """CUDA's index of the GPU in this process."""
 
     doubt: str | None = None
-    """Reason why a GPU is used without a card of NVML."""
+    """Reason why a GPU is used that NVML does not report; None otherwise."""
 
     beside: tuple[str, ...] = ()
     """The UUIDs of all GPUs that train together, with this one; empty for one alone."""
@@ -206,12 +206,12 @@ def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:
     """Return torch's type of the device (None without a named one) and the GPU's index. Raises `GpuError` for
     an unknown device."""
     if type(index) is not int or index < 0:
-        raise GpuError(f"GPU index {index!r}: GPUs count from 0.")
+        raise GpuError(f"GPU index {index!r}: GPUs count from 0. Name an index from 0.")
     if device is None or device in ("cpu", "cuda"):
         return device, index
     numbered = re.fullmatch(r"cuda:(\d{1,4})", device) if isinstance(device, str) else None
     if not numbered:
-        raise GpuError(f"Unknown device {device!r}. Devices: cpu, cuda, cuda:1.")
+        raise GpuError(f"Unknown device {device!r}. Devices: cpu, cuda, cuda:1. Name one of these.")
     return "cuda", int(numbered[1])
 
 

@@ -39,7 +39,10 @@ def card_at(nvml: Nvml, environment: Mapping[str, str], index: int = 0) -> Card:
     value = environment.get(VISIBLE_DEVICES)
     machine = ", ".join(f"{number}: {card}" for number, card in enumerate(nvml.cards())) or "none"
     if value is not None and not cards:
-        raise GpuError(f"{VISIBLE_DEVICES}={value!r} shows no GPU. This machine has {machine}.")
+        raise GpuError(
+            f"{VISIBLE_DEVICES}={value!r} shows no GPU. This machine has {machine}. Unset the variable, "
+            "or name a GPU in it."
+        )
     shown = f"{VISIBLE_DEVICES}={value!r} shows" if value is not None else "This machine has"
     raise GpuError(f"GPU index {index}: {shown} {len(cards)}, counted from 0. All GPUs: {machine}.")
 

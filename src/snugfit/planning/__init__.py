@@ -1,1 +1,1 @@
-"""Planning: the fastest recipe that fits."""
+"""Planning: the search for the fastest recipe that fits a GPU."""

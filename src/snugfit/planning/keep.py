@@ -1,14 +1,14 @@
-"""Fixed slots of a plan: those that the user names, and those that define the user's own recipe.
+"""The fixed slots of a plan: techniques that the search does not change.
 
-    keep="lora(r=16, targets=all-linear) + bf16_pure"   fixes these two, regardless of their fidelity.
-    start="lora(r=8) + bf16 + every_layer"              fixes its adapters, its precision, its optimizer.
-    free="optimizer"                                    excepts the optimizer.
+keep="lora(r=16, targets=all-linear) + bf16_pure" fixes these two, regardless of their fidelity.
+start="lora(r=8) + bf16 + every_layer" fixes its adapters, its precision, its optimizer. free="optimizer"
+excepts the optimizer.
 
-The trained parameters, the number formats and the algorithm belong to the user's request. A plan that
-starts from the user's own recipe therefore fixes these three slots, unless they are freed. An optimizer
-may be exchanged for another of its family (`Technique.family`), which runs the same algorithm in other
-kernels. The user's own techniques remain candidates in every slot, even if they are less exact than the
-plan's fidelity. A recipe that the user already has is never left out.
+The trained parameters, the number formats and the algorithm belong to the user's request. A plan that starts
+from the user's own recipe therefore fixes these three slots, unless they are freed. An optimizer may be
+exchanged for another of its family (`Technique.family`), which runs the same algorithm in other kernels. The
+user's own techniques remain candidates in every slot, even if they are less exact than the plan's fidelity. A
+recipe that the user already has is never left out.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ Keep = Recipe | str | Mapping[Slot, Technique] | None
 Free = str | Iterable[Slot | str]
 
 OF_START = (Slot.ADAPTERS, Slot.PRECISION, Slot.OPTIMIZER)
-"""Slots that a plan keeps of the recipe that it starts from."""
+"""Slots that a plan fixes as in the user's own recipe, unless they are freed."""
 
 ASKED, OWN = "kept as you asked", "kept as in your own recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Slots that a search leaves unchanged, and the recipe that it must include."""
+    """The slots that a search does not change, and the recipe that it must include."""
 
     slots: Mapping[Slot, tuple[Technique, ...]] = field(default_factory=dict)
     """Candidates of each fixed slot: the fixed technique, then others of its family."""
 
     asked: frozenset[Slot] = frozenset()
-    """Slots that were named; the others of `slots` are kept since the user's own recipe has them so."""
+    """Fixed slots that the user named; the others of `slots` are fixed as in the user's own recipe."""
 
     start: Recipe | None = None
-    """The user's own recipe."""
+    """The user's own recipe, which the plan improves; None without one."""
 
     several_gpus: bool = False
     """True for a search over GPUs that train together."""
@@ -62,7 +62,7 @@ class Kept:
         return {one.preloaded for techniques in self.slots.values() for one in techniques if one.preloaded}
 
     def listing(self) -> tuple[KeptSlot, ...]:
-        """Return the fixed slots in the form in which a plan lists them."""
+        """Return the fixed slots as a plan's result lists them."""
         return tuple(
             KeptSlot(slot=slot.value, techniques=tuple(map(str, self.slots[slot])), why=self.why(slot))
             for slot in Slot
@@ -109,8 +109,8 @@ class Kept:
 
 
 def _is_axis(technique: Technique) -> bool:
-    """Return whether the technique groups GPUs that work on the same samples. Plans for several GPUs evaluate
-    these groups."""
+    """Return whether the technique makes several GPUs work on the same samples, as tensor parallelism does.
+    Plans for several GPUs evaluate these groups."""
     processes = processes_of(technique.alone)
     return processes is not None and bool(processes.axes)
 
@@ -135,7 +135,7 @@ def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None =
 
 
 def _family(technique: Technique, job: Job) -> list[Technique]:
-    """Return the other techniques of its family."""
+    """Return the other techniques of a technique's family, which run the same algorithm by other kernels."""
     if not technique.family:
         return []
     kinds = [
@@ -149,8 +149,8 @@ def _family(technique: Technique, job: Job) -> list[Technique]:
 
 
 def techniques_named(keep: Keep) -> Mapping[Slot, Technique]:
-    """Return the techniques in `keep` by slot. Raises `UsageError` and `RecipeError` for none and for unknown
-    ones."""
+    """Return the techniques in `keep` by slot. Raises `UsageError` for an empty `keep` and `RecipeError` for
+    unknown techniques."""
     if keep is None:
         return {}
     if isinstance(keep, Mapping):

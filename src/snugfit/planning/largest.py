@@ -64,7 +64,7 @@ def largest(
     refuse_what_is_no_job(job)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     if of not in FIELDS:
-        raise UsageError(f"largest of {of!r}: {' or '.join(FIELDS)}.")
+        raise UsageError(f"largest of {of!r} is unknown. Allowed: {' and '.join(FIELDS)}.")
     if of == "sequence-length" and not has_sequence(job.task):
         raise UsageError(f"largest of {of!r}: the task {job.task} has no sequences. Try 'batch'.")
     if gpu is None and memory_bytes is None:
@@ -91,8 +91,8 @@ def largest(
 
 
 class _Sizes:
-    """Predictions of one job at its sizes, each computed once. Sizes count in units that the recipe can
-    divide."""
+    """Predictions of one job with different batch sizes or lengths, each computed once. A size counts in
+    units that the recipe can divide."""
 
     def __init__(self, job: Job, recipe: Recipe, of: str, options: dict[str, Any]) -> None:
         self.job, self.recipe, self.options = job, recipe, options
@@ -102,7 +102,7 @@ class _Sizes:
         self.limit = self._largest_valid(most // self.unit)
 
     def size(self, count: int) -> int:
-        """Return the size of `count` units."""
+        """Return the batch size or length of `count` units."""
         return count * self.unit
 
     def spare(self, count: int) -> int:
@@ -114,7 +114,8 @@ class _Sizes:
         return (prediction.spare_bytes or 0) - margin
 
     def guess(self, low: int, high: int, *, halve: bool) -> int:
-        """Return a size between `low`, which fits, and `high`, which does not fit or is invalid."""
+        """Return the next size to predict, between `low`, which fits, and `high`, which does not fit or is
+        invalid."""
         if high not in self.asked:
             return min(high - 1, self._extrapolate(low))
         if halve:
@@ -134,7 +135,8 @@ class _Sizes:
         return replace(self.job, **changed)
 
     def _largest_valid(self, most: int) -> int:
-        """Return the largest number of units with a valid job (a model's positions are limited)."""
+        """Return the largest number of units, up to `most`, with a valid job (a model's positions are
+        limited)."""
         low, high = 1, most + 1
         while high - low > 1:
             middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Results of a search: the best recipe, alternatives, exclusions, and the reasons."""
+"""Results of a plan: the best recipe, alternatives, exclusions, and the reasons."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SCHEMA = 1
 OBJECTIVES = ("speed", "memory", "cost")
 
 NEARLY_AS_SMALL = 0.03
-"""Share of the smallest recipe's bytes that a nearest miss may take in addition (chosen). Halving the speed
-for a slightly smaller miss is not worthwhile."""
+"""Share of the smallest recipe's bytes by which the shown nearest miss may be larger (chosen). Halving the
+speed for a slightly smaller miss is not worthwhile."""
 
 SLOWEST = 5
 """Limit of an alternative's seconds, in multiples of the answer's seconds (chosen). The smallest recipes
@@ -74,7 +74,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Certainty of the answer's seconds, and the distance of its step from the GPU's peak."""
+    """The limit of the answer's speed, and the share of the GPU's peak that it reaches."""
 
     bound: str
     """Resource that bounds the step (`StepSeconds.bound`)."""
@@ -116,7 +116,7 @@ class KeptSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A slot in which the plan differs from the user's recipe."""
+    """One slot in which the plan differs from the user's recipe."""
 
     slot: str
     """The slot's own name."""
@@ -136,7 +136,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The user's recipe and the changes that the plan proposes."""
+    """The user's recipe with its figures, and the changes that the plan proposes."""
 
     recipe: str
     """Recipe in the notation of recipes."""
@@ -186,12 +186,12 @@ class Reason:
     """Reason why the slot was not searched, and the option that frees it. `against` is then empty."""
 
     because: str = ""
-    """Cause of the difference, if it is known."""
+    """Cause of the difference in seconds, if it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Size of the search."""
+    """Sizes of the search."""
 
     recipes: int
     """Number of valid recipes in the space."""
@@ -270,7 +270,7 @@ class Plan(Tabular):
     """Slots that the search left unchanged."""
 
     start: Start | None = None
-    """The recipe from which the user started, if any."""
+    """The recipe from which the user started, with the plan's changes; None without one."""
 
     cures: tuple[str, ...] = ()
     """Changes that would make a recipe fit; empty if one fits."""
@@ -317,7 +317,7 @@ class Plan(Tabular):
 
     @property
     def fitting_first(self) -> list[Choice]:
-        """The front with the recipes that fit first, in the order of its numbering."""
+        """The front with the recipes that fit before the rest."""
         return sorted(self.front, key=self.fitting, reverse=True)
 
     def spare_bytes(self, choice: Choice) -> float:
@@ -325,7 +325,7 @@ class Plan(Tabular):
         return math.inf if self.memory_bytes is None else self.memory_bytes - choice.needed_bytes
 
     def timed(self, choice: Choice) -> StepSpeed:
-        """Return the speed of a step of one of its recipes.
+        """Return the speed of a step of one recipe of the plan.
 
         The bound of the step and its MFU are known for the answer alone.
         """
@@ -337,7 +337,7 @@ class Plan(Tabular):
         return speed_of(seconds, self.job, measured_rates=measured, bound=known.bound, mfu=mfu)
 
     def speed(self, choice: Choice) -> float:
-        """Return samples per second of one of its recipes, with the start-up if the run's length was
+        """Return samples per second of one recipe of the plan, with the start-up if the run's length was
         given."""
         pace = choice.pace(self.steps)
         return self.job.batch_size / pace if pace else 0.0
@@ -380,10 +380,10 @@ class Plan(Tabular):
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != "plan" or document.get("schema") != SCHEMA:
-            raise UsageError("This is not a plan of this version of snugfit.")
+            raise UsageError("This is not a plan of this version of snugfit. Plan again.")
         try:
             plan = decode_fields(cls, document)
             # The document lists fitting recipes first; a front begins with the fastest, which may not fit.
             return replace(plan, front=tuple(sorted(plan.front, key=plan.fitting)))
         except (KeyError, TypeError) as damaged:
-            raise UsageError(f"This plan is damaged: {damaged}.") from None
+            raise UsageError(f"This plan is damaged: {damaged}. Plan again.") from None

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a plan, on one GPU, on several, or for a dataset's lengths."""
+"""Checks of the arguments of a plan."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def refuse_bad_request(
 
 
 def refuse_what_cannot_be_called(**given: object) -> None:
-    """Raise `UsageError` for an argument that is neither a function nor None."""
+    """Raise `UsageError` for a given argument that is not a function."""
     for name, value in given.items():
         if value is not None and not callable(value):
             raise UsageError(f"{name} is {value!r}; it must be a function, or be left out.")
 
 
 def fidelity_of(text: str | Fidelity) -> Fidelity:
-    """Return the degree with this name. Raises `UsageError` with the valid names."""
+    """Return the fidelity with this name. Raises `UsageError` with the valid names."""
     legal = [degree.value for degree in Fidelity]
     if text not in legal:
         raise UsageError(
@@ -47,7 +47,7 @@ def fidelity_of(text: str | Fidelity) -> Fidelity:
 
 
 def start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
-    """Return the recipe from which to start. Raises `UsageError` for any other value and for an invalid
+    """Return the recipe from which a plan starts. Raises `UsageError` for any other value and for an invalid
     `ranked`."""
     if not (type(ranked) is int and ranked >= 0):
         raise UsageError(

@@ -68,12 +68,12 @@ WITHOUT_EFFECT = {(OptimizerWish, "trainer_name"), (LoaderWish, "pinned")}
 """Fields of wishes without effect on a predicted step."""
 
 SIMPLE = {str, int, float, bool, type(None)}
-"""Types whose values a key contains unchanged."""
+"""Types of values that a key contains unchanged."""
 
 _PLAIN = Setup()
 
 REMEMBERED_WISHES = 10_000
-"""Number of wishes whose keys are cached, more than a space has."""
+"""Number of values of Setup fields whose keys are cached, more than a space has."""
 
 
 def step_key(setup: Setup) -> StepKey:
@@ -116,7 +116,7 @@ def adapters_key(setup: Setup) -> Hashable:
 
 
 def as_rehearsed(setup: Setup) -> Setup:
-    """Return the representative of all Setups with this trace. Fields without effect on the trace are
+    """Return the Setup that represents all Setups with this trace. Fields without effect on the trace are
     plain."""
     plain, names = type(setup)(), _names_by_part(setup)
     hidden = (*names["matmul"], *names["loader"], *names["allocator"])
@@ -124,24 +124,24 @@ def as_rehearsed(setup: Setup) -> Setup:
 
 
 def as_written(setup: Setup, *, padded: bool) -> Setup:
-    """Return the Setup under which passes of this one are rehearsed, on batches with or without padding."""
+    """Return the Setup with which the passes of `setup` are simulated, on batches with or without padding."""
     return parts_of(setup).as_written(as_rehearsed(setup), padded=padded)
 
 
 def with_update_of(setup: Setup, other: Setup) -> Setup:
-    """Return the Setup with the fields of another one that change the update and not the passes."""
+    """Return `setup` with the fields of `other` that change the update and not the passes."""
     names = _names_by_part(setup)
     own = [name for name in names["update"] if name not in names["passes"]]
     return setup.with_fields(**{name: getattr(other, name) for name in own})
 
 
 def launches_key(setup: Setup) -> Hashable:
-    """Return the fields of a Setup that determine the launch of kernels."""
+    """Return the fields of a Setup that determine how the host launches kernels."""
     return _values(setup, "launches")
 
 
 def launches_otherwise(setup: Setup) -> bool:
-    """Return whether kernels are launched otherwise than one by one."""
+    """Return whether a Setup launches kernels otherwise than one by one, for example as CUDA graphs."""
     return launches_key(setup) != launches_key(_PLAIN)
 
 
@@ -153,7 +153,7 @@ def differ_in_launches(setup: Setup, other: Setup) -> bool:
 
 
 def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
-    """Return the fields that determine this part of a step.
+    """Return the values of the fields that determine this part of a step.
 
     Consecutive Setups of a space share most of their wishes, so the last answer for each part is cached.
     """
@@ -183,7 +183,7 @@ def _sorted_fields(kind: Any) -> Mapping[str, tuple[str, ...]]:
 
 
 def _hashable(value: Any) -> Hashable:
-    """Return a hashable form of a wish. Recipes share wishes, so each is converted once."""
+    """Return a hashable form of a field's value. Recipes share values, so each is converted once."""
     known = _WISHES.get(id(value))
     if known is None:
         if len(_WISHES) >= REMEMBERED_WISHES:

@@ -1,4 +1,5 @@
-"""Addresses of the segments that the CUDA driver maps. Their order decides which free block is reused.
+"""Addresses at which the CUDA driver maps new segments. Their order decides which free block the allocator
+reuses.
 
 The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver decides
 that order when it maps segments. The order is not documented. These rules are inferred from nine recorded
@@ -19,28 +20,28 @@ MIB = 1 << 20
 # The driver divides address space into chunks of whole 32 MiB.
 CHUNK = 32 * MIB
 TOP = 1 << 46
-"""Address at which the context's own chunk begins. All later ones are below, except those in its place."""
+"""Address of the CUDA context's own chunk. All later segments are below it, except those in the chunk
+itself."""
 # From the start there is one chunk of 416 MiB above all later ones; the context occupies its lower 414 MiB.
 OWN_CHUNK, OWN, LOWEST = 416 * MIB, 414 * MIB, 32 * MIB
-"""Bytes of the context's own chunk, of its occupied part, and of the part that stays empty after its release.
-"""
+"""Bytes of the context's own chunk, of its occupied part, and of the part that no segment uses after the
+chunk's release."""
 ABOVE_OWN = (TOP + OWN, OWN_CHUNK - OWN)
 # Another chunk of 32 MiB is 64 MiB higher. The context occupies its lower 8 MiB.
 HIGHEST = (TOP + 488 * MIB, 24 * MIB)
 """Holes from the start: addresses, of which only the order matters, and sizes in bytes."""
 # Two ViTs show these counts. A BERT took as much, but before its backward pass.
 CODE, FORWARD_CODE, BACKWARD_CODE = 2 * MIB, 2, 5
-"""Bytes that the code of kernels takes at a time, and how often it does so when each pass first begins."""
+"""Bytes of address space that kernels' code takes at a time, and the number of times at the first forward and
+backward pass."""
 # A hole of 52 MiB was full then in a run on an H100 (a Whisper, 2026-11-26).
 CUBLAS, LIBRARIES = 64 * MIB, 192 * MIB
-"""Bytes of address space that cuBLAS takes when it starts, and those of the libraries that it loads.
-
-It takes as many at a time as code does.
-"""
+"""Bytes of address space that cuBLAS takes at its first use, and those of the libraries that it loads.
+Libraries take as many at a time as kernels' code does."""
 
 
 class DeviceAddresses:
-    """Gives segments their addresses in the driver's order."""
+    """A model of the CUDA driver that gives new segments their addresses."""
 
     def __init__(self) -> None:
         self._lowest = TOP
@@ -52,7 +53,7 @@ class DeviceAddresses:
         return self._reserve_space(size)
 
     def release_context(self) -> None:
-        """Release the context's part of its chunk."""
+        """Free the part of the context's chunk that later segments may use."""
         # The code of the first kernels takes its space before the context gives up its own.
         self._reserve_space(CODE)
         # No segment is in the 2 MiB above, so the whole chunk is gone, and new chunks are made in its place.
@@ -65,17 +66,17 @@ class DeviceAddresses:
             bisect.insort(self._holes, (TOP, OWN))
 
     def begin_forward(self) -> None:
-        """Load the code of the first forward pass's kernels."""
+        """Reserve the addresses of kernels' code that the first forward pass loads."""
         for _ in range(FORWARD_CODE):
             self._reserve_space(CODE)
 
     def begin_backward(self) -> None:
-        """Load the code of the first backward pass's kernels."""
+        """Reserve the addresses of kernels' code that the first backward pass loads."""
         for _ in range(BACKWARD_CODE):
             self._reserve_space(CODE)
 
     def start_cublas(self) -> None:
-        """Map cuBLAS's own address space, and the libraries in the context's former chunk."""
+        """Reserve cuBLAS's address space, and its libraries' in the context's former chunk."""
         # cuBLAS takes its space from the holes, 2 MiB at a time.
         for _ in range(CUBLAS // CODE):
             self._reserve_space(CODE)

@@ -28,20 +28,18 @@ LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
 OF_GRAPHS, OF_STREAM = 2, 4
-"""Offsets of pool numbers. 1 and 0 are the small and the large pool, and the next two those of CUDA graphs.
-
-The pools of each stream begin four after those of the stream before it.
-"""
+"""Offsets of pool numbers. Pools 0 and 1 are the large and the small one, and the next two those of CUDA
+graphs. The pools of each stream begin four after those of the stream before it."""
 
 RANGE_BITS = 44
-"""With expandable segments each pool has its own range of so many bits of addresses: more than any GPU."""
+"""Number of address bits of a pool's own range with expandable segments: more than any GPU's memory."""
 
 CUBLAS_WORKSPACE = "cuBLAS workspace"
-"""The trace's name of the block that shows that cuBLAS has started."""
+"""Name in a trace of the block whose allocation shows that cuBLAS has started."""
 
 
 class _PoolBlock:
-    """A block of a segment, free or handed out: `Block` of the C++ allocator."""
+    """A block of a segment, free or allocated, as `Block` of the C++ allocator."""
 
     __slots__ = ("address", "after", "before", "free", "pool", "requested", "size")
 
@@ -54,14 +52,14 @@ class _PoolBlock:
 
 
 class Allocator:
-    """The caching allocator of one GPU."""
+    """A simulated CUDA caching allocator of one GPU."""
 
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
         self.limit: int | None = None
         """Limit of the reserved bytes, at which cached segments are released; None for no limit."""
         self.retries = 0
-        """Number of times that it has released cached segments in order to continue."""
+        """Number of times that it released cached segments to serve a request."""
         self.allocated = self.reserved = self.requested = 0
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
         # Free blocks of a pool ascend by size and address, so the first that is large enough fits best.
@@ -96,7 +94,8 @@ class Allocator:
         self.take_back(block)
 
     def drop(self, block: _PoolBlock) -> None:
-        """Count a block as no longer allocated. It stays in place, and counts as requested."""
+        """Count a block as freed but not reusable, since another stream still uses it. It stays in place, and
+        counts as requested."""
         self.allocated -= block.size
 
     def take_back(self, block: _PoolBlock) -> None:
@@ -119,7 +118,7 @@ class Allocator:
         self._insert_free(block)
 
     def state(self) -> Hashable:
-        """Return all inputs of the allocator's next decisions, except the blocks that are handed out."""
+        """Return all data on which the allocator's next decisions depend, except the allocated blocks."""
         # Handed-out blocks are left out: `places` compares those that a step frees.
         return self.reserved, *(tuple((size, at) for size, at, _ in pool) for pool in self._free.values())
 
@@ -173,7 +172,7 @@ class Allocator:
         return block
 
     def empty_cache(self) -> None:
-        """Release whole free segments to the device. Segments that grow in place stay."""
+        """Release whole free segments to the device. Expandable segments stay."""
         if self.expandable:
             return
         # Pools of CUDA graphs never release their segments.
@@ -212,7 +211,7 @@ class Allocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """The allocator's statistics after a trace; all sizes in bytes."""
+    """The allocator's statistics after each event of a trace; all sizes in bytes."""
 
     requested_peak: int
     allocated_peak: int
@@ -220,7 +219,7 @@ class Replay:
     reserved: Sequence[int]
     """Reserved bytes after each event."""
     retries: int = 0
-    """Number of times that the allocator released cached segments in order to continue."""
+    """Number of times that the allocator released cached segments to serve a request."""
 
 
 def replay(
@@ -233,8 +232,8 @@ def replay(
     """Run the trace's allocations and frees through the allocator, and return its statistics.
 
     While the model is built, the allocator releases cached segments at `limit` reserved bytes. The last step
-    is repeated until nothing changes any more (`last_step.py`). Frees that are `late` are done before other
-    events than their own (`Exchanges.late_frees`).
+    is repeated until nothing changes any more (`last_step.py`). `late` maps the events of some frees to later
+    events, before which they happen (`Exchanges.late_frees`).
     """
     allocator = Allocator(expandable=expandable)
     frees = Frees(allocator, late)
@@ -288,27 +287,27 @@ def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
 
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
-    """Yield the events before which the blocks with these numbers are allocated."""
+    """Yield the indices of `events` that are among `numbers`: allocations of these blocks."""
     return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
 
 
 class Skipped(NamedTuple):
-    """Events that need no replay."""
+    """Repetitions of a period that need no replay."""
 
     events: int
     period: int = 1
-    """After so many of them all is as before."""
+    """Number of the period's events: each repetition leaves the allocator unchanged."""
     live: dict[int, _PoolBlock] = {}  # noqa: RUF012 - never changed
-    """The live blocks after them, by number."""
+    """The live blocks after the repetitions, by number."""
 
 
 class Repeats:
-    """The periods of a trace (`Trace.periods`), as far as they are replayed. One that begins anew with the
-    same free blocks and live blocks as before need not go on. `single` are events that happen once."""
+    """Detects repetitions of a trace's periods (`Trace.periods`) that need no replay: they begin with the
+    same free and live blocks as the one before. `single` are events that happen once."""
 
     def __init__(self, trace: Trace, single: Collection[int]) -> None:
         self.begins: dict[int, Period] = {}
-        """Before which events a time of a period begins, but for the first."""
+        """Periods by the event at which a further repetition begins."""
         for period in trace.periods:
             end = period.start + period.events * period.times
             if not any(period.start <= event < end for event in single):
@@ -318,7 +317,7 @@ class Repeats:
         self._known: dict[int, dict[Hashable, int]] = defaultdict(dict)
 
     def skip(self, index: int, state: Hashable, live: Mapping[int, _PoolBlock]) -> Skipped:
-        """Return the number of events from here on that need no replay, in this state of the allocator."""
+        """Return the events from `index` on that need no replay in this state of the allocator."""
         period = self.begins[index]
         time = (index - period.start) // period.events
         oldest = self._first_block(period)
@@ -347,7 +346,8 @@ class Repeats:
 def _replay_again(
     allocator: Allocator, frees: Frees, last: LastStep, emptied: Collection[int], began: set[Hashable]
 ) -> None:
-    """Replay the last step until its initial state is in `began`, the earlier ones."""
+    """Replay the last step until the allocator's state before it is in `began`, the states before earlier
+    replays."""
     for _ in range(MOST_REPEATED):
         begins = allocator.state(), last.begins()
         if begins in began:
@@ -362,7 +362,8 @@ def is_small(pool: int) -> bool:
 
 
 def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]:
-    """Return the driver's own actions on addresses, each of which happens once.
+    """Return the driver's changes of addresses, each of which happens once, by the phase or operator that
+    triggers it.
 
     They happen when the context is released, or when this phase or operator first allocates a block.
     """
@@ -375,7 +376,8 @@ def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]
 
 
 def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
-    """Return the driver's actions by the number of the block before which they happen."""
+    """Return the driver's changes of addresses by the number of the block before whose allocation they
+    happen."""
     pending = actions_by_word(addresses)
     release = next((mark for mark in trace.marks if mark.kind is MarkKind.CONTEXT_RELEASED), None)
     actions: dict[int, list[Callable[[], None]]] = {}

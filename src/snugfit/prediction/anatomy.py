@@ -1,4 +1,4 @@
-"""The anatomy of a trace: bytes at the peak, bytes over time, and the operators of the step."""
+"""The parts of a trace in a prediction: bytes at the peak, bytes over time, and the operators of the step."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from snugfit.techniques.setup import Setup
 from snugfit.units import show_bytes
 
 LEAST_SHARE = 0.002
-"""Smallest share of a kind's bytes for which its reason names a dtype."""
+"""Smallest share of a kind's bytes at which its description names a dtype."""
 
 POINTS = 240
-"""Points of the curve."""
+"""Number of points of the curve of bytes over time."""
 
 
 def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: Setup) -> Anatomy:
-    """Return the anatomy of `trace` at the event `peak`; `reserved` are the allocator's bytes after each
-    event.
-    """
+    """Return the bytes at the event `peak` by kind and module, the curve over time, and the operators of a
+    trace. `reserved` are the allocator's bytes after each event."""
     # Without a wish for weights, they have the dtype of the job.
     setup = replace(setup, weights_dtype=setup.weights_dtype or job.dtype)
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
@@ -135,7 +134,7 @@ def _short(operator: str) -> str:
 
 
 def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
-    """Yield the last step, reduced to the highest point of each of `POINTS` equal stretches."""
+    """Yield the bytes over the last step as `POINTS` points, each the highest of an equal stretch."""
     last = max((mark.step for mark in trace.marks), default=-1)
     marks = [mark for mark in trace.marks if mark.step == last]
     if not marks:
@@ -162,7 +161,7 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
 
 
 def _kinds_after(trace: Trace, positions: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Yield the live bytes by kind after each of these events, which ascend."""
+    """Yield the live bytes by kind after each of these events, which are in ascending order."""
     live: dict[str, int] = {}
     begin = 0
     for position in positions:

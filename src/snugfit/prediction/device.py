@@ -1,4 +1,4 @@
-"""From a GPU of the table to the inputs of a prediction: a policy, and the bytes of its context.
+"""The inputs of a prediction that depend on the GPU: a policy, and the bytes of the CUDA context.
 
 NVML counts three things for a process: the allocator's reserved bytes, the CUDA context, and the loaded
 libraries. The last two are measured per GPU. Without a measurement, the middle of the measured ones is taken,
@@ -26,35 +26,37 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 USUAL_CONTEXT = 600 * MIB
-"""Context where none was measured: the figures in the GPU table for torch 2.x lie between 426 and 621 MiB."""
+"""Bytes of the CUDA context on a GPU without a measurement: those of the table for torch 2.x are between 426
+and 621 MiB."""
 
 CONTEXT_ERROR = 200 * MIB
-"""Possible error in bytes of such a context."""
+"""Possible error of `USUAL_CONTEXT` in bytes."""
 
 USUAL_LIBRARIES, USUAL_BACKWARD, USUAL_CUDNN = 63 * MIB, 64 * MIB, 16 * MIB
-"""Bytes that loading kernels and libraries adds, where it was not measured: an H200's figures."""
+"""Bytes that kernels and libraries add to the context on a GPU without a measurement: an H200's figures."""
 
 THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Resident threads of a multiprocessor where they are not 2048: CUDA C++ Programming Guide, table of
-technical specifications per compute capability."""
+"""Resident threads of a multiprocessor if they are not 2048, by compute capability: CUDA C++ Programming
+Guide, table of technical specifications."""
 
 SOLVER = 98 * MIB
 """NVML bytes that cuSOLVER adds, which decomposes matrices (`torch.linalg.svd`): two runs with galore on one
 H100 (results/h100-2026-11-25)."""
 
 LINK_STREAM = 70 * MIB
-"""NVML bytes that the first stream beside torch's own adds, on one H200 (2026-11-23)."""
+"""NVML bytes that the first stream in addition to torch's own takes, on one H200 (2026-11-23)."""
 
 MAPPED_GIB, ALREADY_PINNED = 2 * MIB, GIB // 8
 """NVML bytes that each GiB of page-locked memory adds, and the part of the first GiB that is taken before.
 
 Each page of 4 KiB takes 8 bytes. The second figure counts allocations before those of activations. Six runs
-on one H200 with 2 to 145 slabs of 128 MiB are met to the byte with these figures
+on one H200 with 2 to 145 slabs of 128 MiB are predicted to the byte with these figures
 (results/h200-2026-11-23/activation-offload).
 """
 
 OLDEST_CAPABILITIES = {(2, 0): ((3, 7), (3, 7)), (2, 8): ((5, 0), (7, 0)), (2, 11): ((5, 0), (7, 5))}
-"""Oldest compute capability of any build of torch, and of its usual build, from a release of torch on.
+"""Lowest compute capability that any build of torch supports, and its usual build, by the release from which
+it applies.
 
 The source is `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. 2.7 was the last with a build for CUDA
 11.8, and so with Kepler. The builds for CUDA 12.6 have Maxwell, Pascal and Volta up to 2.14.
@@ -94,7 +96,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
 
 
 def _free_bytes(gpu: Gpu) -> int | None:
-    """Return the bytes that a process finds free on the GPU next to its context."""
+    """Return the bytes that are free on the GPU after a process has created its context; None if unknown."""
     if gpu.memory_bytes is None:
         return None
     return gpu.memory_bytes - (gpu.context_bytes or USUAL_CONTEXT)
@@ -119,7 +121,8 @@ def _text(capability: tuple[int, int]) -> str:
 
 
 def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
-    """Return the policy of the first of these GPUs, with the different policies that share a search with it.
+    """Return the policy of the first of these GPUs, which shares a simulation with the different policies of
+    the others.
 
     Each different set of decisions is one of its `peers`.
     """
@@ -133,22 +136,23 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
 
 
 GRAPHS, GRAPH, NODES_OF_A_GRAPH = 60 * MIB, 4 * MIB, 1_500
-"""NVML bytes of the CUDA graphs of a step: once, for each graph, and the kernels of a graph per such amount.
+"""NVML bytes of a step's CUDA graphs, in total and for each graph, and the number of kernels that one such
+amount holds.
 
-Eleven runs on an H200 and an H100 with torch 2.11 are all met. They had three to six graphs of 3 to 2,376
-kernels each (2026-11-27, results/h200-2026-11-27/captured.json).
+Eleven runs on an H200 and an H100 with torch 2.11 are all predicted exactly. They had three to six graphs of
+3 to 2,376 kernels each (2026-11-27, results/h200-2026-11-27/captured.json).
 """
 
 
 class ContextNeeds(NamedTuple):
-    """Requirements of a step on the context, the same on every GPU."""
+    """Libraries, streams and memory of a step that enlarge the CUDA context, the same on every GPU."""
 
     backward: bool
     """True if the step has a backward pass."""
     cudnn: bool
     """True if the step loads cuDNN."""
     pinned_bytes: int
-    """Page-locked memory of the host."""
+    """Bytes of page-locked host memory."""
     streams: int
     """Streams in addition to torch's own."""
     solver: bool = False
@@ -160,7 +164,7 @@ class ContextNeeds(NamedTuple):
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """Return the requirements of this trace's step."""
+        """Return the needs of this trace's step."""
         operators = {kernel.operator for kernel in trace.kernels}
         return cls(
             any(mark.phase == "backward" for mark in trace.marks),
@@ -202,7 +206,8 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int 
 def context_for(
     gpu: Gpu | None, software: Software, needs: ContextNeeds, *, group: int = 0
 ) -> tuple[int, list[str]]:
-    """Return the result of `context_of` for a step with these needs, found once for many GPUs."""
+    """Return the result of `context_of` for a step with these needs, without its trace, so that it serves
+    many GPUs."""
     # The software of an earlier time gives context and libraries as one figure.
     if software.context_bytes is not None:
         return software.context_bytes + group, []
@@ -228,7 +233,7 @@ def context_for(
 
 
 def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]:
-    """Return sentences on figures that are less certain on this GPU than on an H200, the reference of all
+    """Return warnings about figures that are less certain on this GPU than on an H200, the reference of all
     measurements.
 
     They include builds of torch that do not run on it. `software` None means the installed packages.

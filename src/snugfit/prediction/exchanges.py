@@ -1,4 +1,4 @@
-"""The part of a prediction that several processes add. A feature overrides `Exchanges`.
+"""The interface for predictions of several processes, which a feature implements as `Exchanges`.
 
 This module has the figures of one process alone: no exchanges, and one rank.
 """
@@ -26,13 +26,12 @@ GPUS_PER_HOST = 8
 """GPUs of one host: the usual number in hosts for sale and for rent."""
 
 MICRO_BATCHES_IN_FULL = 2
-"""Number of micro-batches in a simulation with all layers. The second takes as many bytes as any further
-one, unless layers are cut into stages.
-"""
+"""Number of micro-batches to simulate with all layers. The second takes as many bytes as any further one,
+unless layers are cut into stages."""
 
 
 class ForeseenRank(NamedTuple):
-    """One of the ranks that are rehearsed."""
+    """A simulated rank with its trace and its predicted bytes."""
 
     rank: int
     trace: Trace
@@ -43,68 +42,71 @@ class ForeseenRank(NamedTuple):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that its GPU must have."""
+        """Bytes that must be free on its GPU."""
         return self.context + self.after.reserved_peak
 
 
 class StreamsRun(Protocol):
-    """The steady step of kernels that run in several streams."""
+    """The simulated steady step of kernels in several CUDA streams."""
 
     seconds: float
-    """Between the ends of two steady steps."""
+    """Seconds between the ends of two steady steps."""
 
     @property
     def moments(self) -> Sequence[tuple[float, float, float]]:
-        """When each kernel's launch begins, when it starts to run and when it ends, since the step began."""
+        """For each kernel, seconds from the step's beginning to its launch, its start and its end."""
 
 
 class DifferingRanks(Protocol):
-    """The steady step of ranks that differ."""
+    """The simulated steady step of ranks with different work, such as pipeline stages."""
 
     def seconds(self, rank: int, batch_size: int, rates: Rates) -> StepSeconds:
         """Return the seconds of this rank's step."""
 
     def predictions(self) -> tuple[RankPredicted, ...]:
-        """Return the figures of each."""
+        """Return the predicted bytes of each rank."""
 
 
 class GpuLink:
-    """The connection of one GPU to others: none."""
+    """Speed of the link between GPUs. The base class is for one GPU, which has no link."""
 
     def seconds(self, kernel: Kernel) -> float:
-        """Return the seconds of an exchange while no other kernel runs."""
+        """Return the seconds of a collective while no other kernel runs."""
         return 0.0
 
     def share(self, operator: str, gpus: int) -> float:
-        """Return the share of the link's bytes per second that this kernel reaches among so many GPUs."""
+        """Return the share, from 0 to 1, of the link's bytes per second that this kernel reaches among so
+        many GPUs."""
         return 1.0
 
 
 class Exchanges:
-    """Figures of several processes. Those of the base class are of one process."""
+    """Predicted bytes and seconds of communication between processes. The base class is for one process,
+    without any."""
 
     modules: Sequence[str] = ()
-    """Modules that a process imports before it simulates."""
+    """Modules that a process imports before a simulation."""
 
     # ---- bytes ----
 
     def ranks_to_rehearse(self, job: Job, setup: Setup) -> Sequence[int]:
-        """Return one rank of each kind."""
+        """Return one rank for each group of ranks with the same work."""
         return (0,)
 
     @staticmethod
     def group_bytes(setup: Setup, loop: str) -> int:
-        """Return the NVML bytes of the process's own group; it counts as context."""
+        """Return the NVML bytes of the process group; they count as context."""
         return 0
 
     @staticmethod
     def communication_bytes(trace: Trace, gpus: int) -> int:
-        """Return the NVML bytes of the exchanges in a trace."""
+        """Return the NVML bytes of NCCL's buffers for the collectives in a trace."""
         return 0
 
     @staticmethod
     def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
-        """Return the frees of blocks that other streams still use, in the form of `Frees`."""
+        """Return frees of blocks that other streams still use: the event of the free, and the event before
+        which it takes effect."""
         return {}
 
     def weights_on_host(self, job: Job, setup: Setup, traces: Sequence[Trace], loop: str) -> int:
@@ -114,14 +116,14 @@ class Exchanges:
         return on_host * weight_bytes(traces[0])
 
     def weights_dtype(self, setup: Setup) -> str | None:
-        """Return the dtype of the model's weights; None leaves them as they are loaded."""
+        """Return the dtype in which processes hold the model's weights; None for the loaded dtype."""
         return setup.weights_dtype
 
     # ---- seconds ----
 
     @staticmethod
     def link(gpu: Gpu, rates: Rates | None = None) -> GpuLink:
-        """Return the connection of GPUs of this kind."""
+        """Return the speed of the link between GPUs of this kind."""
         return GpuLink()
 
     @staticmethod
@@ -132,7 +134,7 @@ class Exchanges:
         syncs: Sequence[int],
         host: HostLaunchCosts,
     ) -> StreamsRun:
-        """Return the steady step of kernels in several streams.
+        """Simulate the steady step of kernels in several streams.
 
         `device` are their seconds on the device while no other kernel runs, and `launches` those of the host.
         Before the kernels whose numbers are in `syncs`, the host waits for the stream that computes.
@@ -142,12 +144,12 @@ class Exchanges:
     def differing(
         self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None
     ) -> DifferingRanks | None:
-        """Return the step of these ranks together; None where they are alike."""
+        """Return the common step of these ranks; None if all ranks have the same work."""
         return None
 
     @staticmethod
     def doubts(trace: Trace, gpu: Gpu | None, rates: Rates | None = None) -> list[str]:
-        """Return sentences on the uncertainty of a trace's exchanges."""
+        """Return warnings about the accuracy of a trace's collectives."""
         return []
 
     # ---- searching ----
@@ -155,16 +157,18 @@ class Exchanges:
     def few_layers_question(
         self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
     ) -> Any | None:
-        """Return a question whose `judge` gives figures of ranks that differ; None where they are alike."""
+        """Return an object whose `judge` predicts ranks with different work from few layers; None if all
+        ranks have the same work."""
         return None
 
     def micro_batches_in_full(self, setup: Setup) -> float:
-        """Return how many micro-batches represent more in a simulation with all layers."""
+        """Return the number of micro-batches to simulate with all layers, as representatives of any
+        number."""
         return MICRO_BATCHES_IN_FULL
 
 
 def weight_bytes(trace: Trace) -> int:
-    """Return the bytes of the weights in a trace."""
+    """Return the bytes of the model's weights in a trace."""
     return sum(block.nbytes for block in trace.blocks if block.kind == Kind.WEIGHTS)
 
 
@@ -179,6 +183,6 @@ def modules_of(job: Job) -> list[str]:
 
 @cache
 def exchanges() -> Exchanges:
-    """Return the figures of several processes, of the feature that has them."""
+    """Return the `Exchanges` of the feature for several processes; the base class without that feature."""
     # Without a feature for several processes, the base class has the figures of one.
     return next((make() for make in hooks("exchanges")), Exchanges())

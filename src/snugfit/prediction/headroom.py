@@ -1,4 +1,4 @@
-"""The amount of a GPU's memory that an answer leaves free.
+"""The headroom: bytes of a GPU's memory that a plan leaves free.
 
 A recipe that fits by a few MiB fits on paper. So a plan leaves 2 % of the GPU's memory by default. An
 uncertainty of known size about the bytes (an unmeasured context) is added. On a GeForce, which mostly drives
@@ -19,14 +19,11 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
 
 USUAL_SHARE = 0.02
-"""Share of the GPU's memory (chosen).
-
-Reserved bytes were predicted within 1 % of nearly all drawn runs (docs/accuracy.md). A model's own code may
-keep a tensor that no rehearsal recorded.
-"""
+"""Default headroom as a share of the GPU's memory (chosen). Reserved bytes were predicted within 1 % of
+nearly all drawn runs (docs/accuracy.md). A model's own code may keep a tensor that no rehearsal recorded."""
 
 DISPLAY_BYTES = GIB // 2
-"""Bytes of a desktop and its windows (chosen)."""
+"""Bytes that a desktop and its windows take on a display GPU (chosen)."""
 
 _PER_CENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 
@@ -58,14 +55,14 @@ def usual_headroom(gpu: Gpu | None) -> int:
 
 
 def at_most(needed_bytes: float, gpu: Gpu) -> int:
-    """Return so many bytes, but no more than this GPU has without its usual headroom."""
+    """Return `needed_bytes`, but at most the memory of this GPU without its default headroom."""
     if gpu.memory_bytes is None:
         return int(needed_bytes)
     return min(int(needed_bytes), gpu.memory_bytes - usual_headroom(gpu))
 
 
 def may_drive_display(gpu: Gpu) -> bool:
-    """Return True if the driver calls it a GeForce, a card of desktop machines."""
+    """Return True if the GPU is a GeForce by its driver's name, since these mostly drive a display."""
     # Gaming cards often drive a desktop, whose windows take memory too.
     return any("geforce" in name.lower() for name in gpu.names)
 

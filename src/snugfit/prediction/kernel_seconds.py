@@ -49,13 +49,14 @@ TILES = (
     (64, 32, 3),
     (32, 64, 3),
 )
-"""Rows and columns of a tile, and the index of its efficiency in `MatmulRate.efficiency` (-1: 1)."""
+"""Tile sizes of a matrix product in rows and columns, each with the index of its efficiency in
+`MatmulRate.efficiency` (-1: 1)."""
 
 SPLITS = (1, 2, 4, 8, 16)
-"""In how many parts the inner dimension may be cut, each with tiles of its own."""
+"""Numbers of parts into which a matrix product's inner dimension may be split, each with its own tiles."""
 
 SHORTEST_SPLIT = 256
-"""Least length of such a part."""
+"""Smallest length of such a part of the inner dimension."""
 
 PLAYED = 0.38
 """Remaining share of a matrix product's start when it is replayed in a CUDA graph.
@@ -67,21 +68,21 @@ steps of BERT-large, RoBERTa-large and Qwen2.5-0.5B took 2.9 to 3.2 us less for 
 """
 
 ADDING_UP = 1e-6
-"""Seconds of the kernel that adds the parts, beside its traffic."""
+"""Seconds of the kernel that sums the parts of a split product, in addition to its memory traffic."""
 
 QUERIES = 64
-"""Queries of one block of an attention kernel."""
+"""Number of queries in one block of an attention kernel."""
 
 PAGEABLE = 11e9
-"""Bytes per second from memory that is not page-locked.
+"""Bytes per second of copies from host memory that is not page-locked.
 
 On the host of one H200, 8 to 13e9 were measured (2026-11-21), and 52e9 to 55e9 from page-locked memory.
 """
 
 CONVOLUTION = {"torch.float32": 0.5}
 LOW_CONVOLUTION = 0.22
-"""Share of the matrix product rate, by dtype, that cuDNN reached with channels first, pictures and sound
-alike, on one H200. Between 0.1 and 0.5 were measured in low precisions: the larger, the better."""
+"""Share of a dtype's matrix product rate that cuDNN's convolutions reach with channels first, pictures and
+sound alike, on one H200. Between 0.1 and 0.5 were measured in low precisions: the larger, the better."""
 
 FEW_CHANNELS = 8
 FEW_CHANNELS_FLOPS = 0.4
@@ -93,11 +94,11 @@ On one H200, 15 to 29e12 FLOPs per second were measured.
 
 
 WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
-"""Operators without time on this device, and exchanges, which occupy the link."""
+"""Operators that take no time on this device, and collectives, which occupy the link instead."""
 
 
 class KernelClock:
-    """The seconds of kernels on one GPU, and of exchanges over the link `connected`.
+    """Predicts the seconds of kernels on one GPU, and of collectives over the link `connected`.
 
     Kernels of the same shapes are computed once.
     """
@@ -136,7 +137,7 @@ class KernelClock:
         return start + kernel.nbytes / moved
 
     def _pattern(self, kernel: Kernel) -> tuple[float, float]:
-        """Return the bytes per second that this kernel reaches, and seconds to start it."""
+        """Return the bytes per second that this memory-bound kernel reaches, and the seconds to start it."""
         # 16-bit operands have rates of their own where they were measured.
         sixteen = " in 16 bits" if "16" in kernel.dtype else ""
         names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
@@ -172,7 +173,7 @@ class KernelClock:
         return start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
 
     def _copy_first(self, kernel: Kernel) -> float:
-        """Return the seconds in which torch copies the matrix that a product is added to.
+        """Return the seconds in which torch copies the matrix that a product is added to (`addmm`).
 
         A bias is not copied, nor is a matrix that is added to in place.
         """
@@ -232,7 +233,7 @@ def tile_seconds(
     sizes: tuple[int, int, int, int],
     share: float = 1.0,
 ) -> float:
-    """Return the shortest seconds over tiles and splits of a batch of matrix products.
+    """Return the seconds of a batch of matrix products, the shortest over tile sizes and splits.
 
     `sizes` are (batch, rows, columns, inner length). `share` is the part of the rate that alignment leaves.
     """

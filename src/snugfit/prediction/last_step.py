@@ -1,4 +1,4 @@
-"""Repeats of a trace's last step: the third step is not always the last that reserves more.
+"""Further replays of a trace's last step, since steps after the third may still reserve more.
 
 A trace ends with the first step that is like all that follow. That step splits the free blocks of earlier
 ones in its own way. The next step may then find a block in two pieces that was whole before, and takes a
@@ -25,22 +25,22 @@ NONE_LATE: Mapping[int, int] = {}
 
 
 class TakesBack(Protocol):
-    """The part of an allocator that frees blocks."""
+    """The methods of an allocator that free blocks."""
 
     def release(self, block: Any) -> None:
-        """Free an allocated block."""
+        """Free an allocated block for reuse."""
 
     def drop(self, block: Any) -> None:
-        """Count a block as no longer allocated. It stays in place."""
+        """Count a block as freed but not reusable, since another stream still uses it."""
 
     def take_back(self, block: Any) -> None:
-        """Free a dropped block."""
+        """Make a dropped block reusable."""
 
 
 class Frees:
-    """The frees of one allocator, some of which are `late`.
+    """The pending frees of one allocator, some of which are `late` because another stream uses the block.
 
-    `late` maps the event that frees to the event before which the block is free again.
+    `late` maps the event that frees to the event before which the block is reusable.
     """
 
     def __init__(self, allocator: TakesBack, late: Mapping[int, int]) -> None:
@@ -56,19 +56,19 @@ class Frees:
         heapq.heappush(self._dropped, (self._late[event], event, block))
 
     def pass_by(self, event: int) -> None:
-        """Free all blocks that are due before this event, which is about to happen."""
+        """Make all dropped blocks reusable that are due before this event, which comes next."""
         # The heap has the earliest free first.
         while self._dropped and self._dropped[0][0] <= event:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
     def finish(self) -> None:
-        """Free all dropped blocks at the end of a step, when all streams have ended."""
+        """Make all dropped blocks reusable at the end of a step, when all streams have finished."""
         while self._dropped:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
 
 class Allocates(Protocol):
-    """An allocator: an object that hands out blocks."""
+    """The methods of an allocator that allocate blocks."""
 
     def allocate(self, nbytes: int, memory: Memory, stream: int) -> Any:
         """Return a block of at least so many bytes, of this memory and stream."""
@@ -78,8 +78,8 @@ class Allocates(Protocol):
 
 
 class LastStep:
-    """The last step of a trace, which begins after `start` events, ready to run again after it has run.
-    `live` are the allocator's blocks that then live, by their numbers in the trace."""
+    """A trace's last step, which begins after `start` events, as an object that replays it again. `live` are
+    the allocator's live blocks after it, by their numbers in the trace."""
 
     def __init__(self, trace: Trace, start: int, live: Mapping[int, Any]) -> None:
         self._start = start
@@ -100,12 +100,13 @@ class LastStep:
 
     @property
     def leaves_as_many(self) -> bool:
-        """True if it leaves as many live blocks of each kind as it found: then the next is like it."""
+        """True if the step leaves the number of live blocks of each kind unchanged, so that a next step can
+        follow."""
         allocated = Counter([move.stack for move, *_ in self._moves if type(move) is Alloc])
         return allocated == Counter([move.stack for move, *_ in self._moves if type(move) is Free])
 
     def begins(self) -> Hashable:
-        """Return the addresses of all blocks of which it will free some."""
+        """Return the addresses of the blocks from before the step of which it frees some."""
         # A set, because the order of stacks has no meaning.
         blocks = self._blocks
         return frozenset(
@@ -115,7 +116,7 @@ class LastStep:
         )
 
     def run_again(self, allocator: Allocates, frees: Frees, emptied: Collection[int]) -> None:
-        """Run the step once more. `frees` does its frees, by the positions of the events.
+        """Run the step once more. `frees` performs its frees at the positions of their events.
 
         Before the events in `emptied`, the allocator releases its cached segments.
         """
@@ -133,7 +134,7 @@ class LastStep:
 
 
 def begin_of_last_step(trace: Trace) -> int:
-    """Return the number of events before the last step; -1 where there is one step alone."""
+    """Return the number of events before the last step; -1 if there is only one step."""
     phases = trace.phases
     last = phases[-1].step if phases else -1
     # One step alone has no earlier one to compare with.
@@ -141,7 +142,7 @@ def begin_of_last_step(trace: Trace) -> int:
 
 
 def places(trace: Trace, live: Mapping[int, Any]) -> Hashable:
-    """Return the addresses of these blocks, oldest first, in the form of `LastStep.begins`."""
+    """Return the addresses of live blocks, oldest first, in the form of `LastStep.begins`."""
     stacks: dict[Alloc, list[int]] = defaultdict(list)
     for number, block in live.items():
         stacks[_alloc_of(trace, number).stack].append(block.address)

@@ -1,4 +1,4 @@
-"""Bytes of host memory for a step's offloaded activations and its optimizer's states, and of managed memory.
+"""Bytes of a step in host memory: offloaded activations, optimizer states, and managed memory.
 
 Managed memory is on the host or the GPU.
 """
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel
 
 PINNING = frozenset({COPY_OUT, STAGE_OUT, PINNED_ON_HOST})
-"""Operators that occur only in steps with page-locked memory."""
+"""Names of operators that occur only in steps with page-locked memory for offloading."""
 
 STAGING_BYTES = 2 * STAGED_BYTES
-"""Page-locked memory for weights and gradients that the host updates."""
+"""Bytes of page-locked memory through which weights and gradients pass that the host updates."""
 
 
 def waiting_bytes(kernels: Iterable[Kernel]) -> int:
     """Return the bytes of the slabs for offloaded activations in a step with these kernels.
 
-    Each micro-batch's activations are copied out in its forward pass. All of their places are free again when
+    Each micro-batch's activations are copied out in its forward pass. All of their memory is free again when
     the next one begins.
     """
     slabs, taken = Slabs(), 0
@@ -49,7 +49,7 @@ def waiting_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def pinned_bytes(kernels: Iterable[Kernel]) -> int:
-    """Return all of the step's page-locked bytes, except for its loader's."""
+    """Return the page-locked bytes of a step, without those of its data loader."""
     kernels = tuple(kernels)
     if PINNING.isdisjoint({kernel.operator for kernel in kernels}):
         return 0
@@ -61,7 +61,7 @@ def pinned_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def host_state_bytes(kernels: Iterable[Kernel]) -> int:
-    """Return the host's bytes, beyond page-locked memory, for weights that it updates.
+    """Return the pageable host bytes of weights that the host updates, and of their states.
 
     They are the bytes that the step reports, or else two moments for each weight, of its dtype.
     """
@@ -73,7 +73,7 @@ def host_state_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def managed_bytes(kernels: Iterable[Kernel]) -> int:
-    """Return the NVML bytes of optimizer states in pages, while all of them are on the GPU.
+    """Return the NVML bytes of paged optimizer states, while all of them are on the GPU.
 
     An update requests each page once.
     """

@@ -1,4 +1,5 @@
-"""Predict: rehearse the step, replay its trace through the allocator, and add the bytes outside of both."""
+"""The prediction of a step: simulate it, replay its trace through the allocator, and add the bytes outside of
+both."""
 
 from __future__ import annotations
 
@@ -45,16 +46,14 @@ It was between 1,326 and 1,828 MiB in 16 drawn runs on an H200 (2026-11-20, torc
 """
 
 IMPORTED_BYTES = 930 * MIB
-"""The same before any kernel was loaded, next to weights that are built on the host.
-
-The HF Trainer's 2,207 MiB with BERT-large are this and the weights' 1,279 (2026-11-20).
-"""
+"""Resident memory of a process with torch and transformers before any kernel was loaded, without its weights
+on the host. The HF Trainer's 2,207 MiB with BERT-large are this and the weights' 1,279 (2026-11-20)."""
 
 WORKER_BYTES = 450 * MIB
 """Resident memory of one loader worker that its parent's pages do not share."""
 
 PREFETCHED_BATCHES = 2
-"""Batches that a worker holds ready (DataLoader's `prefetch_factor`)."""
+"""Number of batches that each loader worker prepares ahead (DataLoader's `prefetch_factor`)."""
 
 
 RETRIED = (
@@ -78,14 +77,14 @@ def predict(
 ) -> Prediction:
     """Return the prediction for `job` under `recipe` on `gpu`, made without a GPU.
 
-    Recipe and GPU may be given as text. On several such `gpus` the global batch stays, and each takes its
-    share.
+    Recipe and GPU may be text. Several `gpus` of this kind share the global batch.
 
     `memory_bytes` is the usable memory, when it is not all of the GPU's. A step that fits and leaves less of
     it than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's
     memory, and more where the bytes are uncertain. `loop` is `plain`, `accelerate` or `trainer`.
-    `trainer_class` is a subclass of `transformers.Trainer` to rehearse in its place. `rates` are by default
-    this GPU's. Raises `UsageError` for an impossible request, `RehearsalError` for a step without a trace.
+    `trainer_class` is a subclass of `transformers.Trainer` to simulate instead. `rates` are by default this
+    GPU's. Raises `UsageError` for an impossible request, `RehearsalError` for a step that cannot be
+    simulated.
     """
     _refuse(job, memory_bytes)
     gpu, profile = None if gpu is None else find_gpu(gpu), find_software(software)
@@ -127,7 +126,7 @@ def predict(
 def _about_bytes(
     shown: ForeseenRank, peak: int, setup: Setup, available: int | None, gpu: Gpu | None, profile: Software
 ) -> Iterator[str]:
-    """Yield sentences on the assumptions of a simulation, and on its bytes at the peak."""
+    """Yield warnings about the assumptions of a simulation, and about its bytes at the peak."""
     missing = max(0, shown.needed_bytes - (available or shown.needed_bytes))
     alive = [shown.trace.blocks[index] for index in shown.trace.alive_at(peak)]
     yield from shown.trace.doubts
@@ -159,7 +158,8 @@ def _foresee_rank(
 
 
 def rehearse_again(prediction: Prediction) -> Trace:
-    """Return the trace of a prediction, which does not contain it. Not for a subclass of Trainer."""
+    """Simulate a prediction's step again and return the trace, which the prediction does not contain. Not for
+    a subclass of Trainer."""
     profile = find_software(prediction.software)
     setup = on_gpus(profile.setup(prediction.recipe), prediction.gpus)
     part = job_of_rank(prediction.job, setup)
@@ -186,7 +186,8 @@ def _rehearse(
 
 
 def _wants_more(setup: Setup) -> bool:
-    """Return whether the step uses deferred modules: the compiler, or libraries that import it."""
+    """Return whether the step uses modules whose import is deferred: the compiler, or libraries that import
+    it."""
     simple = (*SIMPLE, *(wish.name for wish in wishes() if wish.needs_no_compiler))
     return replace(Setup(), **{name: getattr(setup, name) for name in simple}) != setup
 
@@ -195,7 +196,7 @@ SIMPLE = (
     "weights_dtype", "attention", "matmul", "autocast", "scale_gradients", "micro_batches", "loader",
     "optimizer", "expandable_segments", "logits", "checkpoint",
 )  # fmt: skip
-"""Fields of `Setup` that need no deferred module."""
+"""Fields of `Setup` that use no module whose import is deferred."""
 
 
 def _rehearse_once(
@@ -278,7 +279,7 @@ def _seconds(
     rates: Rates | None,
     differing: DifferingRanks | None,
 ) -> tuple[StepSeconds | None, tuple[PhaseSpan, ...], tuple[str, ...]]:
-    """Return the steady step's seconds on this GPU, its timeline, and sentences on their uncertainty."""
+    """Return the steady step's seconds on this GPU, its timeline, and warnings about their accuracy."""
     if gpu is None:
         return None, (), ()
     try:
@@ -286,7 +287,14 @@ def _seconds(
     # Without rates the bytes are still predicted.
     except GpuError as unknown:
         return None, (), (str(unknown),)
-    doubts = () if rates.measured else (f"For this GPU no rates were measured: seconds are {rates.source}.",)
+    doubts = (
+        ()
+        if rates.measured
+        else (
+            f"For this GPU no rates were measured: seconds are {rates.source}. "
+            "snugfit calibrate on such a GPU measures them.",
+        )
+    )
     doubts += tuple(sentence for further in hooks("timing_doubts") for sentence in further(setup))
     trace, workers = shown.trace, setup.loader.workers
     doubts = (*doubts, *exchanges().doubts(trace, gpu, rates))
@@ -303,7 +311,7 @@ def _seconds(
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:
-    """Return the start-up before the steady steps, on a host such as the H200's."""
+    """Return the predicted start-up before the steady steps, for a host like that of the measured H200."""
     if timing is None:
         return None
     kernels, pinned = distinct_kernels(trace.kernels), pinned_bytes(trace.kernels)
@@ -318,7 +326,7 @@ def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -
 
 
 def _refuse(job: object, memory_bytes: object) -> None:
-    """Raise `UsageError` for an object that is no job, and for a bound that is no number of bytes."""
+    """Raise `UsageError` if `job` is not a `Job` or `memory_bytes` is not a number of bytes."""
     refuse_what_is_no_job(job)
     if memory_bytes is None or (type(memory_bytes) is int and memory_bytes > 0):
         return

@@ -1,4 +1,4 @@
-"""The software that a prediction is for: the installed packages, or those of an earlier time, given as data.
+"""Software profiles: a prediction is for the installed packages, or for those of an earlier time.
 
 A profile gives the differences between the software of that time and today's. These are the bytes of a
 context, gradients kept between steps, the tensors that softmax saved, and the techniques that existed. It
@@ -23,33 +23,34 @@ REHEARSED_ON = (
     "torch", "transformers", "accelerate", "peft", "bitsandbytes", "triton", "liger-kernel", "deepspeed",
     "torchao",
 )  # fmt: skip
-"""Packages on which a prediction may depend: a plan that was made without one is no plan with it."""
+"""Packages that change a prediction when they are installed or removed, so that stored plans depend on
+them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """Differences between the software of an earlier time and the installed packages."""
+    """A software profile: differences between the software of an earlier time and the installed packages."""
 
     name: str = INSTALLED
     """The name that `--software` takes."""
 
     context_bytes: int | None = None
-    """NVML bytes of context and libraries, when the software rather than the GPU decides them."""
+    """NVML bytes of the CUDA context and libraries with this software; None uses the GPU's own."""
 
     recipe: str = "plain"
-    """Techniques that were used where a recipe of today is plain."""
+    """Recipe of this software's defaults, in the slots where the given recipe has today's."""
 
     optimizers: Mapping[str, str] = field(default_factory=dict)
-    """Import paths of optimizers, and of those that did their work then."""
+    """Import paths of the optimizers of that time, by those of today's that they replace."""
 
     keep_gradients: bool = False
-    """Gradients were zeroed in place between steps, not dropped."""
+    """True if gradients were zeroed in place between steps and not dropped."""
 
     softmax_saves_input: bool = False
-    """Softmax kept its input for backward in addition to its output."""
+    """True if softmax saved its input for backward in addition to its output."""
 
     always_mask: bool = False
-    """An attention mask was built and added also without padding."""
+    """True if an attention mask was built and added also without padding."""
 
     def with_defaults(self, recipe: Recipe) -> Recipe:
         """Return the recipe with this software's techniques in the slots where it is plain."""

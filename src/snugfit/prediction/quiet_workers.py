@@ -1,4 +1,4 @@
-"""The first import of the process that workers are copies of: it limits logs and hides all GPUs.
+"""Suppression of logs and hiding of GPUs in the fork server that starts worker processes.
 
 Log lines about which users can do nothing are suppressed from here on, in this process and in the workers. No
 user's own code runs there.

@@ -33,14 +33,14 @@ PRECISIONS = {
     "torch.float8_e4m3fn": FP8,
     "torch.float8_e5m2": FP8,
 }
-"""The data sheet's name of the arithmetic for a kernel's dtype.
+"""Name of the arithmetic in a GPU's data sheet, by a kernel's dtype.
 
 The reference's products in 8-bit floats were not measured: they reach the share of its data sheet that those
 in bfloat16 reach.
 """
 
 REFERENCE = "H200-SXM"
-"""The GPU whose achieved shares are taken for those that were never measured."""
+"""The measured GPU whose achieved shares of its data sheet are assumed for GPUs without a measurement."""
 
 LARGEST_FILE = 1 << 20
 
@@ -48,17 +48,16 @@ ALIGNMENT = 16
 """Bytes to which the rows of a matrix product must be aligned for its fastest kernels."""
 
 FLASH_SHARES = {"flash": 0.55, "flash backward": 0.45}
-"""Shares of the 16-bit peak, on GPUs whose tensor cores FlashAttention-2 was written for.
-
-On an A100 it reaches 50 to 73 % forward and less backward (Dao 2023, arXiv 2307.08691). Hopper's tensor cores
-need other instructions. There the same kernels reach a quarter, as measured on the H200.
-"""
+"""Shares of the 16-bit peak that FlashAttention-2 reaches on GPUs for whose tensor cores it was written. On
+an A100 it reaches 50 to 73 % forward and less backward (Dao 2023, arXiv 2307.08691). Hopper's tensor cores
+need other instructions. There the same kernels reach a quarter, as measured on the H200."""
 
 FLASH_MAJORS = (8, 12)
-"""Compute capabilities (before the point) of such GPUs: Ampere, Ada, and Blackwell without `wgmma`."""
+"""Major compute capabilities of GPUs with `FLASH_SHARES`: Ampere, Ada, and Blackwell without `wgmma`."""
 
 OTHER_HOST = 0.7
-"""Seconds of the host of a GPU that was never measured, relative to the reference's, a rented machine.
+"""Factor of a host's launch seconds next to a GPU without a measurement, relative to the reference's host, a
+rented machine.
 
 Chosen, not measured: at 1.0 the guide's published V100 rows come out in another order than printed.
 """
@@ -69,10 +68,10 @@ class MatmulRate:
     """Speed of matrix products of one precision: a grid of tiles over the multiprocessors."""
 
     flops: float
-    """Per second, of the whole GPU while every multiprocessor works on a tile of 256 x 128."""
+    """FLOPs per second of the whole GPU while every multiprocessor computes a tile of 256 x 128."""
 
     start: float
-    """Seconds before and after the tiles' work."""
+    """Seconds of a product before and after its tiles' work."""
 
     wave: float
     """Seconds of a wave of tiles without its arithmetic: filling the pipeline, writing the result."""
@@ -95,66 +94,69 @@ class HostLaunchCosts:
     """Seconds that Python and torch take on the host to launch one kernel, by the kind of kernel."""
 
     forward: float
-    """A kernel of the forward pass, or of forward again in backward."""
+    """Seconds to launch a kernel of the forward pass, or of its recomputation."""
 
     cast: float
-    """A cast in the forward pass, or again in backward: autocast launches it without Python."""
+    """Seconds to launch a cast in the forward pass or its recomputation: autocast launches it without
+    Python."""
 
     module: float
-    """A module that is entered, in the forward pass or again in backward."""
+    """Seconds to enter a module, in the forward pass or its recomputation."""
 
     backward: float
-    """A kernel of the backward pass, launched by autograd's own thread."""
+    """Seconds to launch a kernel of the backward pass, by autograd's own thread."""
 
     checkpoint: float
-    """A checkpointed part that begins, or begins to be computed again, without its kernels."""
+    """Seconds to begin a checkpointed region, or its recomputation, without its kernels."""
 
     view: float
-    """An operator that runs no kernel: a view, an empty tensor, and autograd's work on these."""
+    """Seconds of an operator without a kernel: a view, an empty tensor, and autograd's work on these."""
 
     update: float
-    """A kernel of an optimizer or of clipping."""
+    """Seconds to launch a kernel of an optimizer or of clipping."""
 
     python_launched: float
-    """A kernel that a library launches from Python, as bitsandbytes does. In JSON this is `foreign`."""
+    """Seconds to launch a kernel of a library from Python, as bitsandbytes does. In JSON this is
+    `foreign`."""
 
     tensor: float
-    """One more tensor in the lists that a foreach or fused kernel is given."""
+    """Seconds for each further tensor in the lists of a foreach or fused kernel."""
 
     copy: float
-    """A tensor of a micro-batch that is copied to the device, apart from making it."""
+    """Seconds to copy a tensor of a micro-batch to the device, apart from making it."""
 
     prepared: float
-    """A tensor of a micro-batch that worker processes made: taken from their queue and copied."""
+    """Seconds to take a tensor of a micro-batch from the worker processes' queue and copy it."""
 
     sample: float
-    """A sample that the loop's own process reads from the dataset and collates."""
+    """Seconds to read a sample from the dataset and collate it in the loop's own process."""
 
     byte: float
-    """A byte of the batch that the loop's own process makes."""
+    """Seconds to make one byte of a batch in the loop's own process."""
 
     step: float
-    """Each step apart from its kernels: the loop, the scheduler."""
+    """Seconds of each step apart from its kernels: the loop, the scheduler."""
 
     wait: float
-    """Each time the host waits for the device, apart from the waiting itself: the round trip."""
+    """Seconds of the round trip each time the host waits for the device, without the wait itself."""
 
     intercepted: float = 1.6e-05
-    """An operator that selective checkpointing inspects, in Python. Older calibrations have none.
+    """Seconds in which selective checkpointing inspects an operator, in Python. Older calibrations have none.
 
     On an H200's host that was shared (2026-11-23) it took 5 to 40 microseconds, 23 in the mean of eight
     readings. Launches took 1.45 times their rate meanwhile. The least of many turns on another host were 16.
     """
 
     product: float = 2e-05
-    """A matrix product of an optimizer, as in Muon's steps.
+    """Seconds to launch a matrix product of an optimizer, as in Muon's steps.
 
     Most of them copy a matrix first, which is a launch of its own. The figure is from one step of BERT-large
     on an H200's host that was shared (2026-11-23). Older calibrations have none.
     """
 
     function: float = 7e-05
-    """An autograd Function of a library, forward or backward, or one of DeepSpeed's hooks around a module.
+    """Seconds of an autograd Function of a library, forward or backward, or one of DeepSpeed's hooks around a
+    module.
 
     The function is written in Python. Its launches are not counted. Older calibrations have none. On two
     H200s' hosts (2026-11-23 and 24) eight steps with Liger took 80 microseconds for each, against five steps
@@ -166,26 +168,28 @@ class HostLaunchCosts:
     """
 
     generated: float = 1.03e-5
-    """A kernel that a compiler generated, launched by its program.
+    """Seconds to launch a kernel that a compiler generated, by its program.
 
     This and the next three are fitted to ten readings on the hosts of three H200s, torch 2.11. Eight are
     forward and backward passes of compiled layers, against the same passes uncompiled
     (results/h200-2026-11-23/compiled/host.json). Two are steps of BERT that is compiled whole
-    (`features/compile/tests/data/compiled-h200.json`), whose 344 and 1,864 launches the host decides. All
-    ten are met within 6 %.
+    (`features/compile/tests/data/compiled-h200.json`), whose 344 and 1,864 launches the host decides. All ten
+    are predicted within 6 %.
     """
 
     in_program: float = 3.1e-5
-    """A kernel of torch that a compiled program launches, with the views and buffers that its call makes."""
+    """Seconds to launch a kernel of torch in a compiled program, with the views and buffers that its call
+    makes."""
 
     program: float = 3.08e-4
-    """Calling a compiled program of a forward pass: its guards, what autograd does around it."""
+    """Seconds to call a compiled program of a forward pass: its guards, and autograd's work around it."""
 
     backward_program: float = 5.1e-5
-    """Calling one of a backward pass, which autograd does."""
+    """Seconds in which autograd calls a compiled program of a backward pass."""
 
     shard_hook: float = 3.4e-4
-    """One of FSDP2's hooks around a group of sharded weights, without its launches (`SHARD_HOOKS`).
+    """Seconds of one of FSDP2's hooks around a group of sharded weights, without its launches
+    (`SHARD_HOOKS`).
 
     Two run before a group computes, two after its backward pass, and one where it gathers. The figure is from
     two H200s, against steps of the same models without FSDP2. Three models of 13, 20 and 27 groups with 10 to
@@ -194,13 +198,14 @@ class HostLaunchCosts:
     """
 
     sharded_operand: float = 1.7e-6
-    """A tensor in shards that an operator is given (`SHARDED_OPERANDS`).
+    """Seconds for each sharded operand (DTensor) of an operator (`SHARDED_OPERANDS`).
 
     Updates of three models took 1.6 to 1.9 microseconds for each (same file).
     """
 
     part_operator: float = 5.5e-5
-    """An operator of DTensor's in forward and backward passes, without its launches (`PART_OPERATORS`).
+    """Seconds of an operator of DTensor in forward and backward passes, without its launches
+    (`PART_OPERATORS`).
 
     Four steps with `tensor(2)` on two H100s took 48 to 65 microseconds for each
     (results/h100-2026-11-26/several-gpus-2.json). The other rates were those of `snugfit calibrate --gpus 2`
@@ -208,7 +213,8 @@ class HostLaunchCosts:
     """
 
     weight_apart: float = 2.5e-4
-    """A weight whose gradient a pipeline computes apart from those of a stage's inputs, without its launches.
+    """Seconds for each weight whose gradient a pipeline computes apart from those of a stage's inputs,
+    without its launches.
 
     These are `WEIGHTS_APART`: torch walks the graph for each in Python. It is a rough figure. A step with 592
     of them took two H200s 438 ms, and 284 interleaved (results/h200-2026-11-26/several-gpus-x4.json). That is
@@ -216,7 +222,7 @@ class HostLaunchCosts:
     """
 
     def slower(self, factor: float) -> HostLaunchCosts:
-        """Return the costs of a host that takes `factor` times as long."""
+        """Return the costs of a host that takes `factor` times as long for everything."""
         return HostLaunchCosts(**{name: seconds * factor for name, seconds in asdict(self).items()})
 
     def to_json(self) -> dict[str, float]:
@@ -231,7 +237,7 @@ class HostLaunchCosts:
 
 
 _HOST_KEYS = {"python_launched": "foreign"}
-"""JSON keys that differ from the field's name: files of rates and calibrations keep their keys."""
+"""JSON keys of fields whose name changed: files of rates and calibrations keep their keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,13 +248,14 @@ class Rates:
     """The key of the GPU in the table."""
 
     multiprocessors: int
-    """Number of streaming multiprocessors that work at a time."""
+    """Number of streaming multiprocessors that compute at the same time."""
 
     products: Mapping[str, MatmulRate]
-    """Matrix products by precision: `fp32 tf32 bf16 fp16 fp8`, as many as the GPU has."""
+    """Rates of matrix products by precision: `fp32 tf32 bf16 fp16 fp8`, those that the GPU has."""
 
     attention: Mapping[str, tuple[float, float]]
-    """FLOPs per second and seconds to start, by kernel (`cudnn flash efficient`, each also `... backward`).
+    """FLOPs per second and seconds to start of attention, by kernel (`cudnn flash efficient`, each also `...
+    backward`).
 
     `efficient half` is efficient attention in 16 bits, which no H200 chooses: timed alone on one
     (`lab/time_kernels.py`). `... with dropout` exists where that was measured.
@@ -258,7 +265,7 @@ class Rates:
     """Bytes per second of a large element-wise kernel."""
 
     start: float
-    """Seconds of the smallest kernel."""
+    """Seconds of the smallest kernel, the minimum for any kernel."""
 
     link: float
     """Bytes per second to or from page-locked memory of the host.
@@ -268,16 +275,17 @@ class Rates:
     """
 
     patterns: Mapping[str, tuple[float, float]]
-    """Bytes per second and seconds to start, by operator, for those that are slower."""
+    """Bytes per second and seconds to start of operators that are slower than `bandwidth`, by layout or
+    operator."""
 
     host: HostLaunchCosts
     """Seconds of launches on the host."""
 
     source: str
-    """Source of the figures."""
+    """Sentence on the measurement that gave the rates."""
 
     measured: bool = True
-    """False when they were scaled from another GPU's by data sheet."""
+    """False for rates that were scaled from another GPU's by data sheet."""
 
     gpus: int = 1
     """Number of GPUs of the host that worked at once while it was calibrated."""
@@ -299,7 +307,7 @@ class Rates:
 
 
 def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
-    """Return the rates of this GPU while so many of its kind work at once.
+    """Return the rates of this GPU while `gpus` of its kind work at once.
 
     The user's own calibration of so many comes first, then one of a single GPU. Next are our measurements,
     and last the reference's shares of its data sheet. Raises `GpuError` when the table does not give its
@@ -363,11 +371,11 @@ def _measured_rates() -> dict[str, Rates]:
 
 
 def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
-    """Return the rates `known`, measured on the GPU `of`, scaled to another GPU's data sheet."""
+    """Scale the rates `known`, measured on the GPU `of`, to the data sheet of another GPU."""
     if not gpu.bandwidth or not gpu.sm_count or not of.bandwidth or not gpu.peak_dense.get("fp32"):
         raise GpuError(
-            f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its seconds "
-            "are not known. Its memory is predicted."
+            f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its "
+            "seconds are not known. Its memory is predicted. For seconds, run snugfit calibrate on it."
         )
     best = gpu.achieved.get("torch_matmul_best_tflops") or {}
     products: dict[str, MatmulRate] = {}
@@ -409,7 +417,8 @@ def _in_32_bits(attention: str) -> bool:
 
 
 def _attention_flops(name: str, gpu: Gpu) -> float | None:
-    """Return this kernel's published FLOPs per second; None means the reference's share of the peak."""
+    """Return an attention kernel's published FLOPs per second on this GPU; None if only the reference's share
+    is known."""
     share, capability = FLASH_SHARES.get(name), gpu.compute_capability
     return share * _peak(gpu, "fp16") if share and capability and capability[0] in FLASH_MAJORS else None
 
@@ -427,7 +436,7 @@ def link_of(gpu: Gpu | None) -> float | None:
 
 
 def host_link_bandwidth(gpu: Gpu) -> float:
-    """Return the bytes per second to the host, by data sheet; those of PCIe gen3 x16 if unknown."""
+    """Return the bytes per second to the host by the GPU's data sheet; those of PCIe gen3 x16 if unknown."""
     return float((gpu.host_link or {}).get("bytes_per_second") or 15_750_000_000)
 
 
@@ -447,5 +456,5 @@ def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -
 
 
 def _instructions(gpu: Gpu) -> float:
-    """Return a figure proportional to the instructions that a GPU can begin in a second."""
+    """Return a figure proportional to the number of instructions that a GPU issues per second."""
     return float(gpu.sm_count or 1) * float(gpu.boost_clock_hz or 1e9)

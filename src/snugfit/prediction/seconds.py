@@ -1,4 +1,4 @@
-"""Seconds of a step: a host that launches kernels, a device that runs them, and a queue between.
+"""The seconds of a step, from a simulated queue: a host launches kernels and a device runs them.
 
 The host launches one kernel after the other without waiting. The device runs them in order. A kernel starts
 when it has been launched and the one before it has ended. To read a value (`.item()`) the host waits until
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 SIMULATED_STEPS = 3
-"""Steps that are simulated; the length of the last one is the answer."""
+"""Number of steps that the queue simulates; the length of the last one is the prediction."""
 
 BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
 """Operators that neither compute on the device nor move data in its own memory."""
@@ -61,15 +61,13 @@ UPDATE_PASSES, HOST_BANDWIDTH = 7, {4: 90e9, 2: 63e9}
 
 Its passes read and write weights and both moments, and only read gradients. With 8 threads on the host of one
 H200 (2026-11-24), 84 to 108e9 were measured in fp32 and 64e9 in bfloat16, alone. With these, whole steps of
-three models on another's host are met within 1 %, 1 % and 12 % (`results/h200-2026-11-23/host-adamw`). In the
-third, the host decides the rest of the step too.
+three models on another's host are predicted within 1 %, 1 % and 12 % (`results/h200-2026-11-23/host-adamw`).
+In the third, the host decides the rest of the step too.
 """
 
 DISK_BANDWIDTH = 3e9
-"""Bytes per second of a disk with offloaded weights and states: a guess, none was measured.
-
-It is between the data sheets of NVMe disks on PCIe 3 and on PCIe 4.
-"""
+"""Bytes per second of a disk with offloaded weights and states (chosen): no disk was measured. It is between
+the data sheets of NVMe disks on PCIe 3 and on PCIe 4."""
 
 CAST = "aten::_to_copy"
 
@@ -77,14 +75,14 @@ CAST_ON_HOST = ("torch.bfloat16", "torch.float16")
 """Dtypes of inputs that are cast on the host: no loader makes them in 16 bits."""
 
 LARGEST_SMALL_COPY = 1024 * 1024
-"""Bytes that are copied from pageable memory without waiting for the device. On an H200 with CUDA 13.0
-(2026-11-21) 1 MiB did not wait, and 4 MiB did."""
+"""Largest size in bytes of a copy from pageable memory without waiting for the device. On an H200 with CUDA
+13.0 (2026-11-21) 1 MiB did not wait, and 4 MiB did."""
 
 MODELS_OWN = frozenset({"forward", "backward"})
-"""Phases whose arithmetic is the model's."""
+"""Phases whose arithmetic counts as the model's in the MFU: forward and backward."""
 
 FEW_TENSORS = 8
-"""Operands that any operator may have; more are lists."""
+"""Largest number of operands of an operator that does not take lists of tensors."""
 
 COMPUTES, TRAVELS = -2, -1
 """Roles of a kernel in the queue: it runs on the device, or it is a copy in parallel to the computation.
@@ -101,7 +99,7 @@ BY_PYTHON = {
     PART_OPERATORS: "part_operator",
     WEIGHTS_APART: "weight_apart",
 }
-"""Field of the host's costs for each operator that the host repeats `Kernel.tensors` times."""
+"""Field of `HostLaunchCosts` for operators that the host runs `Kernel.tensors` times in Python."""
 
 HOST_BOUND_BELOW = 0.85
 """Share of the step in which the device works; below it the step is called bound by the host. A choice."""
@@ -166,7 +164,8 @@ def step_seconds(
 
 
 class LaunchQueue(NamedTuple):
-    """The kernels of a step, with the seconds of each on the device and of its launch."""
+    """The kernels of a step with their seconds on the device and to launch, as inputs of the simulated
+    queue."""
 
     kernels: Sequence[Kernel]
     device: Sequence[float]
@@ -187,7 +186,7 @@ def queue_of(
 
 
 class _Distinct:
-    """The different objects among kernels: of equal micro-batches all are the same."""
+    """The distinct objects among kernels: those of equal micro-batches are the same object."""
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self.kernels = kernels
@@ -252,7 +251,7 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
-    """Return each kernel's role in the queue: `COMPUTES`, `TRAVELS`, or the awaited copy."""
+    """Return each kernel's role in the simulated queue: `COMPUTES`, `TRAVELS`, or the awaited copy."""
     return each_once(
         lambda k: TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES,
         kernels,
@@ -266,7 +265,7 @@ def simulate_queue(
     host: HostLaunchCosts,
     roles: Sequence[int] = (),
 ) -> float:
-    """Return the seconds between the ends of two steady steps.
+    """Return the seconds between the ends of two steady steps, by simulating the queue of host and device.
 
     `device` are the seconds of each kernel on the device or the link, and `launches` those on the host. The
     host waits for the device before the kernels whose indices are in `syncs`. `roles` are those of
@@ -286,8 +285,8 @@ def run_queue(
 ) -> tuple[float, list[tuple[float, float]]]:
     """Return the seconds of `simulate_queue`, and moments of each kernel since the host began the step.
 
-    They are the beginning of its launch, and of its run. The host is at most `depth` launches ahead of the
-    device.
+    The moments are the beginning of its launch, and of its run. The host is at most `depth` launches ahead of
+    the device.
     """
     # Parts without a wait need no test per kernel.
     stretches = _between_syncs(zip(device, launches, roles or repeat(COMPUTES)), syncs)
@@ -327,7 +326,7 @@ def run_queue(
 
 
 def _between_syncs(kernels: Iterable[_T], syncs: Iterable[int]) -> list[tuple[int, list[_T]]]:
-    """Cut a step where the host waits. Return how often it waits before each part."""
+    """Split a step's kernels where the host waits. Yield each part with the number of waits before it."""
     cut = list(kernels)
     # A wait at the end of the step comes after its last kernel.
     waits = Counter(min(sync, len(cut)) for sync in syncs)
@@ -341,9 +340,9 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     """Return the seconds that the host takes to launch this kernel, with any code before it that runs no
     kernel.
 
-    Copies that run together are awaited once. So the first of them takes as long as a kernel launched from
-    Python. The wait takes as long as one of the backward pass. On the host of one H200 (2026-11-24) 1, 4 and
-    16 copies out took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
+    The host waits once for copies that run together. So the first of them takes as long as a kernel launched
+    from Python. The wait takes as long as one of the backward pass. On the host of one H200 (2026-11-24) 1, 4
+    and 16 copies out took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
     """
     # Workers have already made the batch: it is only taken from their queue.
     if kernel.operator == PREPARED:
@@ -365,7 +364,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Return the seconds of the launch alone."""
+    """Return the seconds of launching this kernel, without the code before it."""
     if kernel.played:  # the first kernel of a graph carries its launch
         launch = host.python_launched if kernel.programs else 0.0
     elif kernel.compiled:
@@ -395,9 +394,8 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _own_bytes(kernel: Kernel) -> float:
-    """Return the bytes of host memory that are read or written, times the ranks of one host that do so at
-    once.
-    """
+    """Return the bytes of host memory that this kernel reads or writes, times the ranks of one host that do
+    so at once."""
     # Ranks of one host share its memory bandwidth.
     return kernel.nbytes / 2 * max(1, min(kernel.peers[0], GPUS_PER_HOST))
 
@@ -450,7 +448,7 @@ def _roofline(kernel: Kernel, gpu: Gpu) -> float:
 
 
 def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
-    """Return the seconds of the kernel's arithmetic at the data sheet's peak; 0 if that is unknown."""
+    """Return the seconds of the kernel's FLOPs at the data sheet's peak; 0 if the peak is unknown."""
     peak = gpu.peak_dense.get(PRECISIONS.get(kernel.dtype, "fp32")) or gpu.peak_dense.get("fp32")
     return kernel.flops / peak if peak else 0.0
 

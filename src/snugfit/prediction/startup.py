@@ -1,6 +1,6 @@
-"""The start-up of a run: from the process's beginning until its steps are steady.
+"""The predicted start-up of a run: seconds from the process's beginning until its steps are steady.
 
-    start-up = imports + context + building the model + extra seconds of the first step
+start-up = imports + context + building the model + extra seconds of the first step
 
 Imports, the context and the first use of a kernel depend on the host, above all on its disk and processor.
 The GPU changes little. So there is one set of constants (`StartupRates`), and no rates of a GPU in it.
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 OWN_PACKAGES = frozenset({"torch", "transformers", "snugfit"})
-"""Imported by every run."""
+"""Packages that every run imports, which cost no further time."""
 
 KernelSet = frozenset[Hashable]
-"""Different kernels, each of which is loaded when it is first used."""
+"""The type of a set of different kernels, each of which is loaded at its first use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +47,31 @@ class StartupRates:
     """Seconds that the parts of a start-up take on one host."""
 
     imports: float
-    """Python, torch, transformers and the model's code, from the process's beginning."""
+    """Seconds to start Python and import torch, transformers and the model's code."""
 
     package: float
-    """Importing a further package that the recipe needs."""
+    """Seconds to import a further package that the recipe needs."""
 
     context: float
-    """Initialising CUDA and the device's context."""
+    """Seconds to initialise CUDA and create the device's context."""
 
     tensor: float
-    """Building one tensor of the model and its share of a module."""
+    """Seconds to build one tensor of the model and its share of a module."""
 
     host_number: float
-    """One weight that is drawn on the host and moved to the device."""
+    """Seconds to draw one weight on the host and move it to the device."""
 
     kernel: float
-    """Loading a kernel that is used for the first time."""
+    """Seconds to load a kernel at its first use."""
 
     worker: float
-    """Starting a worker process."""
+    """Seconds to start a loader's worker process."""
 
     triton: float = 0.6
-    """Compiling a kernel that a library wrote in Triton, which later processes find on the disk."""
+    """Seconds to compile a library's Triton kernel, which later processes find on the disk."""
 
     pinned_byte: float = 3.3e-10
-    """Locking a byte of the host's memory, in which activations wait."""
+    """Seconds to lock one byte of host memory for offloaded activations."""
 
 
 STARTUP_RATES = StartupRates(
@@ -83,13 +83,14 @@ STARTUP_RATES = StartupRates(
     kernel=8e-3,
     worker=0.1,
 )
-"""Fitted to seven runs on the host of one H200, 2026-11-21 (`tests/data/once-h200.json`).
+"""The start-up seconds of a host, fitted to seven runs on the host of one H200, 2026-11-21
+(`tests/data/once-h200.json`).
 
-The whole start-up is met within 8 % in the median and 16 % at the worst. For the first step these are 17 %
-and 34 %. `package` (bitsandbytes), `host_number` and `worker` rest on one of the runs each. The runs timed
-importing the model's code and building together. So `tensor` is from building BERT-large and Llama-3.1-8B
-without data on another host, and the rest counts as imports. Other hosts and disks are not measured. A
-process that is the first to read torch's files waits for the disk too.
+The whole start-up is predicted within 8 % in the median and 16 % at the worst. For the first step these are
+17 % and 34 %. `package` (bitsandbytes), `host_number` and `worker` rest on one of the runs each. The runs
+timed importing the model's code and building together. So `tensor` is from building BERT-large and
+Llama-3.1-8B without data on another host, and the rest counts as imports. Other hosts and disks are not
+measured. A process that is the first to read torch's files waits for the disk too.
 
 `triton`: three runs with Liger's kernels on the host of one H200. With six, none on the disk, Llama-3.2-1B's
 first step took 3.4 s longer than without. With eight, Qwen3-0.6B's took 5.8 s in all. With six that were on
@@ -139,7 +140,7 @@ def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
 
 
 def operator_of(kernel: Hashable) -> str:
-    """Return the operator of an element of a `KernelSet`."""
+    """Return the name of the operator of an element of a `KernelSet`."""
     return str(kernel[0]) if isinstance(kernel, tuple) else ""
 
 
@@ -193,7 +194,7 @@ def _size_of(model: torch.nn.Module) -> ModelSize:
 
 
 def _load_key(kernel: Kernel) -> Hashable:
-    """Return the common key of kernels that are loaded together."""
+    """Return a key that is equal for kernels that CUDA loads together."""
     shapes = kernel.shapes if kernel.operator in MATRIX_PRODUCTS else ()
     return (
         kernel.operator,

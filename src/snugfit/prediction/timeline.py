@@ -1,4 +1,5 @@
-"""When each kernel of the steady step is launched and runs: the queue of `seconds.py`, moment by moment."""
+"""The timeline of the steady step: the moments at which each kernel is launched and runs, by the queue of
+`seconds.py`."""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ class TimedKernel(NamedTuple):
     kernel: Kernel
     """The kernel, as the trace has it."""
     launch: float
-    """When the host begins to launch it."""
+    """Moment at which the host begins to launch the kernel."""
     launch_seconds: float
     """Seconds that the host takes to launch it."""
     start: float
-    """When the device begins to run it."""
+    """Moment at which the device begins to run the kernel."""
     device_seconds: float
     """Seconds that the device takes to run it."""
 
@@ -47,7 +48,8 @@ class TimedKernel(NamedTuple):
 def run_in_streams(
     trace: Trace, rates: Rates, connected: GpuLink | None = None, *, workers: int = 0
 ) -> StreamsRun | None:
-    """Return the steady step of a trace whose exchanges run in parallel to the computation, else None."""
+    """Return the simulated steady step of a trace with several streams, in which exchanges run in parallel;
+    None for one stream."""
     # One stream alone needs no simulation of several.
     if all(each_once(lambda kernel: kernel.peers == ALONE, trace.kernels)):
         return None

@@ -1,4 +1,4 @@
-"""Processes that predict in parallel.
+"""A pool of worker processes that predict in parallel.
 
 Each worker has an object of its own and calls its methods, one at a time. The object caches its results, so
 the caller decides which worker a question goes to. The object stays in this process if it cannot be pickled,
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 from snugfit.errors import SnugfitError, UsageError
 
 PRELOAD = ("snugfit.prediction.quiet_workers", "torch", "transformers", "snugfit.prediction.predict")
-"""Modules that the fork server imports once for all workers."""
+"""Modules that the fork server imports before it starts workers."""
 
 FEW_COLLECTIONS = 1_000_000, 50, 50
 """Thresholds of the garbage collector, the first in objects. Traces are millions of objects without cycles.
@@ -48,24 +48,24 @@ _Result = TypeVar("_Result")
 
 
 class Question(NamedTuple):
-    """A call of a method of a worker's object."""
+    """A method call that a worker runs on its object."""
 
     number: int
-    """Its answer has the same."""
+    """Number of the call, which its answer repeats."""
     method: str
     arguments: tuple[Any, ...] = ()
 
 
 class Answer(NamedTuple):
-    """Return value of the method."""
+    """The result of a method call in a worker."""
 
     number: int
     value: Any
-    """The `SnugfitError` itself where the method raised one."""
+    """The method's return value, or the `SnugfitError` that it raised."""
 
 
 class _Worker:
-    """A process with an object of its own, which answers one question at a time."""
+    """A process with its own object, which runs one method call at a time."""
 
     def __init__(self, context: Any, make: Callable[[], Any]) -> None:
         # A pipe of its own per worker: nothing of it remains when the worker is killed.
@@ -119,13 +119,13 @@ class _Worker:
 
 
 class SpareProcesses:
-    """Number of processes that parallel pools may start beyond their own, once another pool has ended."""
+    """A count of processes that a pool may start beyond its own number, since another pool has ended."""
 
     def __init__(self) -> None:
         self._spare = threading.Semaphore(0)
 
     def give(self) -> None:
-        """Add a spare process to the count."""
+        """Add one process to the count."""
         self._spare.release()
 
     def take(self) -> bool:
@@ -134,8 +134,8 @@ class SpareProcesses:
 
 
 class WorkerPool:
-    """Workers, each a process or an object in this one, each doing one thing at a time. `another` starts a
-    helper, where there may be one by now."""
+    """A pool of workers, each a process or an object in this process. `another` returns a further worker if a
+    spare process is free."""
 
     def __init__(self, workers: Sequence[Any], another: Callable[[], _Worker | None] = lambda: None) -> None:
         self.workers, self._another = workers, another
@@ -175,7 +175,7 @@ class WorkerPool:
     ) -> Iterator[Answer]:
         """Yield the answers to these questions as they come.
 
-        Each question goes to the next free worker or helper that it `is_for`.
+        Each question goes to the next free worker or helper for which `is_for(worker, question)` is True.
         """
         waiting = list(questions)
 
@@ -233,7 +233,7 @@ def worker_pool(
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Collect garbage less often in the block."""
+    """Context in which Python's garbage collector runs less often."""
     before = gc.get_threshold()
     gc.set_threshold(*FEW_COLLECTIONS)
     try:
@@ -243,7 +243,7 @@ def few_collections() -> Iterator[None]:
 
 
 def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
-    """Begin to import these modules for future workers, in parallel to this process.
+    """Start the fork server, which imports these modules for future workers, in parallel to this process.
 
     It does nothing if `for_what`, the object for the workers, cannot be pickled, since no worker starts then.
     """
@@ -283,7 +283,8 @@ def map_in_processes(
 
 
 def is_picklable(what: Any) -> bool:
-    """Return True if this can be sent to another process, which cannot import a script that is no file."""
+    """Return True if an object can be pickled for another process. Objects of a script that is not a file
+    cannot."""
     try:
         sent = pickle.dumps(what)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -302,7 +303,7 @@ def _is_main_a_file() -> bool:
 
 @contextmanager
 def _main_of_a_file() -> Iterator[None]:
-    """Let a new process import the calling script only if that is a file.
+    """Context in which a new process imports the calling script only if that is a file.
 
     Python calls a script from stdin `<stdin>`, and a process that looks for such a file dies.
     """
@@ -319,7 +320,7 @@ def _main_of_a_file() -> Iterator[None]:
 
 
 def _context(preload: Sequence[str]) -> Any:
-    """Return the context of new workers, with its fork server running.
+    """Return the multiprocessing context of new workers, with its fork server running.
 
     Ctrl-C does not reach the fork server, not even while it imports, for then Python would print a traceback.
     It ends with this process.
@@ -355,7 +356,8 @@ def _answer(target: Any, question: Question) -> Answer:
 
 
 def _serve(questions: Connection, make: Callable[[], Any]) -> None:
-    """Answer questions until the pipe is closed. Ctrl-C and the parent's end stop it without a message."""
+    """Run the main loop of a worker: answer questions until the pipe is closed. Ctrl-C and the parent's end
+    stop it without a message."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
     # Modules that the fork server imported are shared pages: a collection would copy them.
     gc.freeze()

@@ -41,15 +41,15 @@ WRITTEN_SHARE = 0.5
 
 # With an odd difference, the last layer's buffers would be in the other of the two places.
 IN_TURNS = 2
-"""Number of neighbouring layers whose buffers alternate between the same places."""
+"""Number of neighbouring layers that alternate between the same buffers."""
 
 
 RecordPasses = Callable[["Job", Setup, "Policy"], Part]
-"""A function that records the passes of a job."""
+"""The type of a function that records the forward and backward passes of a job."""
 
 
 class _Shallow(NamedTuple):
-    """The passes of a model with few layers, and a compiler's decisions for its programs."""
+    """The recorded passes of a model with few layers, and a compiler's decisions for its programs."""
 
     part: Part
     decisions: list[Any]
@@ -104,14 +104,14 @@ def passes_from_few_layers(
 
 
 def _repeats_layers(setup: Setup) -> bool:
-    """Return True if the step has its own passes and treats all layers alike."""
+    """Return True if passes and update of the step are separate and all layers are treated alike."""
     if setup.records_graphs:
         return False
     return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
 
 
 def _shallow_layers(layers: int, period: int) -> int:
-    """Return the number of layers of the shallow model.
+    """Return the number of layers of the shallow model that is simulated instead of one with `layers`.
 
     It and the full model, less one period, differ by a multiple of `IN_TURNS` periods.
     """
@@ -145,7 +145,7 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
 
 
 def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
-    """Return True if a compiler decides alike in these two models and in the deep one."""
+    """Return True if a compiler makes the same decisions for these two models, and so for the deep one."""
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
     # The same objects decide for both models: the programs are those of single layers.
     if few.keys() == more.keys():
@@ -181,7 +181,8 @@ def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[Shar
 
 
 def _trained_parameters(part: Part) -> list[Entry]:
-    """Return the parameters that train, each with a flag for its gradient."""
+    """Return the trainable parameters of recorded passes, each with a flag for its gradient, as entries to
+    extend by depth."""
     return [
         Entry((without_layer_numbers(name), part.has_gradient(number)), numbers_of(name))
         for number, name in enumerate(part.trained)

@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class MissingGradients:
-    """The parameters without a gradient in the optimizer's first step."""
+    """A detector of trainable parameters that have no gradient in the optimizer's first step."""
 
     def __init__(self) -> None:
         self._missing: set[torch.Tensor] | None = None
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Inspect the first optimizer step inside this context."""
+        """Context in which the first optimizer step is inspected."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        handle = register_optimizer_step_pre_hook(self._look)
+        handle = register_optimizer_step_pre_hook(self._find_missing)
         try:
             yield
         finally:
             handle.remove()
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _find_missing(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._missing is None:
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
             self._missing = {one for one in parameters if one.requires_grad and one.grad is None}
@@ -53,7 +53,8 @@ class MissingGradients:
         )
 
     def _modules(self, module: torch.nn.Module, name: str) -> Iterator[str]:
-        """Yield the largest modules without any gradient, and otherwise the single parameters."""
+        """Yield the names of the largest submodules without any gradient, and otherwise of single
+        parameters."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         missing = [parameter for parameter in trained if parameter in (self._missing or ())]
         if missing and len(missing) == len(trained):

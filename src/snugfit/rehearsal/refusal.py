@@ -1,4 +1,4 @@
-"""Translate an exception of a simulation into a message with a next action.
+"""Translation of exceptions in a simulation into messages with a next action.
 
 Exceptions come from the model's code, torch, a library, or snugfit itself. The type of the error and its
 stack frames give the cause.
@@ -34,8 +34,8 @@ _KNOWN = {
         "with device=x.device, or register them as buffers of the module that uses them."
     ),
     "SparseTensorImpl": (
-        "The size of sparse gradients depends on the data. Use nn.Embedding(sparse=False). Of torch's "
-        "optimizers only SGD, Adagrad and SparseAdam support sparse gradients."
+        "The size of sparse gradients depends on the data. Use nn.Embedding(sparse=False). Only torch's "
+        "optimizers SGD, Adagrad and SparseAdam support sparse gradients."
     ),
     "same dtype|dtype mismatch|expected m1 and m2|Expected query, key, and value to have": (
         "Its code mixes dtypes, which fails on a GPU too. If the recipe casts the model to 16 bits, try "
@@ -105,7 +105,8 @@ def _lacking_key(error: Exception) -> str | None:
 
 
 def _what_depends(error: Exception) -> str:
-    """Return the cause, with the operator that torch names: `aten::nonzero`, `torch.unique_consecutive`."""
+    """Return the cause of a data-dependent shape, with the operator that torch names: `aten::nonzero`,
+    `torch.unique_consecutive`."""
     operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
     return f"the shape of the output of {operator[2]} depends on its data" if operator else _first_line(error)
 
@@ -127,7 +128,7 @@ def _where(error: Exception) -> str:
 
 
 def _passes_on(module: str) -> bool:
-    """Return True for code that calls a model's code: torch, snugfit, and the attribute lookup of a
+    """Return True for modules that call a model's code: torch, snugfit, and the attribute lookup of a
     config."""
     return module.partition(".")[0] in ("torch", "snugfit") or "configuration_" in module
 

@@ -1,4 +1,4 @@
-"""Run a Step on tensors that have shapes and no data, and write its trace.
+"""Simulation of a Step on tensors without data: run it, and record its trace.
 
 A simulation must not depend on its process. So the garbage collector is off, nothing is downloaded, and sets
 in the model's code are iterated in one order.
@@ -49,7 +49,7 @@ STEPS_TO_SETTLE = 3
 """Number of run lengths to try until the last two steps replay every CUDA graph."""
 
 LEAST_LEFT = 1 << 16
-"""Size of host buffers in bytes below which no warning is given."""
+"""Largest size of host buffers in bytes for which no warning is given."""
 
 
 def rehearse(
@@ -105,7 +105,8 @@ def rehearse(
 
 
 def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int) -> Trace:
-    """Return the trace of at least one step more than `steps`, whose last two steps replay every CUDA graph.
+    """Return the trace of a run with CUDA graphs: at least one step more than `steps`, of which the last two
+    replay every graph.
 
     The first replay allocates workspaces again, because the recording released them. So the allocator's
     cached memory is divided otherwise in the next step (gpt2 on an H100). Some models change in their first
@@ -131,7 +132,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
 def _overrides(
     setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
 ) -> Iterator[AbstractContextManager[Any]]:
-    """Yield the overrides of the policy, between those of features that surround it and of the rest."""
+    """Yield the contexts of a simulation: those of features that surround the policy, the policy's, then the
+    rest."""
     from snugfit.rehearsal.device.overrides import in_force
 
     for surrounds in (True, False):
@@ -211,14 +213,19 @@ def _left_on_the_host(model: Any) -> str:
     left = {name: buffer.nbytes for name, buffer in model.named_buffers() if buffer.device.type == "cpu"}
     if (nbytes := sum(left.values())) < LEAST_LEFT:
         return ""
-    return f"{nbytes:,} bytes of buffers are made on the host and are not counted: {next(iter(left))} ..."
+    return (
+        f"{nbytes:,} bytes of buffers are made on the host and are not counted: {next(iter(left))} ... "
+        "Create them on the device of the model's weights."
+    )
 
 
 def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:
     import transformers
 
     if loop != "trainer":
-        raise UsageError(f"trainer_class works only with the loop 'trainer', not with {loop!r}.")
+        raise UsageError(
+            f"trainer_class works only with the loop 'trainer', not with {loop!r}. Add loop='trainer'."
+        )
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
         raise UsageError(
             f"trainer_class is {trainer_class!r}; it must be a subclass of transformers.Trainer."
@@ -227,7 +234,8 @@ def _refuse_no_trainer(trainer_class: type[Any], loop: str) -> None:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Disable the garbage collector: the time at which it frees cycles must not change a trace.
+    """Context in which the garbage collector is off: the time at which it frees cycles must not change a
+    trace.
 
     Nothing is collected at the end. A collection takes longer than a small simulation, and the enabled
     collector frees the cycles later.
@@ -250,7 +258,7 @@ class SortedSet(set[Any]):
 
 @contextlib.contextmanager
 def sets_in_order(job: Job) -> Iterator[None]:
-    """Replace `set` by `SortedSet` inside this context, in the code of a model of transformers."""
+    """Context that replaces `set` by `SortedSet` in the code of a model of transformers."""
     code = _code_of(job)
     if code is None or "set" in vars(code):  # the code defines this name itself
         yield

@@ -1,4 +1,4 @@
-"""Splice a step from parts that were recorded alone: law 5, for recipes.
+"""Splicing: the trace of a step from its passes and its update, which were recorded alone (law 5).
 
 A training step consists of its passes and its update. The passes are forward and backward, one micro-batch
 after the other. The update is clipping, the optimizer, and dropping the gradients. The passes depend on
@@ -55,7 +55,7 @@ NOTHING = OptimizerWish(factory=Call(path="snugfit.rehearsal.splice:optimizer_th
 
 
 class GradientView(NamedTuple):
-    """Position of a gradient in a block that it shares with others, in elements."""
+    """Position and size of a gradient in a block that it shares with others, in elements."""
 
     number: int
     """Index of the parameter among those that train."""
@@ -90,7 +90,7 @@ class Part:
         return len(self.gradients) - sum(len(block.views) - 1 for block in self.shared)
 
     def has_gradient(self, number: int) -> bool:
-        """Return True if the parameter of this index has a gradient."""
+        """Return True if the trainable parameter of this index has a gradient."""
         return number in self._with_gradient
 
     @cached_property
@@ -104,7 +104,7 @@ class Part:
 
     @cached_property
     def split(self) -> SplitSteps:
-        """The moves, split where steps begin and end."""
+        """The moves of the part, split where steps begin and end."""
         return split_steps(self.trace.moves)
 
     @cached_property
@@ -169,8 +169,8 @@ def rehearse_update(
 
 
 def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """Return the step of these parts, or None if the parts do not match. Its trace equals that of
-    `rehearse`."""
+    """Return the run of steps with these passes and this update, or None if the parts do not match. Its trace
+    equals that of `rehearse`."""
     # The update frees the gradients in this order, so both parts need the same ones.
     if passes.gradients != update.gradients or passes.varies:
         return None
@@ -188,7 +188,8 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun
 
 
 def _join(passes: Part, update: Part) -> Iterator[Move]:
-    """Yield each step's passes, then its update, which frees the gradients of the passes.
+    """Yield the moves of each step's passes, then those of its update, which frees the gradients of the
+    passes.
 
     Raise `LookupError` if the gradients differ from those of the recorded update.
     """
@@ -258,7 +259,7 @@ def _frees(moves: Sequence[Move]) -> Counter[Alloc]:
 
 
 def _is_gradient(block: int, live: LiveSet) -> bool:
-    """Return True if this block is a gradient and is not freed yet."""
+    """Return True if this block is the gradient of a parameter and is not freed yet."""
     alloc = live.allocs[block]
     return alloc.kind == Kind.GRADIENTS and block in live.stacks[alloc.stack]
 
@@ -275,7 +276,7 @@ def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
 
 
 class UpdateAlone(OptimizerLoop):
-    """The plain loop with empty gradients instead of passes."""
+    """The plain loop with empty gradients instead of passes, to record an update alone."""
 
     gradients: tuple[int, ...] = ()
     shared: tuple[SharedBlock, ...] = ()

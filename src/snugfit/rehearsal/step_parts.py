@@ -1,6 +1,6 @@
-"""The parts that a step is put together from: its passes and its update, rehearsed apart.
+"""The two parts of a simulated step, its passes and its update, which are recorded apart and joined.
 
-A feature whose steps are put together otherwise names a subclass in its field of `Setup` (`Wish.parts`).
+A feature whose steps are joined otherwise names a subclass in its field of `Setup` (`Wish.parts`).
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ if TYPE_CHECKING:
 
 
 class UnsupportedStep(RehearsalError):
-    """A step cannot run in the way of its Setup, as a rehearsal of its parts shows."""
+    """Error for a Setup under which this model's step cannot run, as the simulation of a part shows."""
 
 
 class StepParts:
-    """The parts of a step that the plain loop runs kernel by kernel."""
+    """Simulates and joins the parts of a step that the plain loop runs kernel by kernel."""
 
     can_be_spliced = True
-    """False if passes and update are one."""
+    """False if passes and update cannot be simulated apart, since updates run within the passes."""
 
     def as_written(self, setup: Setup, *, padded: bool) -> Setup:
-        """Return the Setup under which the passes are rehearsed, on batches with or without padding."""
+        """Return the Setup under which the passes are simulated, on batches with or without padding."""
         return setup
 
     def refuse(self, setup: Setup, waits: int) -> None:
-        """Raise `UnsupportedStep` where passes that wait so many times for the device cannot be run."""
+        """Raise `UnsupportedStep` for passes that wait `waits` times for the device, if the Setup does not
+        support that."""
 
     def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
-        """Return clipping and the optimizer's step under this Setup, with the further arguments of
+        """Simulate clipping and the optimizer's step under this Setup, with the further arguments of
         `splice.rehearse_update`. Raises `UnsupportedStep`."""
         return rehearse_update(job, setup, *asked)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-        """Return the step of these parts, or None if the parts do not match."""
+        """Return the run of steps with these passes and this update, or None if the parts do not match."""
         return splice(passes, update, micro_batches=micro_batches)
 
     def launched_kernels(self, setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        """Return the step's kernels as the host launches them; the same object if nothing changes."""
+        """Return the step's kernels with changes to their launch, such as CUDA graphs; the same object if
+        nothing changes."""
         return kernels
 
 
@@ -53,7 +55,7 @@ PLAIN = StepParts()
 
 
 def parts_of(setup: Setup) -> StepParts:
-    """Return the parts that a step under this Setup is put together from."""
+    """Return the object that simulates and joins the parts of a step under this Setup."""
     named = (wish.parts for wish in used_wishes(setup) if wish.parts is not None)
     parts = next(named, None)
     return PLAIN if parts is None else parts.run()

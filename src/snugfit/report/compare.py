@@ -33,7 +33,8 @@ FIGURES = {
 
 
 def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
-    """Return the best recipe and the table of all; `details` adds their bytes by kind and every doubt."""
+    """Return the report of several recipes: the best one and a table of all; `details` adds bytes by kind and
+    every warning."""
     best = RecipeComparison(tuple(predictions)).best
     doubts = [*dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)]
     whole: list[Sentence | Grid] = [
@@ -49,7 +50,7 @@ def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
 
 
 def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterator[Sentence]:
-    """Yield the best recipe with its fit, or the nearest miss."""
+    """Yield sentences with the best recipe and its fit, or with the nearest miss."""
     first = predictions[0]
     about = f"{subject(first.job, None, first.gpu, first.gpus, memory=first.memory_bytes)}:"
     if best is None:
@@ -91,7 +92,8 @@ _PACE = ("ms a step>", "likely>", "samples/s>", "tokens/s>", "MFU>")
 
 
 def _pace(prediction: Prediction) -> tuple[str, ...]:
-    """Return the cells of `_PACE`; empty ones where seconds are not predicted."""
+    """Return the seconds and the throughput of a prediction as table cells; empty cells if they are not
+    predicted."""
     speed = prediction.speed
     if speed is None:
         return ("",) * len(_PACE)
@@ -105,7 +107,7 @@ def _pace(prediction: Prediction) -> tuple[str, ...]:
 
 
 def _kinds(predictions: Sequence[Prediction]) -> Grid:
-    """Return the bytes of each kind at the recipes' own peaks, the source of their difference."""
+    """Return a table of the bytes of each kind at the recipes' own peaks, which explains their difference."""
     names = list(dict.fromkeys(line.kind for prediction in predictions for line in prediction.anatomy.kinds))
     per_recipe = [{line.kind: line.bytes for line in prediction.anatomy.kinds} for prediction in predictions]
     rows = tuple(
@@ -135,7 +137,7 @@ def _missing(prediction: Prediction) -> str:
 
 
 def beside(comparison: Comparison) -> RenderableType:
-    """Return a prediction next to its measurement, with the errors."""
+    """Return a report that compares a prediction with its measurement, figure by figure."""
     rows = [
         (
             FIGURES[line.figure],

@@ -14,14 +14,14 @@ from snugfit.units import show_bytes
 
 COLUMNS = 72
 NARROWEST_NUMBER = 3
-"""Columns of a micro-batch from which each shows its number."""
+"""Width in columns of a micro-batch from which each shows its number."""
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[RenderableType]:
-    """Return live bytes through the steady step, with the phases below. Micro-batches get numbers if their
-    passages are too short for names."""
+    """Return the live bytes through the steady step as lines of text, with the phases below. Micro-batches
+    get numbers if their passages are too short for names."""
     top = max(point.live_bytes for point in curve) or 1
     heights = sample([(point.position, point.live_bytes / top) for point in curve], COLUMNS)
     passages, note = phase_passages(curve), ""

@@ -1,4 +1,4 @@
-"""The device table in a terminal, and one device with the sources of its figures."""
+"""Reports of the table of GPUs in a terminal, and of one GPU with the sources of its figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from snugfit.units import GIB, show_bytes
 TERA = 10**12
 
 WIDE = 103
-"""Columns that the whole table needs."""
+"""Width in columns that the whole table needs."""
 
 
 class _GpuTable:
@@ -31,7 +31,7 @@ class _GpuTable:
 
 
 def render(gpus: Sequence[Gpu]) -> RenderableType:
-    """Return the table of these GPUs; a missing figure is an empty cell."""
+    """Return a table of these GPUs; a missing figure is an empty cell."""
     note = (
         "GiB: memory that processes can use. fp32 to bf16: dense TFLOP/s from the data sheet. For one GPU "
         "with its sources: snugfit gpus NAME"
@@ -51,7 +51,7 @@ def _cells(gpu: Gpu) -> tuple[object, ...]:
 
 
 def render_one(gpu: Gpu) -> RenderableType:
-    """Return the figures of one GPU, each with its source, and the uncertain ones."""
+    """Return a report of one GPU's figures, each with its source, and the uncertain ones."""
     return Group(table(("", gpu.name), _facts(gpu)), table(("Figure", "Source"), gpu.sources.items()))
 
 

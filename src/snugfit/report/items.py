@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction, TensorLine
 
 NOTABLE = 0.1
-"""Least share of an item's bytes at which its dtype is named."""
+"""Smallest share of an item's bytes at which its dtype is named."""
 
 EXPERTS = "expert"
 
@@ -36,7 +36,7 @@ _PARTS = (
     (r"conv|downsample|patch", "convolution"),
     (r"drop(out)?$", "dropout"),
 )
-"""Patterns of a module's path with the name of such a part of a model. The first match counts."""
+"""Patterns of a module's path with the everyday name of that part of a model. The first match counts."""
 
 _BY_KIND = {
     Kind.GRADIENTS: "gradients of the weights",
@@ -62,7 +62,7 @@ BOUND_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class PeakItem:
-    """All bytes at the peak with one everyday name."""
+    """All bytes at the peak that share one everyday name."""
 
     name: str
     bytes: int

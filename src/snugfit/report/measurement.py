@@ -89,7 +89,7 @@ def _heading(measurement: Measurement) -> Text:
 
 
 def ranks_table(measurement: Measurement) -> PlainTable:
-    """Return a table with one line for each process; the rank of the measurement's footprint is marked."""
+    """Return a table with one line for each rank; the rank of the measurement's footprint is marked."""
     on_gpu = measurement.device.type != "cpu"
     worst = next((one for one in measurement.ranks if one.footprint == measurement.footprint), None)
     rows = []
@@ -114,7 +114,7 @@ def _mib(nbytes: int | None) -> str:
 
 
 def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
-    """Return a row for the seconds of NCCL's exchanges in a step; none where they were not measured."""
+    """Return a table row for the seconds of NCCL's exchanges in a step; none where they were not measured."""
     seconds, exposed = measurement.fabric_seconds, measurement.exposed_fabric_seconds
     if seconds is None or exposed is None:
         return []
@@ -123,7 +123,7 @@ def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
 
 
 def timing_table(timing: Timing, more: Sequence[tuple[str, str, str]] = ()) -> PlainTable:
-    """Return the seconds of a step with the figures derived from them."""
+    """Return a table of the seconds of a step with the figures derived from them."""
     rows = [
         ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
         *_with_disturbed(timing),
@@ -143,8 +143,8 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
 
 
 def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTable:
-    """Return the stages of a start and their sum, the start-up, in seconds; with `several` ranks those of the
-    slowest."""
+    """Return a table of the stages of a start and their sum, the start-up, in seconds; with `several` ranks
+    those of the slowest."""
     group = ", and the group of all ranks" if several else ""
     rows = [
         ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),
@@ -165,7 +165,7 @@ def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTa
 def _notes(measurement: Measurement) -> list[tuple[str, str]]:
     notes = []
     if not measurement.ok:
-        notes.append((f"The run ended with {measurement.outcome}.", "bold red"))
+        notes.append((f"The run ended with {measurement.outcome}. Its output has the cause.", "bold red"))
     if measurement.message:
         notes.append((measurement.message, ""))
     if measurement.timing and measurement.timing.unstable:
@@ -174,17 +174,34 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         share = f"{100 * measurement.disturbed:.0f} %"
         notes.append(
             (
-                f"Other processes disturbed the CPU core that launches kernels, in {share} of the samples.",
+                f"Other processes disturbed the CPU core that launches kernels, in {share} of the "
+                "samples. Measure again when the machine is idle.",
                 "yellow",
             )
         )
     if measurement.clock and measurement.clock.fall:
-        notes.append((f"The GPU lowered its clock: {measurement.clock.fall}.", "yellow"))
+        notes.append(
+            (
+                f"The GPU lowered its clock: {measurement.clock.fall}. Check its cooling and power limit.",
+                "yellow",
+            )
+        )
     if measurement.footprint and measurement.footprint.retries:
         times = measurement.footprint.retries
-        notes.append((f"It fits but thrashes: the allocator released its cache {times} times.", "yellow"))
+        notes.append(
+            (
+                f"It fits but thrashes: the allocator released its cache {times} times. A recipe that "
+                "needs less is faster: snugfit plan finds one.",
+                "yellow",
+            )
+        )
     if measurement.contaminated:
-        notes.append((f"Other processes used the GPU: {measurement.contaminated}", "yellow"))
+        notes.append(
+            (
+                f"Other processes used the GPU: {measurement.contaminated}. End them and measure again.",
+                "yellow",
+            )
+        )
     if measurement.smi_bytes is not None and measurement.smi_nvml_bytes is not None:
         apart = measurement.smi_bytes - measurement.smi_nvml_bytes
         # nvidia-smi reports whole MiB.

@@ -52,7 +52,7 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
 
 
 def heading(prediction: Prediction) -> Text:
-    """Return the job, then loop and GPU on a second line."""
+    """Return the title of a prediction: the job, then loop and GPU on a second line."""
     where = prediction.gpu.name if prediction.gpu else "no GPU named"
     if prediction.gpus > 1:
         where = f"{prediction.gpus} x {where}" if prediction.gpu else f"{prediction.gpus} GPUs without a name"
@@ -62,12 +62,12 @@ def heading(prediction: Prediction) -> Text:
 
 
 def footprint_table(footprint: Footprint) -> PlainTable:
-    """Return the figures of a footprint, each with its meaning; missing ones are left out."""
+    """Return a table of the figures of a footprint, each with its meaning; missing ones are left out."""
     also = ", managed memory" if footprint.managed_bytes else ""
     lines = (
-        ("requested", footprint.requested_bytes, "what tensors and kernels ask for"),
+        ("requested", footprint.requested_bytes, "requested by tensors and kernels"),
         ("allocated", footprint.allocated_bytes, "the same, rounded up by the allocator"),
-        ("reserved", footprint.reserved_bytes, "what the allocator reserves on the GPU"),
+        ("reserved", footprint.reserved_bytes, "reserved by the allocator on the GPU"),
         ("on the GPU", footprint.nvml_bytes, f"reserved{also} and the CUDA context: what NVML counts"),
         ("NCCL", footprint.communication_bytes or None, "of the above: to exchange tensors with other GPUs"),
         ("managed", footprint.managed_bytes or None, "of the above: paged states; they give way to the rest"),
@@ -80,7 +80,7 @@ def footprint_table(footprint: Footprint) -> PlainTable:
 
 
 def ranks_table(prediction: Prediction) -> PlainTable:
-    """Return the needs of ranks that differ, with a mark at the rank of the footprint."""
+    """Return a table of the needs of ranks that differ, with a mark at the rank of the footprint."""
     rows = [
         (
             f"{one.rank}{' (shown)' if one.rank == prediction.rank else ''}",
@@ -166,7 +166,7 @@ def _peak(prediction: Prediction) -> list[RenderableType]:
 
 
 def kinds_table(prediction: Prediction) -> PlainTable:
-    """Return the bytes by kind at the peak, each with its reason."""
+    """Return a table of the bytes by kind at the peak, each with its reason."""
     lines = prediction.anatomy.kinds
     total = sum(line.bytes for line in lines) or 1
     rows = [
@@ -195,8 +195,8 @@ def _largest_table(anatomy: Anatomy) -> PlainTable:
 
 
 def operators_table(anatomy: Anatomy, timing: StepSeconds | None = None) -> PlainTable:
-    """Return FLOPs, bytes and kernels of each operator group in each phase, with shares of the step's totals.
-    With `timing` the table has milliseconds too."""
+    """Return a table of FLOPs, bytes and kernels of each operator group in each phase, with shares of the
+    step's totals. With `timing` the table has milliseconds too."""
     known = {(line.group, line.phase): line for line in timing.phases} if timing else {}
     flops = sum(line.flops for line in anatomy.operators) or 1
     moved = sum(line.bytes for line in anatomy.operators) or 1

@@ -1,4 +1,5 @@
-"""A prediction on one screen: the verdict, four numbers, the largest items, the bound, one uncertainty."""
+"""The short report of a prediction on one screen: the verdict, four numbers, the largest items, the bound,
+one uncertainty."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 ITEMS = 3
-"""Number of items at the peak in a short answer."""
+"""Number of items at the peak in a short report."""
 
 LOSS_OVER_ALL_LOGITS = "Evaluation is a forward pass that computes the loss over all logits."
 
@@ -45,7 +46,7 @@ def render(prediction: Prediction) -> Page:
 
 
 def verdict(prediction: Prediction) -> Sentence:
-    """Return the fit in everyday words, with the condition under which it holds."""
+    """Return a sentence on the fit, with the condition under which it holds."""
     gpu, memory = prediction.gpu, prediction.memory_bytes
     return Sentence(
         f"{subject(prediction.job, prediction.recipe, gpu, prediction.gpus, memory=memory)}: "
@@ -62,7 +63,7 @@ def verdict(prediction: Prediction) -> Sentence:
 
 
 def _limit(prediction: Prediction) -> str:
-    """Return the owner of the memory limit with its verb."""
+    """Return the beginning of a clause on the memory limit: the GPU or the user's limit, with its verb."""
     gpu = prediction.gpu
     if gpu is None or gpu.memory_bytes != prediction.memory_bytes:
         return "the limit is"
@@ -99,7 +100,7 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
-    """Yield the changes with which a step fits that does not, or the command of a plan."""
+    """Yield the changes with which a step would fit, or the command of a plan."""
     if prediction.ways_out and (lines := [*in_short(prediction.ways_out)]):
         yield from lines
         return
@@ -123,7 +124,7 @@ def about_build(prediction: Prediction) -> Iterator[str]:
 
 
 def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield the largest items at the peak."""
+    """Yield labelled lines with the largest items at the peak."""
     label = "at the peak"
     for item in items_at_peak(prediction)[:ITEMS]:
         yield label, f"{show_gib(item.bytes)} {item}"
@@ -131,7 +132,7 @@ def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield the bound of the step, where seconds are predicted."""
+    """Yield a labelled line with the bound of the step, if seconds are predicted."""
     if (timing := prediction.timing) and timing.step_seconds:
         busy = 100 * timing.device_seconds / timing.step_seconds
         bound = BOUND_BY.get(timing.bound, timing.bound)
@@ -139,7 +140,7 @@ def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def widest(prediction: Prediction) -> str:
-    """Return the widest uncertainty of a prediction; empty without one."""
+    """Return the most important warning of a prediction; empty without one."""
     if not prediction.doubts:
         return ""
     # Doubts about unread parts were added last.

@@ -57,7 +57,7 @@ def _as_plain_text(result: object, printer: Any, _cycle: bool) -> None:
 
 
 def attach() -> None:
-    """Set the text and HTML representations of every result's class."""
+    """Set `__str__` and the HTML representation of every result's class."""
     for kind in _renderers():
         setattr(kind, "__str__", text)  # noqa: B010 - mypy forbids assigning to a method
         setattr(kind, "_repr_html_", html)  # noqa: B010

@@ -15,8 +15,8 @@ from snugfit.techniques.technique import Technique
 
 
 def render(roster: Sequence[type[Technique]]) -> RenderableType:
-    """Return one line for each technique. The plain technique of each slot, the default of a recipe, is
-    marked."""
+    """Return a list of techniques with one line for each. The plain technique of each slot, the default of a
+    recipe, is marked."""
     rows: list[tuple[str, ...]] = []
     slot = None
     for technique in roster:

@@ -30,7 +30,8 @@ STALLED = 0.1
 
 
 class Watching:
-    """Shows a run's events. Without a `started` event, in a hand-written loop, the last step is unknown."""
+    """Prints a run's events as they happen. Without a `started` event, in a hand-written loop, the last step
+    is unknown."""
 
     def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
         self._out = out or sys.stderr
@@ -49,12 +50,12 @@ class Watching:
             self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Show one event of the journal; an event without a line is ignored."""
+        """Print one event of the journal; an event without a line is ignored."""
         show = getattr(self, f"_on_{event['event']}", None)
         if show is not None:
             show(event)
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if self._bar:
             self._bar.say(escape_controls(text))
         else:
@@ -65,7 +66,7 @@ class Watching:
         self._steps = event["steps"]
         resumed = event["resumed_from"]
         where = f"continues after step {resumed:,}" if resumed is not None else "begins"
-        self._say(
+        self._print_line(
             f"{event['job']} {where}: {event['steps']:,} steps over {event['samples']:,} samples, as"
             f" {event['recipe']}"
         )
@@ -82,7 +83,7 @@ class Watching:
                 left = (self._steps - event["step"]) * self._since.seconds / self._since.steps
                 more = f"  {timedelta(seconds=round(left))} left" if left > 0 else ""
                 of = f" of {self._steps:,}" if self._steps else ""
-                self._say(f"step {event['step']:,}{of}  {self._short(event)}{more}")
+                self._print_line(f"step {event['step']:,}{of}  {self._short(event)}{more}")
             self._propose_workers()
             self._since = _SinceLastLine(proposed=self._since.proposed)
 
@@ -90,52 +91,56 @@ class Watching:
         share = self._since.stalled / self._since.seconds if self._since.seconds else 0.0
         if share > STALLED and self._since.steps > 1 and not self._since.proposed:
             self._since.proposed = True
-            self._say(f"{share:.0%} of a step is spent waiting for data. More loader workers would help.")
+            self._print_line(
+                f"{share:.0%} of a step is spent waiting for data. More loader workers would help."
+            )
 
     def _on_evaluated(self, event: Event) -> None:
         accuracy = "" if event["accuracy"] is None else f", accuracy {event['accuracy']:.2%}"
-        self._say(f"evaluation after step {event['step']:,}: loss {event['loss']:.4f}{accuracy}")
+        self._print_line(f"evaluation after step {event['step']:,}: loss {event['loss']:.4f}{accuracy}")
 
     def _on_saved(self, event: Event) -> None:
         waited, beside = show_seconds(event["blocked_seconds"]), show_seconds(event["seconds"])
-        self._say(
+        self._print_line(
             f"saved {event['folder']} ({show_bytes(event['bytes'])}; training waited {waited}, the rest "
             f"took {beside} in the background)"
         )
 
     def _on_replanned(self, event: Event) -> None:
         if event["cause"] == THRASHING:
-            self._say(
+            self._print_line(
                 f"memory is too tight ({THRASHING} in several steps in a row) with {event['before']}. From "
                 f"step {event['step']:,} the recipe is {event['recipe']}, with the same global batch"
             )
             return
         ran_out = f"memory ran out ({event['cause']}) in step {event['step']:,} with {event['before']}"
         if "rank" in event:
-            self._say(
+            self._print_line(
                 f"{ran_out}, on rank {event['rank']}. All processes have started again: the run continues "
                 f"from step {event['resumed_from']:,} with {event['recipe']}, with the same global batch"
             )
             return
-        self._say(f"{ran_out}. The step is repeated with {event['recipe']}, with the same global batch")
+        self._print_line(
+            f"{ran_out}. The step is repeated with {event['recipe']}, with the same global batch"
+        )
 
     def _on_foreseen(self, event: Event) -> None:
         self._expected, self._reserved_bytes = event, 0
         if "text" in event:
-            self._say(event["text"])
+            self._print_line(event["text"])
         for doubt in event.get("doubts", ()):
-            self._say(f"uncertain: {doubt}")
+            self._print_line(f"uncertain: {doubt}")
 
     def _on_note(self, event: Event) -> None:
-        self._say(event["text"])
+        self._print_line(event["text"])
 
     def _on_warning(self, event: Event) -> None:
-        self._say(f"warning: {event['text']}")
+        self._print_line(f"warning: {event['text']}")
 
     def _on_ended(self, event: Event) -> None:
-        self._say(f"{event['outcome']} after step {event['step']:,}")
+        self._print_line(f"{event['outcome']} after step {event['step']:,}")
         for line in compare_with_prediction(self._expected, event):
-            self._say(line)
+            self._print_line(line)
 
     def _short(self, event: Event) -> str:
         parts = [*_of_the_step(event), *self._since.speeds()]
@@ -189,7 +194,7 @@ def _of_the_step(event: Event) -> list[str]:
 
 
 class _Bar:
-    """rich's progress bar on stderr."""
+    """A progress bar on stderr, drawn by rich."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None

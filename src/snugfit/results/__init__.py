@@ -1,1 +1,1 @@
-"""Predicted and measured results of a training step, as plain values for all rooms above."""
+"""Predicted and measured results of a training step, as plain dataclasses."""

@@ -16,7 +16,7 @@ from snugfit.documents import decode_fields, encode_fields
 
 
 class Kind(StrEnum):
-    """Use of bytes on the device."""
+    """Use of bytes on the device, such as weights, gradients or activations."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A moment in a training step."""
+    """A point in a training step: the step, phase, module and operator that run."""
 
     phase: str
     """`build`, `load`, `forward`, `backward`, `clip`, `update`."""
@@ -66,7 +66,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes at the peak of a run, from building the model to the last step."""
+    """Peak bytes of a run, from building the model to the last step."""
 
     requested_bytes: int | None
     """Bytes requested by tensors and kernels: `requested_bytes.all.peak` of the caching allocator."""

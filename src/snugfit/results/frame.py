@@ -1,4 +1,4 @@
-"""Results as pandas tables, where pandas is installed."""
+"""Conversion of results to pandas tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from snugfit.errors import UsageError
 
 
 class Tabular(ABC):
-    """A result with rows."""
+    """Base class of results that convert to rows of a table."""
 
     @abstractmethod
     def to_rows(self) -> list[dict[str, Any]]:

@@ -15,15 +15,15 @@ from snugfit.techniques.recipe import Recipe
 SCHEMA = 1
 
 LOWERED = 0.97
-"""Share of the highest clock. A mean clock below it is reported. A choice."""
+"""Share of the GPU's highest clock below which a mean clock is reported (chosen)."""
 
 HIGH_DISTURBANCE = 0.2
-"""Share of disturbed checks of a core from which reports mention it. A choice."""
+"""Share of disturbed checks of a CPU core above which reports mention it (chosen)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The device of a measurement, by its own description."""
+    """Name and memory of a measured device."""
 
     type: str
     """`cuda` or `cpu`, the device type of torch."""
@@ -31,7 +31,7 @@ class Device:
     uuid: str | None = None
     driver: str | None = None
     total_bytes: int | None = None
-    """From NVML, or from torch where NVML does not answer."""
+    """Bytes of the device's memory, from NVML, or from torch where NVML does not answer."""
     reserve_bytes: int | None = None
     """Bytes reserved by the driver itself; no process can use them."""
 
@@ -54,8 +54,8 @@ class GpuClock:
 
     @property
     def fall(self) -> str | None:
-        """A sentence about a lowered clock. It is None where the mean reaches `LOWERED` of the highest clock,
-        or NVML gives no reason."""
+        """Sentence on a lowered clock and its reasons; None if the mean reaches `LOWERED` of the highest
+        clock, or NVML gives no reason."""
         if not self.reasons or self.mean_mhz >= LOWERED * self.highest_mhz:
             return None
         why = ", ".join(
@@ -108,7 +108,7 @@ class Measurement(Tabular):
     """Seconds of the steps; with several ranks, those of the slowest."""
     versions: Mapping[str, str]
     when: str
-    """Start, ISO 8601 in UTC."""
+    """Start of the measurement, ISO 8601 in UTC."""
     startup: Startup | None = None
     """The stages before the steady steps; None for a run that died, and in results older than this field."""
     first_context_bytes: int | None = None
@@ -120,8 +120,8 @@ class Measurement(Tabular):
     """Reason why the GPU was shared with other processes; None where it was not."""
     losses: tuple[float, ...] = ()
     crowded: str | None = None
-    """Use of the host's cores by other processes while steps were timed and no core was free. The seconds are
-    then too long, even if they look stable."""
+    """Sentence on other processes that used the host's cores while steps were timed and no core was free;
+    None otherwise. The seconds are then too long, even if they look stable."""
     disturbed: float | None = None
     """Share of the checks in which another process disturbed the core that launches kernels
     (`measurement/quiet_core.py`). It is None on a CPU."""
@@ -132,8 +132,8 @@ class Measurement(Tabular):
     than this field have None too.
     """
     host_loop_seconds: float | None = None
-    """Speed of that core while steps ran: median seconds of a short loop of pure Python on it. It is None on
-    a CPU and in older measurements."""
+    """Speed of the core that launches kernels, while steps ran: median seconds of a short loop of pure Python
+    on it. It is None on a CPU and in older measurements."""
     message: str = ""
     """The last lines that a run wrote before it died."""
     gpus: int = 1

@@ -1,4 +1,4 @@
-"""The prediction: footprint and timing of a step, and the anatomy that explains them."""
+"""The prediction of a step: peak bytes, seconds, and their parts by kind, module and operator."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Prediction(Tabular):
     versions: Mapping[str, str]
     """Versions of the packages in the simulation."""
     doubts: tuple[str, ...] = ()
-    """Sentences on the less certain parts of this prediction."""
+    """Warnings about the less certain parts of this prediction."""
     read_in_full: bool = True
     """False if parts of the user's configuration that may change the answer were not read."""
     timing: StepSeconds | None = None

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 GPU_BOUND = 0.064
 HOST_BOUND = 0.204
 ANY_BOUND = 0.170
-"""For a step without a predicted bound."""
+"""Spread of predicted seconds for a step without a predicted bound, as errors."""
 
 SCALED = 0.35
-"""For a GPU with rates scaled by data sheet. The guide's published speeds of a V100 are within it
-(dev/seconds.md)."""
+"""Spread of predicted seconds for a GPU with rates scaled by data sheet. The guide's published speeds of a
+V100 are within it (dev/seconds.md)."""
 
 _ERRORS = {"host": HOST_BOUND, "loading": HOST_BOUND, "": ANY_BOUND}
 

@@ -1,4 +1,4 @@
-"""Changes of a recipe with which a step fits, and a larger GPU if there are none."""
+"""Changes of a recipe that make a step fit, and a larger GPU if there are none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WayOut:
     """The whole recipe in the notation of recipes."""
 
     changes: tuple[str, ...]
-    """Its techniques that replace those of the recipe that does not fit."""
+    """Techniques that replace some of the recipe that does not fit."""
 
     needed_bytes: int
     """Bytes that must be free on the device."""

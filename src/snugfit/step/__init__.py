@@ -1,1 +1,2 @@
-"""Job and recipe become one runnable step: the hinge between predicting and measuring."""
+"""The training step: job and recipe become a model, an optimizer and a loop that can be simulated, measured
+or trained."""

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
 
 class AccelerateStep(Step):
-    """The guide's hand-written loop over one job and Setup."""
+    """Hugging Face's hand-written accelerate loop, over synthetic batches of one job and Setup."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup_for_accelerate(setup), device, keep_losses=keep_losses)
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build, run `steps` optimizer steps, and return their losses."""
+        """Build model and optimizer, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("The accelerate loop only trains. Evaluate with --loop plain.")
         with (
@@ -98,16 +98,16 @@ class AccelerateStep(Step):
         return [float(loss) for loss in losses]
 
     def _model(self) -> torch.nn.Module:
-        """Build the model on the device. One to be sharded over processes is built on the host, and
-        accelerate moves its parts.
-        """
+        """Build the model on the device. A model that is sharded over processes is built on the host, and
+        accelerate moves its shards."""
         build = functools.partial(build_model, self.job, self.setup, self.device)
         return build_for_accelerate(self.setup, build)
 
     def _exchange(
         self, accelerator: Any, model: Any, *, is_last: bool
     ) -> contextlib.AbstractContextManager[Any]:
-        """Exchange gradients after the last micro-batch only."""
+        """Return accelerate's `no_sync` context before the last micro-batch, so that gradients are exchanged
+        only after it."""
         if is_last or ranks_of(self.setup) == 1:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = accelerator.no_sync(model)
@@ -122,13 +122,13 @@ class AccelerateStep(Step):
         return model, optimizer, _without_end(batches)
 
     def _forward(self, model: Any, batch: Any, observer: Observer) -> Any:
-        """Return the loss of a micro-batch."""
+        """Run the model on a micro-batch and return the loss."""
         observer.phase("forward")
         with forward_context(self.setup, self.device, in_accelerate=True):
             return loss_of(model(**batch))
 
 
 def _without_end(batches: Any) -> Iterator[Any]:
-    """Yield the batches of a loader, from the beginning again after each epoch."""
+    """Yield the batches of a loader without end, starting over after each epoch."""
     while True:
         yield from batches

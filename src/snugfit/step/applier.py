@@ -66,25 +66,25 @@ HANDLERS: tuple[Handler, ...] = tuple(
         key=lambda handler: handler.stage,
     )
 )
-"""All handlers, in the order of their stages."""
+"""One handler for each field of `Setup`, in the order of their stages."""
 
 REFUSED: Mapping[tuple[str, str], str] = {
     (front_end, handler.wish): reason for handler in HANDLERS for front_end, reason in handler.refused.items()
 }
-"""Wishes that a front-end cannot honour, with the reason."""
+"""Fields of `Setup` that a front-end cannot implement, by front-end and field, with the reason."""
 
 _PLAIN = Setup()
 
 
 def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, Any]]:
-    """Yield each handler with its wish's value, without the slots in `skip`."""
+    """Yield each handler with its field's value in this Setup, without the slots in `skip`."""
     for handler in HANDLERS:
         if handler.slot not in skip:
             yield handler, getattr(setup, handler.wish)
 
 
 def _used(setup: Setup) -> list[tuple[Handler, Any]]:
-    """Return each handler whose wish differs from the plain loop's, with its value."""
+    """Return the handlers whose fields differ from the plain loop's, each with the field's value."""
     return [(one, value) for one, value in _wishes(setup) if value != getattr(_PLAIN, one.wish)]
 
 
@@ -93,7 +93,7 @@ def _first(values: Iterable[T | None]) -> T | None:
 
 
 def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, str]]:
-    """Yield the handlers of wishes that this front-end cannot implement, each with the reason."""
+    """Yield the handlers whose fields this front-end cannot implement, each with the reason."""
     for handler, value in _used(setup):
         if handler.slot in skip:
             continue
@@ -102,14 +102,16 @@ def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iter
 
 
 def refuse_unsupported(front_end: str, setup: Setup) -> None:
-    """Raise `UsageError` for wishes that this front-end cannot implement, by name."""
+    """Raise `UsageError` that lists the fields of the Setup which this front-end cannot implement, with the
+    reasons."""
     refusals = [f"{_wish_in_words(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
     if refusals:
         raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """Return a wish as text for a user: with its value if that is a word or a number, else its slot."""
+    """Return a field of the Setup as text for a user: with its value if that is a word or a number, else its
+    slot."""
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
     return f"{handler.wish} = {value!r}" if is_plain else f"the technique of the slot '{handler.slot}'"
@@ -119,25 +121,26 @@ def _wish_in_words(handler: Handler, setup: Setup) -> str:
 
 
 def import_code(setup: Setup) -> None:
-    """Import the libraries that this Setup's model and optimizer come from, where that must be early."""
+    """Import the libraries of this Setup's model and optimizer that must be imported before a simulation or a
+    measurement."""
     for handler, value in _used(setup):
         handler.import_code(value)
 
 
 def model_arguments(setup: Setup) -> dict[str, Any]:
-    """Return arguments of the model's constructor."""
+    """Return the arguments of the model's constructor that this Setup sets."""
     return _merge(handler.model_arguments(value) for handler, value in _wishes(setup))
 
 
 def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model to train in place of this one, which was just built."""
+    """Return the model to train in place of a newly built one, for example with adapters."""
     for handler, value in _used(setup):
         model = handler.replace_model(value, model)
     return model
 
 
 def is_adapted(setup: Setup) -> bool:
-    """Return whether a wish replaces the model that is built."""
+    """Return whether this Setup replaces the model that is built."""
     return any(
         handler.stage < InstallStage.DISTRIBUTE  # a part of a model has the model's weights
         # A handler that inherits the method replaces no model.
@@ -147,18 +150,20 @@ def is_adapted(setup: Setup) -> bool:
 
 
 def built_on(setup: Setup, job: Job) -> Collection[str]:
-    """Return the places, other than its device, where the model of this job is built (`Handler.built_on`)."""
+    """Return the places where the model is built instead of on its device: `host`, or `stays`
+    (`Handler.built_on`)."""
     return {handler.built_on(value, job) for handler, value in _used(setup)} - {""}
 
 
 def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
-    """Change modules of a model that is on its device and is to be trained."""
+    """Change modules of a model on its device for training: kernels, checkpointing, compilation."""
     for handler, value in _wishes(setup):
         handler.wrap(value, model)
 
 
 def distribute_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that a loop calls for a wrapped model; the model itself if one process trains it."""
+    """Return the module that a loop calls for a wrapped model, such as DDP; the model itself if one process
+    trains it."""
     for handler, value in _used(setup):
         model = handler.distribute(value, model)
     return model
@@ -167,7 +172,7 @@ def distribute_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
 def optimizer_of_part(
     setup: Setup, model: torch.nn.Module, groups: Any, **numbers: Any
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer over this process's part of the weights, or None for the usual one."""
+    """Return the optimizer over this process's shard of the weights, or None for the usual optimizer."""
     return _first(
         handler.make_optimizer(value, setup.optimizer, model, groups, **numbers)
         for handler, value in _used(setup)
@@ -180,7 +185,8 @@ def step_passes(
     runs: torch.nn.Module,
     around: Callable[[], AbstractContextManager[Any]],
 ) -> StepPasses | None:
-    """Return the passes of steps whose layers several processes share; None where each has all layers."""
+    """Return the forward and backward passes of pipeline stages, where each process has some layers; None
+    where each has all."""
     return _first(handler.step_passes(value, model, runs, around) for handler, value in _used(setup))
 
 
@@ -192,7 +198,8 @@ def engine_of(setup: Setup) -> StepEngine | None:
 def engine_context(
     setup: Setup, device: torch.device, tell: Callable[[str], None]
 ) -> AbstractContextManager[Any]:
-    """Return the context of a run with an engine's steps; an empty one for other runs."""
+    """Return the context in which another library's engine runs the steps; an empty context without an
+    engine."""
     engine = engine_of(setup)
     return contextlib.nullcontext() if engine is None else engine.context(device, tell)
 
@@ -204,7 +211,7 @@ def group_bytes(setup: Setup, loop: str = "plain") -> int:
 
 
 def refuse_training(recipe: Recipe, setup: Setup) -> None:
-    """Raise `UsageError` for a Setup that can be predicted and measured, but not trained."""
+    """Raise `UsageError` for a Setup that can be predicted and measured, but cannot train on data."""
     for handler, value in _used(setup):
         handler.refuse_training(value, recipe)
 
@@ -223,21 +230,23 @@ def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
 
 
 def fill_multiple(loop: Step) -> int:
-    """Return the tokens to whose multiples the lengths of batches are filled up; 0 leaves them."""
+    """Return a number of tokens; batches are padded to multiples of it. 0 adds no padding."""
     return max(handler.fill_multiple(value, loop) for handler, value in _wishes(loop.setup))
 
 
 def prepare_pieces(
     loop: Step, model: torch.nn.Module, pieces: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the host micro-batches of a step in the form that its passes need."""
+    """Return the host micro-batches of a step after each handler has changed them, for example by removing
+    padding."""
     for handler, value in _wishes(loop.setup):
         pieces = handler.prepare_pieces(value, loop, model, pieces)
     return pieces
 
 
 def step_runner(loop: Step) -> StepRunner | None:
-    """Return the object that runs the loop's steps; None leaves them to the loop."""
+    """Return the object that runs the loop's steps, for example as CUDA graphs; None if the loop runs them
+    itself."""
     runner: StepRunner | None = None
     for handler, value in _wishes(loop.setup):
         runner = handler.step_runner(value, loop, runner)
@@ -248,13 +257,14 @@ def step_runner(loop: Step) -> StepRunner | None:
 
 
 def set_process(setup: Setup, device: torch.device) -> None:
-    """Change the process for this Setup, before the model is built."""
+    """Set process-wide options of this Setup, such as the allocator's, before the model is built."""
     for handler, value in _wishes(setup):
         handler.set_process(value, device)
 
 
 def process_environment(setup: Setup, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a new process: `inherited`, with the variables that replace `set_process`."""
+    """Return the environment of a new process: `inherited`, with the variables that have the effect of
+    `set_process`."""
     wished = _merge(handler.environment(value) for handler, value in _wishes(setup))
     variables = {**inherited, **wished}
     # None removes an inherited variable.
@@ -294,29 +304,30 @@ def evaluation_context(
 
 
 def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:
-    """Run the handlers' work after an optimizer step; `step` counts from 0."""
+    """Run the work that handlers do after an optimizer step; `step` counts from 0."""
     for handler, value in _used(setup):
         handler.after_update(value, model, step)
 
 
 def after_evaluation(setup: Setup, model: torch.nn.Module) -> None:
-    """Run the handlers' work after forward passes without a backward pass."""
+    """Run the work that handlers do after an evaluation's forward passes."""
     for handler, value in _used(setup):
         handler.after_evaluation(value, model)
 
 
 def run_context(setup: Setup, skip: Collection[Slot] = ()) -> AbstractContextManager[Any]:
-    """Return the context of all steps of a run."""
+    """Return the context around all steps of a run."""
     return _join(handler.around_run(value) for handler, value in _wishes(setup, skip))
 
 
 def rehearsal_context(setup: Setup, *, on_gpu: bool) -> AbstractContextManager[Any]:
-    """Return the additional context of a rehearsal, in which real code has no shapes to return."""
+    """Return the further context of a simulated step, in which compiled code computes shapes instead of
+    data."""
     return _join(handler.around_rehearsal(value, on_gpu=on_gpu) for handler, value in _wishes(setup))
 
 
 def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
-    """Join these contexts into one, the first outermost."""
+    """Return these contexts as one, the first outermost; None entries are skipped."""
     present = [context for context in contexts if context is not None]
     if len(present) == 1:
         return present[0]()
@@ -335,7 +346,7 @@ def _all_of(contexts: list[Context]) -> Iterator[None]:
 
 
 def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[str]:
-    """Yield each reason why this model cannot have these wishes, as text."""
+    """Yield reasons why this live model cannot train with this Setup."""
     for handler, why in _refusals(live.front_end, setup, skip):
         yield f"{live.technique(handler.slot)}: {why}"
     for handler, value in _wishes(setup, skip):
@@ -343,14 +354,14 @@ def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) ->
 
 
 def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
-    """Raise `RecipeError` when there is a reason."""
+    """Raise `RecipeError` that lists the reasons, if there are any; `what` begins the message."""
     lines = list(reasons)
     if lines:
         raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {what}:", *lines]))
 
 
 def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
-    """Change the live model for these wishes; return a line for each change."""
+    """Change a live model to train with this Setup; return a line of text for each change."""
     return [line for handler, value in _wishes(setup, skip) for line in handler.change(value, live)]
 
 
@@ -360,43 +371,42 @@ def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -
 def training_arguments(
     setup: Setup, job: Job, device: torch.device, skip: Collection[Slot] = ()
 ) -> dict[str, Any]:
-    """Return the `TrainingArguments` of these wishes."""
+    """Return the `TrainingArguments` of this Setup, by name."""
     return _merge(handler.training_arguments(value, job, device) for handler, value in _wishes(setup, skip))
 
 
 def accelerator_arguments(setup: Setup) -> dict[str, Any]:
-    """Return the arguments of accelerate's `Accelerator` for these wishes."""
+    """Return the arguments of accelerate's `Accelerator` for this Setup, by name."""
     return _merge(handler.accelerator_arguments(value) for handler, value in _wishes(setup))
 
 
 def setup_for_accelerate(setup: Setup) -> Setup:
-    """Return the same Setup in accelerate's terms."""
+    """Return the Setup without the fields that accelerate implements by its own settings."""
     for handler, value in _used(setup):
         setup = handler.setup_for_accelerate(value, setup)
     return setup
 
 
 def accelerate_context(setup: Setup, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context of accelerate's whole work, within `placed_on`."""
+    """Return the context around all of accelerate's work, entered within `placed_on`."""
     return _join(handler.around_accelerate(value, device) for handler, value in _used(setup))
 
 
 def build_for_accelerate(setup: Setup, build: Callable[..., torch.nn.Module]) -> torch.nn.Module:
-    """Return the model for accelerate; `build` takes further arguments of `build_model`."""
+    """Return the model that is passed to accelerate; `build` takes further arguments of `build_model`."""
     model = _first(handler.build_for_accelerate(value, setup, build) for handler, value in _used(setup))
     return build() if model is None else model
 
 
 def set_accelerator(setup: Setup, accelerator: Any, model: torch.nn.Module) -> None:
-    """Change a new `Accelerator` for this model."""
+    """Set options of a new `Accelerator` for this model."""
     for handler, value in _used(setup):
         handler.set_accelerator(value, accelerator, model)
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:
-    """Return the values of an exported script's template for these wishes. Raises `RecipeError` for a wish
-    that a script cannot express.
-    """
+    """Return the values of an exported script's template for this Setup. Raises `RecipeError` for a field
+    that a script cannot express."""
     for handler, why in _refusals("script", context.setup):
         raise context.refusal(handler.slot, why)
     return _merge(handler.script(value, context) for handler, value in _wishes(context.setup))

@@ -33,20 +33,19 @@ SAMPLES = 512
 """Size of the synthetic dataset, as in the guide (512 sequences)."""
 
 EPOCH = 1_000
-"""Optimizer steps in an epoch of the plain loop. Each epoch starts its workers again, and a measured step
-must not pay for that more often than a real one. Samples are made on access.
-"""
+"""Optimizer steps in an epoch of the plain loop. Each epoch starts the loader's workers again, which a
+measured step must not pay for more often than a real one. Samples are made on access."""
 
 
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
-    """Return the number of samples: the guide's, at least one global batch; a rehearsal makes only those that
-    it uses.
-    """
+    """Return the number of samples in the synthetic dataset: 512, or at least one global batch. A simulation
+    needs only those that it uses."""
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
 
 
 class _StandIn(UserDict[str, Any]):
-    """The first sample in the place of another. No `dict`: a Trainer would make another one of it."""
+    """The first sample as a substitute for another one, whose real values it can compute. Not a `dict`, since
+    a Trainer would copy it to a plain one."""
 
     def __init__(self, first: Batch, real: Callable[[], Mapping[str, Any]]) -> None:
         self.data, self.real = first, real
@@ -67,12 +66,12 @@ class _OneSample(SyntheticDataset):
         return _StandIn(self._first, lambda: self._of[index])
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Return the samples of a batch without making them: a batch may have millions."""
+        """Return the samples of a batch lazily, since a simulated batch may have millions."""
         return _StandIns(self, indices)
 
 
 class _StandIns(Sequence[Any]):
-    """The samples of a batch by their numbers in a dataset."""
+    """A batch's samples as a lazy sequence, by their indices in a dataset."""
 
     def __init__(self, of: _OneSample, indices: Sequence[int]) -> None:
         self._of, self._indices = of, indices
@@ -133,7 +132,7 @@ def _tensor_of(batch: Callable[[], Mapping[str, Any]], name: str) -> Any:
 
 
 class _CastSamples(SyntheticDataset):
-    """A dataset's samples with their floating-point inputs in the weights' dtype; labels stay as they are."""
+    """Synthetic samples with floating-point inputs in the weights' dtype; labels stay as they are."""
 
     def __init__(self, of: SyntheticDataset, dtype: str) -> None:
         super().__init__(of.job, len(of))
@@ -156,7 +155,8 @@ def cast_inputs(batch: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> SyntheticDataset:
-    """Synthetic samples as the model of this Setup takes them. A user's own example is left as it is."""
+    """Return synthetic samples in the dtypes that the model of this Setup takes. A user's own example is
+    unchanged."""
     samples = SyntheticDataset(job, dataset_size(job, device, steps))
     if job.model.module is not None:
         layout, size = job.model.layout(job.batch_size), setup.per_piece(job.batch_size)
@@ -171,7 +171,7 @@ def dataset(job: Job, setup: Setup, device: torch.device, steps: int = 1) -> Syn
 def loader(
     job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
 ) -> torch.utils.data.DataLoader[Any]:
-    """Return a DataLoader of host micro-batches, over an epoch of synthetic samples."""
+    """Return a DataLoader of host micro-batches over one epoch of synthetic samples."""
     import torch
 
     batches: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
@@ -239,7 +239,7 @@ def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
 
 
 def _fill_up(name: str, value: Any, samples: int, length: int) -> Any:
-    """Pad a (B, S) input to this sample count and length; return a value that is no tensor unchanged."""
+    """Pad a (B, S) input to this number of samples and this length; return other values unchanged."""
     import torch
 
     if not torch.is_tensor(value):

@@ -73,17 +73,15 @@ def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoad
 
 
 def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:
-    """Return whether each process first holds the whole model on its device, which `build_on="host"` would
-    avoid.
-    """
+    """Return whether each process first holds the whole model on its device, and `build_on="host"` would
+    avoid it."""
     on_host = replace(job, build_on="host")
     return STAYS not in built_on(setup, job) and STAYS in built_on(setup, on_host)
 
 
 def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:
-    """Raise `JobError` for a model that makes its parameters on the CPU on any device (XLNet's
-    `torch.FloatTensor`). A step of such a model works only after a move.
-    """
+    """Raise `JobError` for a model whose code makes parameters on the CPU on any device (XLNet's
+    `torch.FloatTensor`). Such a model must be built on the host and moved."""
     left = [name for name, parameter in model.named_parameters() if parameter.device.type != device.type]
     if left:
         more = f" and {len(left) - 1} more parameters" if len(left) > 1 else ""
@@ -150,7 +148,10 @@ def build_optimizer(
             f"adapters, or use {roster.plain(Slot.ADAPTERS).name!r}."
         )
     if weight_decay and not wish.weight_decay:
-        raise UsageError(f"{wish.factory.path} has no weight decay, but weight_decay is {weight_decay}.")
+        raise UsageError(
+            f"{wish.factory.path} has no weight decay, but weight_decay is {weight_decay}. Set "
+            "weight_decay to 0, or choose another optimizer."
+        )
     more = {"weight_decay": weight_decay} if weight_decay is not None and wish.weight_decay else {}
     if job.decay_groups and wish.weight_decay:
         groups = decay_groups(model, **more)
@@ -160,7 +161,7 @@ def build_optimizer(
 
 
 NEVER_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""Patterns of the names of parameters without weight decay."""
+"""Patterns of the names of parameters without weight decay: biases and norms."""
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import CheckpointWish
 
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
-"""The switch's names in versions of transformers, the newest first."""
+"""Names of transformers' checkpointing switch in several versions, the newest first."""
 
 
 ELSEWHERE = "of_another_stage"
-"""Attribute that marks a module in the place of a layer that another process has."""
+"""Attribute of a placeholder module, for a layer that another pipeline stage has."""
 
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
@@ -63,7 +63,7 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
 
 
 def stop_own_checkpointing(model: Any) -> None:
-    """Turn off transformers' own checkpointing of layers, where it is on."""
+    """Turn off transformers' own checkpointing of layers, if it is on."""
     known = next((name for name in NAMES if hasattr(type(model), f"is_{name}")), None)
     if known and getattr(model, f"is_{known}"):
         getattr(model, f"{known}_disable")()
@@ -118,7 +118,7 @@ def _are_alike(layers: Sequence[torch.nn.Module]) -> bool:
 
 
 def _of_transformers(module: str, name: str) -> Any:
-    """Return a class of transformers for `isinstance`, or an empty tuple if that module is not imported."""
+    """Return a class of transformers for `isinstance`; an empty tuple if its module is not imported."""
     return getattr(sys.modules.get(f"transformers.{module}"), name, ())
 
 
@@ -149,7 +149,8 @@ def _checkpoint_single(
 
 
 def _switch_holders(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the model, or its outermost parts, with transformers' switch for these layers.
+    """Return the model, or its outermost submodules, that have transformers' checkpointing switch for these
+    layers.
 
     A user's module around a model of transformers has no switch itself. The list is empty if a layer is in no
     such part.
@@ -164,7 +165,7 @@ def _switch_holders(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -
 
 
 def _enable(module: torch.nn.Module) -> Any:
-    """transformers' own switch, as a method of the module; None where it has none."""
+    """Return transformers' checkpointing switch of a module, a bound method; None if it has none."""
     return next(
         (getattr(module, f"{name}_enable") for name in NAMES if hasattr(module, f"{name}_enable")), None
     )
@@ -216,9 +217,8 @@ def _checkpoint_spans(model: torch.nn.Module, chosen: Sequence[Sequence[torch.nn
 
 
 def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's forward pass: an error inside of an unfinished span raises its refusal. Such a model
-    expects more of its layers than one tensor.
-    """
+    """Wrap a model's forward pass, so that an exception between the layers of a span becomes the span's
+    refusal. Such a model expects more of its layers than one tensor."""
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -239,7 +239,8 @@ def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..
 
 
 class _Span:
-    """Consecutive layers that run as one, inside one checkpoint, when the last of them is called."""
+    """Consecutive layers that are recomputed together: the call of the last one runs all of them inside one
+    checkpoint."""
 
     def __init__(self, forwards: list[Callable[..., Any]], name: str) -> None:
         self.forwards, self.name = forwards, name
@@ -247,7 +248,7 @@ class _Span:
         self.handed_on = 0  # the identity of the tensor, which is not kept alive
 
     def refusal(self) -> RecipeError:
-        """Return the error for a model with layers that cannot be joined."""
+        """Return the error for a model whose layers cannot be recomputed as a span."""
         return RecipeError(
             f"{self.name} passes on more than its hidden states, or the model changes them between layers. "
             "So its layers cannot be recomputed several at a time. Choose a checkpointing technique that "
@@ -255,7 +256,7 @@ class _Span:
         )
 
     def member(self, index: int) -> Callable[..., Any]:
-        """Return the forward pass of layer `index` of the span."""
+        """Return the forward function that replaces that of layer `index` of the span."""
 
         def run(*given: Any, **keywords: Any) -> Any:
             # A pass that failed midway may have left calls.
@@ -293,7 +294,7 @@ class _Span:
 
 
 def layer_names(job: Job) -> tuple[str, ...]:
-    """Return the classes of the repeated layers of this job's model, by name."""
+    """Return the class names of the repeated layers of this job's model, sorted."""
     import torch
 
     with torch.device("meta"):

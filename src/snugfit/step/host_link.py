@@ -1,4 +1,4 @@
-"""The host's memory beside a device: its extents, and the observer of copies in a rehearsal."""
+"""The host's memory beside a device: page-locked slabs, and the observer of copies in a simulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLAB_BYTES = 128 << 20
 """Bytes of page-locked memory allocated at once: a power of two, since torch rounds up to one."""
 
 ALIGNMENT = 512
-"""Bytes to which extents in it are aligned."""
+"""Bytes to which the start of each extent in a slab is aligned."""
 
 STAGED_BYTES = 64 << 20
 """Bytes of weights, and of gradients, staged on the host at a time where the host updates them. The number is
@@ -33,7 +33,7 @@ def managed_on_gpu(nbytes: int) -> int:
 
 
 class Extent(NamedTuple):
-    """Some bytes of a slab."""
+    """A range of bytes in a slab of page-locked memory."""
 
     slab: int
     start: int
@@ -41,9 +41,8 @@ class Extent(NamedTuple):
 
 
 class Slabs:
-    """Extents in memory that is allocated once. They are handed out in sequence. The sequence restarts when
-    all were returned, as they are between two backward passes.
-    """
+    """A bump allocator of page-locked host memory. It returns consecutive extents of slabs that stay
+    allocated, and starts over when all extents were released, as between two backward passes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -52,7 +51,7 @@ class Slabs:
         self._slab = self._end = 0
 
     def take(self, nbytes: int) -> Extent:
-        """So many bytes, in a new slab if need be."""
+        """Return an extent of `nbytes` bytes; add a slab if no slab has room."""
         while self._slab < len(self.sizes) and self._end + nbytes > self.sizes[self._slab]:
             self._slab, self._end = self._slab + 1, 0
         if self._slab == len(self.sizes):
@@ -63,14 +62,14 @@ class Slabs:
         return extent
 
     def give_back(self) -> None:
-        """Return an extent to its slab."""
+        """Release an extent; after the last one, allocation starts over at the first slab."""
         self._used -= 1
         if not self._used:
             self._slab = self._end = 0
 
 
 class LinkObserver:
-    """Observer of a link on `meta`. The methods here do nothing."""
+    """Base class for recorders of copies between a device and the host. The methods here do nothing."""
 
     def copy_out(self, nbytes: int) -> None:
         """Record a copy of bytes to the host, in order."""
@@ -79,7 +78,7 @@ class LinkObserver:
         """Record a copy of bytes to the device, in order."""
 
     def await_copy(self, later: int) -> None:
-        """Record the device's wait for the copy before the last `later` ones."""
+        """Record that the device waits for a copy: the one before the last `later` copies."""
 
     def stage_out(self, nbytes: int) -> None:
         """Record a blocking copy of weights or gradients from the device to the host."""
@@ -97,14 +96,16 @@ class LinkObserver:
         """Record the host's reads and writes of `nbytes` of weights, gradients or states."""
 
     def swap(self, nbytes: int) -> None:
-        """Record the host's wait for a disk that reads or writes `nbytes` of them."""
+        """Record the host's wait for a disk to read or write `nbytes` of weights, gradients or states."""
 
     def hold_on_host(self, nbytes: int, pinned: int) -> None:
-        """Record `nbytes` of them on the host, of which `pinned` are page-locked."""
+        """Record `nbytes` of weights, gradients or states in host memory, of which `pinned` are
+        page-locked."""
 
 
 class MetaLink:
-    """The link of shapes on `meta`, of which only the observer exists."""
+    """The copies between host and device in a simulation on `meta`: each is passed to an observer, and no
+    data moves."""
 
     observer: ClassVar[LinkObserver] = LinkObserver()
-    """Observer of each copy; a rehearsal sets it."""
+    """Observer that receives each copy; a simulation sets it."""

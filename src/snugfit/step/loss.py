@@ -11,9 +11,8 @@ if TYPE_CHECKING:
 
 
 class AssumedLoss(UserWarning):
-    """Warning: a model returns several numbers that could be its loss. A rehearsal's doubt has the
-    same text.
-    """
+    """Warning: a model returns several numbers that could be its loss. A prediction's warning has the same
+    text."""
 
 
 def loss_of(out: Any) -> torch.Tensor:

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 HOST_OOM = "host-oom"
 
 _LINE = r"^(?:[\w.]+(?:Error|Exception): )*"
-"""A line's beginning, and exceptions' names where another exception quotes this one (inductor does)."""
+"""Regular expression of a message line's beginning, with names of exceptions where another exception quotes
+this one (inductor does)."""
 
 MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (cause, re.compile(_LINE + pattern, re.MULTILINE))
@@ -44,8 +45,8 @@ MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 
 
 def memory_cause(error: BaseException) -> str | None:
-    """Return `oom:WHO` or `host-oom` (defined in measurement/causes.py); None for errors without a memory
-    cause.
+    """Return the owner of the memory that ran out, `oom:WHO` or `host-oom` (`measurement/causes.py`); None
+    for errors without a memory cause.
 
     Memory is checked before mistakes: a model that fails to build for want of memory raises a config error.
     """
@@ -71,7 +72,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _by_type(error: BaseException) -> str | None:
-    """Classify by name and module of the type, so that this file works without torch."""
+    """Return the memory cause of an exception by the name and module of its type, without importing torch."""
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
     if names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"}:
         return "oom:torch"

@@ -1,4 +1,4 @@
-"""Map a loop's name to its Step, and import each loop's libraries on use."""
+"""Selection of the loop: map its name to its `Step`, and import its libraries on use."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 
 def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False) -> Step:
-    """Return the Step of this loop, not yet built. Raises `UsageError` for an unknown loop, and for wishes
-    that the loop cannot implement.
-    """
+    """Return the Step that runs this loop, not yet built. Raises `UsageError` for an unknown loop, and for
+    fields of the Setup that the loop cannot implement."""
     if loop in LOOPS:
         refuse_unsupported(loop, setup)
     if loop in LOOPS and (engine := engine_of(setup)) is not None:

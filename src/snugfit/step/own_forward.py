@@ -1,4 +1,4 @@
-"""A forward pass for one module in place of its class's, which does not keep that module alive.
+"""A replacement of one module's forward method, which does not keep the module alive.
 
 A module that holds its own bound method is a cycle. Once dropped, its weights stay on the GPU until Python's
 collector runs. The collector counts objects and not their size.
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class OwnForward:
-    """Calls `function` with `module` before all other arguments, as a bound method does. A copy of the module
-    gets one of its own."""
+    """A forward method of one module: it calls `function` with the module before all other arguments. A copy
+    of the module gets its own."""
 
     def __init__(self, function: Callable[..., Any], module: torch.nn.Module) -> None:
         self._function, self._module = function, weakref.ref(module)
@@ -43,7 +43,8 @@ class OwnForward:
 
 
 def forward_of(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the module's current forward pass, for the module itself to hold."""
+    """Return the module's current forward method, wrapped so that the module itself can hold it without a
+    cycle."""
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
         return OwnForward(forward.__func__, module)

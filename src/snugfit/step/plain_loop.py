@@ -47,54 +47,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """Objects that a run has built and works with."""
+    """The model, optimizer, scaler and batches that a run has built."""
 
     model: torch.nn.Module
     """The model after the Setup's changes, on the device."""
 
     runs: torch.nn.Module
-    """Module that the loop calls: the model itself, or its wrapper when several processes train it."""
+    """The module that the loop calls: the model, or its wrapper (DDP) when several processes train it."""
 
     optimizer: torch.optim.Optimizer
-    """Over the parameters that train."""
+    """Optimizer of the trainable parameters."""
 
     scaler: torch.amp.GradScaler | None
-    """Scales the loss of fp16 training; None for any other."""
+    """Gradient scaler of fp16 training; None for other dtypes."""
 
     batches: Iterator[list[dict[str, Any]]]
-    """On the host: the micro-batches of one step after the other."""
+    """The host micro-batches of each step, a list per step."""
 
     observer: Observer
-    """Observer of each phase and step."""
+    """Observer that is notified of each phase and step."""
 
 
 class OptimizerLoop(Step):
-    """The plain loop's frame: build, then per step gradients, clipping and update. Subclasses supply the
-    gradients, so that an update can be rehearsed alone.
-    """
+    """The plain loop without its forward and backward passes: build, then for each step gradients, clipping
+    and update. Subclasses compute the gradients, so that an update can be simulated alone."""
 
     passes: StepPasses | None = None
-    """Passes of this process's layers; None where it has all of them."""
+    """Passes of this process's pipeline stages; None if it has all layers."""
 
     runner: StepRunner | None = None
-    """Runs the steps in another way; None where the loop runs them itself."""
+    """Object that runs the steps in place of the loop, such as a replay of CUDA graphs; None if the loop runs
+    them itself."""
 
     def start_runner(self) -> None:
-        """Let a runner run the following steps, if the Setup has one."""
+        """Let the Setup's `StepRunner` run the following steps, if it has one."""
         self.runner = step_runner(self)
 
     def start_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> None:
-        """Prepare the passes of a model of which this process may have some layers; it is called as
-        `runs`."""
+        """Set `passes` for a model of which this process may have only some layers; `runs` is the module to
+        call."""
         self.passes = step_passes(self.setup, model, runs, self.forward_context)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of the model's computation for this Setup."""
+        """Return the context of the forward pass under this Setup, such as autocast."""
         return forward_context(self.setup, self.device)
 
     @abstractmethod
     def _accumulate(self, built: Built) -> torch.Tensor | None:
-        """Leave one step's gradients in the parameters, and return its loss when losses are kept."""
+        """Compute one step's gradients into the parameters, and return its loss if losses are kept."""
 
     def _train(self, steps: int, observer: Observer) -> list[float]:
         observer.phase("build")
@@ -148,23 +148,23 @@ class OptimizerLoop(Step):
 
 
 class PlainStep(OptimizerLoop):
-    """The plain loop over one job and Setup."""
+    """The plain training loop over one job and Setup."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
         self.items_of: Callable[[Mapping[str, Any]], float] = lambda piece: label_items(job, piece)
-        """Count the items that the loss of a host micro-batch is a mean over."""
+        """Function that returns the number of items in a host micro-batch over which its loss is a mean."""
         self.rows = max(1, setup.per_piece(job.batch_size))
-        """Samples of a micro-batch."""
+        """Function that returns the number of samples in a micro-batch."""
         self.loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _loss
-        """Compute the loss from a model and a micro-batch on the device."""
+        """Function that computes the loss from a model and a micro-batch on the device."""
         self.computed: Callable[[torch.Tensor], None] = _ignore_loss
         """Callback for the sum of the step's losses so far, called before the last backward pass, where
         losses are kept.
         """
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build, run `steps` optimizer steps, and return their losses."""
+        """Build model and optimizer, run `steps` optimizer steps, and return their losses."""
         with run_context(self.setup):
             if not self.job.trains:
                 return self._evaluate(steps, observer)
@@ -208,9 +208,9 @@ class PlainStep(OptimizerLoop):
         *,
         again: bool = False,
     ) -> torch.Tensor | None:
-        """Run forward and backward passes of these host micro-batches without replay, each loss times its
-        weight. Return the losses' sum when losses are kept; None if the passes repeat earlier ones (`again`).
-        """
+        """Run forward and backward passes of these host micro-batches without a `StepRunner`, each loss times
+        its weight. Return the losses' sum if losses are kept; None if the passes repeat earlier ones
+        (`again`)."""
         model, observer = built.runs, built.observer
         total: torch.Tensor | None = None
         is_alone = ranks_of(self.setup) == 1
@@ -246,8 +246,7 @@ class PlainStep(OptimizerLoop):
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
         """Return the factor of each host micro-batch's loss: its share of the counted items, 0 without any.
-        None leaves the loss unscaled.
-        """
+        None leaves all losses unscaled."""
         if len(pieces) == 1:
             return [None]
         items = [self.items_of(piece) for piece in pieces]

@@ -29,19 +29,20 @@ ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_flash_attention_forward",
 )
-"""Fused attention, by its operators' names."""
+"""Names of torch's fused attention operators."""
 
 PRODUCTS = (*ATTENTION, "aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
-"""Products with weights, and attention."""
+"""Names of operators that multiply by weights, and of fused attention."""
 
 EVERY_OTHER = "every_other_product"
 
 KEPT = {"attention": ATTENTION, "products": PRODUCTS, EVERY_OTHER: PRODUCTS}
-"""Operators for each value of a recipe's setting."""
+"""Names of the operators whose results are kept, by the value of the technique's setting."""
 
 
 def checkpoint_arguments(keep: str, keep_drawn: bool = False) -> dict[str, Any]:
-    """Return the further arguments of `torch.utils.checkpoint.checkpoint`; empty if no results are kept."""
+    """Return the arguments that make `torch.utils.checkpoint.checkpoint` selective; empty if no results are
+    kept."""
     if not keep:
         return {}
     contexts = functools.partial(selective_contexts, KEPT[keep], every_other=keep == EVERY_OTHER)
@@ -90,7 +91,7 @@ def selective_contexts(operators: tuple[str, ...], every_other: bool = False, re
 
 
 def script_lines(keep: str) -> tuple[str, ...]:
-    """Return Python lines that define the same `context_fn`, for scripts that run without snugfit."""
+    """Return Python lines that define a selective `context_fn`, for scripts that run without snugfit."""
     source = textwrap.dedent(inspect.getsource(selective_contexts)).rstrip()
     value = checkpoint_arguments(keep)["context_fn"]
     names = ", ".join(f'"{name}"' for name in value.args[0])

@@ -24,27 +24,28 @@ if TYPE_CHECKING:
 
 PHASES = ("build", "load", "forward", "backward", "clip", "update")
 LOOPS = ("plain", "accelerate", "trainer")
-"""The loops by name; `open_step.py` gives the Step of each."""
+"""Names of the loops; `open_step.py` maps each to its Step."""
 
 
 class Observer:
-    """Observer of a step: a trace recorder or a stopwatch. The methods here do nothing."""
+    """Base class of recorders and timers of a step, which is called as it runs. The methods here do
+    nothing."""
 
     def step_begins(self, index: int) -> None:
-        """Optimizer step `index` (from 0) begins."""
+        """Handle the beginning of optimizer step `index` (from 0)."""
 
     def step_ends(self, index: int) -> None:
-        """Optimizer step `index` has ended; gradients are dropped."""
+        """Handle the end of optimizer step `index`; its gradients are dropped."""
 
     def phase(self, name: str) -> None:
         """Attribute all later work to this phase, one of `PHASES`."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Model and optimizer are built; the first step has not begun."""
+        """Handle the end of building: model and optimizer exist, and the first step has not begun."""
 
 
 class StepPasses(Protocol):
-    """The passes of steps in which each process has some of the layers."""
+    """Forward and backward passes of pipeline parallelism, in which each process has some of the layers."""
 
     def accumulate(
         self,
@@ -53,62 +54,66 @@ class StepPasses(Protocol):
         pieces: Sequence[Mapping[str, Any]],
         weights: Sequence[float | None],
     ) -> torch.Tensor | None:
-        """Leave the gradients of these host micro-batches in the parameters, each loss times its weight.
-        Return the loss where this process computes it and losses are kept."""
+        """Compute the gradients of these host micro-batches into the parameters, each loss times its weight.
+        Return the loss if this process computes it and losses are kept."""
 
     def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
-        """Scale the gradients of all processes so that their norm together is at most this."""
+        """Scale the gradients of all processes so that their common norm is at most `largest`."""
 
     def norm_of_all(self, trained: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-        """Return the L2 norm of all processes' gradients, of which this one has these weights'."""
+        """Return the L2 norm of the gradients of all processes; `trained` are the weights of this process."""
 
     def in_turn(self) -> Any:
-        """Return the whole model for forward passes alone."""
+        """Return a module that runs the layers of all stages in turn, for forward passes without
+        gradients."""
 
     def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
-        """Send the losses of this many steps to all processes."""
+        """Send the losses of this many steps to all processes, and return them as numbers."""
 
 
 class StepEngine(Protocol):
-    """Code of another library that runs the optimizer steps in place of a loop's."""
+    """Another library's code, such as DeepSpeed's engine, that runs the optimizer steps in place of a
+    loop's."""
 
     @property
     def training_step(self) -> type[Any]:
-        """Return the class of its steps over real data, a `TrainingStep`."""
+        """Return the `TrainingStep` class whose steps over real data the engine runs."""
 
     def step_class(self, loop: str, ranks: int) -> type[Step]:
-        """Return the Step of a loop. Raises `UsageError` for a loop that does not support it."""
+        """Return the Step class of a loop with this engine. Raises `UsageError` for a loop that does not
+        support it."""
 
     def context(self, device: torch.device, tell: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """Return the context of a run; `tell` receives lines for the user."""
+        """Return the context around a run with this engine; `tell` is called with lines for the user."""
 
     def start(
         self, job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[Any, torch.optim.Optimizer]:
-        """Return the module that steps call and the optimizer, for the job of one process. The model is on
-        the host."""
+        """Return the module that steps call and the engine's optimizer, for the job of one process. `model`
+        is on the host."""
 
     def group_bytes(self, loop: str) -> int:
-        """Return NVML bytes of the process group that it makes in this loop."""
+        """Return NVML bytes of the process group that the engine makes in this loop."""
 
     def stop(self, runs: Any) -> None:
         """Remove the engine's hooks from the model; no step follows."""
 
 
 class Step(ABC):
-    """A job and a Setup on a device, ready to run optimizer steps."""
+    """A job and a Setup on a device, as an object that builds and runs optimizer steps."""
 
     keep_gradients = False
     """Zero gradients in place after a step instead of dropping them (torch's habit before 2.0)."""
 
     trainer_class: type[Any] | None = None
-    """A subclass of `transformers.Trainer` to run instead of it, where the loop is the Trainer's."""
+    """Subclass of `transformers.Trainer` that the Trainer's loop runs instead of it; None for `Trainer`
+    itself."""
 
     trainer_arguments: Mapping[str, Any] = {}
-    """More `TrainingArguments` than those of the Setup, for the Trainer's loop."""
+    """`TrainingArguments` in addition to those of the Setup, for the Trainer's loop."""
 
     rank: int | None = 0
-    """Rank of this process in a rehearsal; None for the first rank with the largest shard."""
+    """Rank of the process that a simulation runs; None for the first rank with the largest shard."""
 
     always_mask = False
     """Pass an attention mask also when nothing is padded (transformers' habit before 5.0)."""
@@ -122,8 +127,8 @@ class Step(ABC):
 
     @abstractmethod
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build everything, run `steps` optimizer steps, and return each step's loss (mean over the global
-        batch).
+        """Build model and optimizer, run `steps` optimizer steps, and return each step's loss (mean over the
+        global batch).
 
         The list is empty unless losses are kept; keeping them holds a few bytes on the device. Afterwards
         `model` and `optimizer` are the trained objects.

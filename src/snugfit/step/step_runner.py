@@ -11,19 +11,20 @@ if TYPE_CHECKING:
 
 
 class StepRunner(ABC):
-    """The passes and updates of one loop. A handler makes it (`wishes/handler.py`)."""
+    """Runs the passes and updates of one loop's steps, for example as CUDA graphs. A handler creates it
+    (`wishes/handler.py`)."""
 
     updates_within = False
     """True if weights are updated within the passes, and no gradients remain."""
 
     has_begun = False
-    """True if the last begun step has updated a weight within its passes."""
+    """True if the current step has already updated a weight within its passes."""
 
     norm: torch.Tensor | None = None
     """Norm of the last passes' gradients, a scalar on the device; None if it is unknown."""
 
     why_not = ""
-    """Reason for steps that run as they are written; empty otherwise."""
+    """Reason why steps are not replayed but run as the loop is written; empty if they are."""
 
     @abstractmethod
     def run_passes(

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 class TrainerStep(Step):
-    """The HF Trainer over one job and Setup."""
+    """The HF Trainer's own `train()` over one job and Setup."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup_for_accelerate(setup), device, keep_losses=keep_losses)
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build, run `steps` optimizer steps, and return their losses."""
+        """Run the Trainer for `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("The trainer loop only trains. Evaluate with --loop plain.")
         with (
@@ -98,10 +98,10 @@ class TrainerStep(Step):
         return build_for_accelerate(self.setup, build)
 
     def _watch(self, trainer: Any, observer: Observer) -> None:
-        """Prepare the trainer before `train()`."""
+        """Attach the observer and the further settings to a trainer before `train()`."""
 
     def _finish(self, trainer: Any) -> None:
-        """Take the trained model and optimizer from the trainer."""
+        """Store the trained model and the unwrapped optimizer of the trainer on this Step."""
         # accelerate has wrapped the optimizer.
         self.model, self.optimizer = trainer.model, trainer.optimizer.optimizer
 
@@ -125,7 +125,8 @@ class TrainerStep(Step):
 
 
 def observe(trainer_class: type[Any]) -> type[Any]:
-    """Return a subclass of `trainer_class` that calls an observer and changes nothing else."""
+    """Return a subclass of `trainer_class` that notifies an observer of steps and phases and changes nothing
+    else."""
 
     class _ObservedTrainer(trainer_class):  # type: ignore[misc]
         observer: Observer

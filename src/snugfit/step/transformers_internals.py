@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 DEVICE = "ACCELERATE_TORCH_DEVICE"
-"""Variable of accelerate's device."""
+"""Name of the environment variable that sets accelerate's device."""
 
 
 # ---- a device that is not there --------------------------------------------------------------------------
@@ -31,7 +31,7 @@ DEVICE = "ACCELERATE_TORCH_DEVICE"
 
 @contextlib.contextmanager
 def placed_on(device: torch.device) -> Iterator[None]:
-    """Set accelerate up for `device`; restore its state afterwards."""
+    """Set up accelerate's global state for `device`, and restore it afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     variables = {"meta": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu"}}
@@ -47,7 +47,7 @@ def placed_on(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """Patch the checks of this machine's GPU that would refuse a setup for another one."""
+    """Patch the checks in transformers and accelerate that would refuse a GPU's settings on this machine."""
     import accelerate.accelerator
     import transformers.training_args
 
@@ -63,7 +63,7 @@ def _always(*arguments: Any, **keywords: Any) -> bool:
 
 
 def place_state(accelerator: Any, device: torch.device) -> None:
-    """After set-up: for a rehearsal, everything from here on is placed on `meta`. On a real device nothing
+    """Set an accelerator's device to `meta` after its set-up, for a simulation. On a real device nothing
     changes."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
@@ -78,7 +78,7 @@ def place_state(accelerator: Any, device: torch.device) -> None:
 
 
 def arguments_class(device: torch.device) -> type[Any]:
-    """`TrainingArguments`; for a rehearsal, with the device they set up substituted."""
+    """Return `TrainingArguments`, or for a simulation a subclass whose device is `meta`."""
     import transformers
 
     if device.type != "meta":

@@ -1,1 +1,2 @@
-"""One file per technique; the folder is its slot. The roster lists them; no code imports one by name."""
+"""The techniques of a recipe: each folder is a slot and each file in it one technique, which the roster finds
+by name."""

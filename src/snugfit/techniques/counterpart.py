@@ -32,12 +32,12 @@ class Setting:
     """Placeholder for the value of a technique's setting."""
 
     name: str
-    """The name of the technique's field."""
+    """Name of the technique's field that gets the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counterpart:
-    """The equivalent arguments in another library."""
+    """Arguments of another library that switch a technique on there."""
 
     arguments: Mapping[str, Any]
     """Required value by dotted name, or the `Setting` that takes the value."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class InstallStage(IntEnum):
-    """Stages of preparing a run, in order. In each, core handlers run first, then features by name."""
+    """Stages of preparing a run, in order. In each, core handlers run before those of features."""
 
     BUILD = 0
     """The model is created: its dtype and attention are arguments of its constructor."""
@@ -33,7 +33,7 @@ class InstallStage(IntEnum):
     CAST = 2
     """Weights that train change their dtype."""
     REPLACE = 3
-    """Modules compute with other kernels."""
+    """Modules get other kernels."""
     HEAD = 4
     """The head and the loss are replaced."""
     COMPILE = 5
@@ -41,7 +41,7 @@ class InstallStage(IntEnum):
     RECOMPUTE = 6
     """Layers are wrapped for checkpointing, once the modules they wrap are final."""
     SAVE = 7
-    """Tensors that layers save for the backward pass are kept elsewhere."""
+    """Tensors that layers save for the backward pass move to other memory."""
     DISTRIBUTE = 8
     """The model is distributed over processes; each makes an optimizer of its own part."""
     OPTIMIZE = 9
@@ -49,7 +49,7 @@ class InstallStage(IntEnum):
     LOOP = 10
     """Autocast, gradient scaling and micro-batches surround the passes."""
     STEP = 11
-    """The whole optimizer step is run in another way."""
+    """The whole optimizer step is wrapped, for example in a CUDA graph."""
     LOAD = 12
     """Batches reach the device."""
     PROCESS = 13
@@ -57,7 +57,7 @@ class InstallStage(IntEnum):
 
 
 class Configuration(Protocol):
-    """A user's own configuration that a feature read."""
+    """A user's configuration file that a feature has read, such as a DeepSpeed config."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -65,7 +65,7 @@ class Configuration(Protocol):
 
     @property
     def doubts(self) -> Sequence[str]:
-        """Return sentences on parts that were not read and may change the answer."""
+        """Return warnings about keys that were not read and may change memory or time."""
 
     def show(self) -> None:
         """Print on stderr how each key was used."""
@@ -86,11 +86,11 @@ class Feature:
     """Replacement text by command and removed option of earlier versions."""
 
     def commands(self) -> Sequence[Callable[..., Any]]:
-        """Return functions that become subcommands."""
+        """Return functions that the command line offers as subcommands."""
         return ()
 
     def documents(self) -> Mapping[str, type]:
-        """Return, by command, the class whose `to_json` it prints, for `snugfit schema`."""
+        """Return the class of each command's `--json` document by command, for `snugfit schema`."""
         return {}
 
     def reports(self) -> Mapping[type, Callable[[Any], Any]]:
@@ -102,15 +102,15 @@ class Feature:
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
-        """Return the words of a command line in the options that its command declares."""
+        """Return the words of a command line, rewritten as options that its command declares."""
         return words
 
     def further_options(self, declared: Collection[str]) -> Collection[str]:
-        """Return names that `rewrite_words` replaces for such a command; an error suggests them."""
+        """Return the options that `rewrite_words` accepts for such a command; an error suggests them."""
         return ()
 
     def advice_on_file(self, document: Mapping[Any, Any]) -> str:
-        """Return advice for a job file with these foreign keys; empty where they are of no known tool."""
+        """Return advice on a job file whose keys belong to another tool; empty if no known tool has them."""
         return ""
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
@@ -122,7 +122,7 @@ class Feature:
         return request
 
     def read_mesh(self, recipe: Any, text: str) -> Any:
-        """Return the recipe with the techniques of the option `--mesh`, and the number of GPUs."""
+        """Return the recipe with the parallel techniques of the option `--mesh`, and the number of GPUs."""
 
     def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
         """Write the answer of a command into the files that its options name."""
@@ -135,7 +135,7 @@ class Feature:
         return {}
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
-        """Return, by title, lines that put the recipe of a plan to use."""
+        """Return lines for the end of a plan's report that put its recipe to use, by title."""
         return {}
 
     column_roles: ClassVar[tuple[str, ...]] = ()
@@ -156,7 +156,7 @@ class Feature:
         return ()
 
     def managed_bytes(self) -> int:
-        """Return bytes of managed memory, which no allocator counts, that this process has made."""
+        """Return bytes of CUDA managed memory, which no allocator counts, that this process has allocated."""
         return 0
 
     def place_state(self, optimizer: Any, weight: Any) -> None:
@@ -169,7 +169,7 @@ class Feature:
         """Return the code for tensors that are parts of others (`step/clipping.py`)."""
 
     def state_parts(self) -> Any:
-        """Return the code for processes with parts of a run's state (`training/checkpoint/parts.py`)."""
+        """Return the object that saves and loads sharded run states (`training/checkpoint/parts.py`)."""
 
     def processes(self) -> Any:
         """Return the code of several processes: launch, restart, comparison, measurement, and plans."""
@@ -180,15 +180,15 @@ class Feature:
     # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return after how many of `layers` layers the treatment of layers repeats."""
+        """Return the period in layers of this Setup: 2 if every second layer is recomputed."""
         return 1
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
-        """Return sentences on open questions of a rehearsal with this optimizer, or None."""
+        """Return warnings that a simulation with this optimizer (or None) may be inexact."""
         return ()
 
     def rate_names(self, kernel: Any) -> Sequence[str]:
-        """Return names of rates (`Rates.patterns`) that come before those of the kernel's operator."""
+        """Return names of rates (`Rates.patterns`) to look up for a kernel, before those of its operator."""
         return ()
 
     def recorder_class(self, setup: Setup) -> type[Any] | None:
@@ -196,14 +196,14 @@ class Feature:
         return None
 
     surrounds_policy: ClassVar[bool] = False
-    """True if `simulation_overrides` are entered before those of the policy."""
+    """True if the contexts of `simulation_overrides` enclose those of the device policy."""
 
     def simulation_overrides(self, setup: Setup, policy: Any, recorder: Any, notes: Any) -> Context[None]:
         """Return a context in which the feature's operators run on shapes as on the policy's device."""
         return nullcontext()
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
-        """Return owner and attribute of each tensor that belongs to a weight, in the order of moves."""
+        """Return owner and attribute of each tensor that moves with a weight, such as its scales."""
         return ()
 
     def packed_dtype(self, tensor: Any) -> str:
@@ -211,11 +211,11 @@ class Feature:
         return ""
 
     def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
-        """Return sentences on the blocks that are live at the peak; `missing` bytes do not fit."""
+        """Return warnings about the blocks live at the peak; `missing` is the bytes that do not fit."""
         return ()
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return whether a step of few layers shows what each further layer adds."""
+        """Return whether a step of few layers predicts the bytes and kernels that each further layer adds."""
         return True
 
     def program_decisions(self) -> Context[list[Any]]:
@@ -223,22 +223,22 @@ class Feature:
         return nullcontext([])
 
     def context_bytes(self, operators: Collection[str]) -> int:
-        """Return bytes outside of the allocator that NVML counts for these operators of a step."""
+        """Return CUDA context bytes, outside of the allocator, that these operators of a step add in NVML."""
         return 0
 
     def exchanges(self) -> Any:
-        """Return the `Exchanges` (`prediction/exchanges.py`) of several processes."""
+        """Return the predictor of several processes, an `Exchanges` (`prediction/exchanges.py`)."""
 
     def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
-        """Return further seconds of a first step with this `KernelSet` (`prediction/startup.py`)."""
+        """Return seconds added to a first step with this `KernelSet` (`prediction/startup.py`)."""
         return 0.0
 
     def timing_doubts(self, setup: Setup) -> Sequence[str]:
-        """Return sentences on the accuracy of predicted seconds."""
+        """Return warnings about the accuracy of predicted seconds."""
         return ()
 
     def lowered_kinds(self) -> Sequence[type[Any]]:
-        """Return subclasses of `LoweredKinds` (`planning/cost/lowered.py`): bounds of lowered candidates."""
+        """Return subclasses of `LoweredKinds` (`planning/cost/lowered.py`), bounds of compiled recipes."""
         return ()
 
     def has_timed_bytes(self, setup: Setup) -> bool:

@@ -25,7 +25,7 @@ from snugfit.techniques.setting import read_setting, setting_types, split_outsid
 from snugfit.techniques.technique import Technique
 
 LONGEST = 2000
-"""Characters of a recipe: far more than every slot with every setting takes."""
+"""Largest number of characters of a recipe, far more than every slot with every setting takes."""
 
 _WORD = re.compile(r"\s*(?P<name>[^\s()=,+|]+)\s*(\((?P<settings>(?:[^()']|'[^']*')*)\)\s*)?")
 _QUOTED = re.compile(r"'[^']*'")
@@ -36,7 +36,7 @@ class Word:
     """One technique as it is written in a recipe, with its position."""
 
     text: str
-    """The text of the whole recipe."""
+    """The text of the whole recipe that has this word."""
 
     start: int
     """The index in `text` at which the word begins."""
@@ -48,17 +48,17 @@ class Word:
     """The technique's name, before the parentheses."""
 
     settings: str
-    """The text in the parentheses."""
+    """The text between the parentheses."""
 
     settings_start: int
-    """The index in `text` at which that begins."""
+    """The index in `text` at which the settings begin."""
 
     def refuse(self, message: str) -> NoReturn:
-        """Raise `RecipeError` with the text, this word marked."""
+        """Raise `RecipeError` with the message and the recipe's text, in which this word is marked."""
         raise error_at(self.text, self.start, self.end, message)
 
     def technique(self) -> Technique:
-        """Return the technique that the word means, with its settings."""
+        """Return the technique that this word names, with its settings."""
         try:
             kind = roster.find(self.name)
         except RecipeError as error:
@@ -84,10 +84,13 @@ class Word:
         for index, (start, piece) in enumerate(self._setting_texts()):
             try:
                 if not piece:
-                    raise RecipeError(f"{technique.name}: a setting is missing between the commas.")
+                    raise RecipeError(
+                        f"{technique.name}: a setting is missing between the commas. Add it, or remove "
+                        "a comma."
+                    )
                 name, value = _name_and_value(technique, list(kinds), index, piece, by_name=by_name)
                 if name in given:
-                    raise RecipeError(f"{technique.name}: {name} is given twice.")
+                    raise RecipeError(f"{technique.name}: {name} is given twice. Keep one.")
                 given[name] = _read(technique, name, kinds[name], value)
             except RecipeError as error:
                 raise error_at(self.text, start, start + len(piece), str(error)) from None
@@ -124,14 +127,20 @@ def parse(text: str) -> list[Word]:
     recipe.
     """
     if len(text) > LONGEST:
-        raise RecipeError(f"A recipe may have at most {LONGEST:,} characters; this one has {len(text):,}.")
+        raise RecipeError(
+            f"A recipe may have at most {LONGEST:,} characters; this one has {len(text):,}. Shorten it."
+        )
     _refuse_unbalanced(text)
     words = []
     position = 0
     while True:
         match = _WORD.match(text, position)
         if not match:
-            raise error_at(text, *_around(text, position), "The name of a technique is missing here.")
+            raise error_at(
+                text,
+                *_around(text, position),
+                "The name of a technique is missing here. Write one, such as bf16, or remove the '+'.",
+            )
         # The match has spaces at its end, which belong to no word.
         start, end = match.start("name"), match.start() + len(match[0].rstrip())
         words.append(
@@ -159,22 +168,29 @@ def _refuse_unbalanced(text: str) -> None:
     opened: int | None = None
     unquoted = _QUOTED.sub(lambda found: " " * len(found[0]), text)
     if "'" in unquoted:
-        raise error_at(text, unquoted.index("'"), len(text), "This quote is never closed.")
+        raise error_at(
+            text, unquoted.index("'"), len(text), ("This quote is never closed. Add the closing quote.")
+        )
     for position, char in enumerate(unquoted):
         if char == "(":
             if opened is not None:
-                raise error_at(text, position, position + 1, "Parentheses cannot contain other parentheses.")
+                raise error_at(
+                    text,
+                    position,
+                    position + 1,
+                    "Parentheses cannot contain other parentheses. Remove the inner ones.",
+                )
             opened = position
         elif char == ")":
             if opened is None:
-                raise error_at(text, position, position + 1, "This parenthesis was never opened.")
+                raise error_at(text, position, position + 1, "This parenthesis was never opened. Remove it.")
             opened = None
     if opened is not None:
-        raise error_at(text, opened, opened + 1, "This parenthesis is never closed.")
+        raise error_at(text, opened, opened + 1, "This parenthesis is never closed. Add ')'.")
 
 
 def _around(text: str, position: int) -> tuple[int, int]:
-    """Return start and end of the word at `position`, for the marker."""
+    """Return start and end of the recipe's word at `position`, which an error then marks."""
     rest = re.match(r"\s*[^\s+]*", text[position:])
     length = len(rest[0]) if rest else 0
     blank = len(text[position : position + length]) - len(text[position : position + length].lstrip())
@@ -186,7 +202,7 @@ def _name_and_value(
 ) -> tuple[str, str]:
     """Return the name and the text of one setting, given by name or, at `index`, by position."""
     if not names:
-        raise RecipeError(f"{technique.name} has no settings.")
+        raise RecipeError(f"{technique.name} has no settings. Write the name alone.")
     parts = (piece, "", "") if piece.startswith("'") else piece.partition("=")
     name, equals, value = (part.strip() for part in parts)
     if equals:
@@ -202,7 +218,9 @@ def _name_and_value(
             f"{technique.name}: {name!r} comes after a setting given by name, so give its name too."
         )
     if index >= len(names):
-        raise RecipeError(f"{technique.name} has no setting after {', '.join(names)}.")
+        raise RecipeError(
+            f"{technique.name} has no setting after {', '.join(names)}. Leave the further values out."
+        )
     return names[index], name
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 PLAIN = "plain"
-"""The word for the recipe in which every slot is plain."""
+"""The text of the recipe in which every slot has its default."""
 
 AUTO = "auto"
 """Word for the least recomputing and offloading that fits. A search replaces it with a technique
@@ -34,7 +34,7 @@ AUTO = "auto"
 """
 
 AUTO_SLOTS = (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
-"""Slots that it fills."""
+"""Slots that `auto` fills."""
 
 _SLOTS = tuple(Slot)
 _INDICES = {slot: index for index, slot in enumerate(_SLOTS)}
@@ -47,9 +47,8 @@ ONLY_TRAINING = (
     Slot.OPTIMIZER,
     Slot.GRADIENTS,
 )
-"""Slots that an evaluation leaves unused: it returns all logits, keeps nothing for a backward pass and
-updates nothing.
-"""
+"""Slots that an evaluation ignores: it returns all logits, keeps nothing for a backward pass and updates
+nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Recipe:
     """One technique per slot. `Recipe()` is the plain one; the techniques given replace the plain ones."""
 
     techniques: tuple[Technique, ...] = ()
-    """One per slot, in the slots' order; missing ones are filled in."""
+    """One technique per slot, in the slots' order; absent slots get their defaults."""
 
     def __post_init__(self) -> None:
         try:
@@ -65,7 +64,7 @@ class Recipe:
         except (TypeError, AttributeError):
             # The usual mistake is a text.
             raise RecipeError(
-                f"Recipe takes techniques, not {self.techniques!r}. Of text it is made by "
+                f"Recipe takes techniques, not {self.techniques!r}. From text: "
                 "Recipe.parse('bf16 + every_layer')."
             ) from None
         # A search makes very many complete recipes, which need no filling in.
@@ -96,7 +95,7 @@ class Recipe:
         return " + ".join(named) or PLAIN
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce to the text, since a technique's class gets its name from the roster."""
+        """Pickle the recipe as its text, since a technique's class gets its name from the roster."""
         return type(self).parse, (str(self),)
 
     def __iter__(self) -> Iterator[Technique]:
@@ -124,8 +123,7 @@ class Recipe:
     def check(
         self, job: Job, compute_capability: tuple[int, int] | None = None, *, installed: bool = True
     ) -> tuple[str, ...]:
-        """Return warnings about running `job` this way on a GPU of this compute capability; it runs all the
-        same.
+        """Return warnings about running `job` with this recipe on a GPU of this compute capability.
 
         Raises `RecipeError` with all objections together; with `installed`, missing packages that a technique
         needs are among them. No package is imported for that.
@@ -153,13 +151,14 @@ class Recipe:
             if doubt := technique.planning_objection(job) or technique.uncertain(job):
                 yield f"{technique}: {doubt}."
             if not job.trains and technique.slot in ONLY_TRAINING and not technique.plain:
-                yield f"{technique}: an evaluation has no optimizer step, so this changes nothing."
+                yield (
+                    f"{technique}: an evaluation has no optimizer step, so this changes nothing. Leave "
+                    "it out."
+                )
         yield from self.lost_updates(job)
 
     def lost_updates(self, job: Job) -> Iterator[str]:
-        """Yield the loss of precision from training 16-bit weights; empty if none train, or if no update is
-        lost.
-        """
+        """Yield a warning if the recipe trains 16-bit weights and small updates are rounded away."""
         if any(technique.keeps_small_updates for technique in self):
             return
         if job.trains and (below := LOST_BELOW.get(dtype := self.setup().trained_dtype(job))):
@@ -181,9 +180,8 @@ def _setup_of(recipe: Recipe) -> Setup:
 
 
 def techniques_of(text: str) -> dict[Slot, Technique]:
-    """Return the techniques that `text` names, a slot's default too. Raises `RecipeError` with the text and
-    the word that failed.
-    """
+    """Return the techniques that `text` names, by slot; a named default is included. Raises `RecipeError`
+    with the text and the word that failed."""
     if not isinstance(text, str):
         raise RecipeError(f"A recipe must be text, such as 'bf16 + every_layer', not {text!r}.")
     chosen: dict[Slot, Technique] = {}
@@ -195,8 +193,8 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
             word.refuse(f"{PLAIN!r} is the recipe that names nothing, so nothing can be added to it.")
         if word.name == AUTO:
             word.refuse(
-                f"{AUTO!r} asks for a search, but here a recipe is needed. snugfit predict, measure and "
-                "train take it, with a GPU, and say what they found: write that here. From Python: "
+                f"{AUTO!r} starts a search, but here a finished recipe is needed. snugfit predict with "
+                "a GPU searches, and prints the recipe. Give that recipe here. From Python: "
                 f"snugfit.predict(job, 'bf16 + {AUTO}', gpu='h200').recipe."
             )
         technique = word.technique()
@@ -207,9 +205,8 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
 
 
 def without_auto(text: str) -> str | None:
-    """Return the rest of a text that names `auto`; None for a text without it. Raises `RecipeError` if the
-    text also names a technique that `auto` chooses.
-    """
+    """Return a recipe's text without the word `auto`; None for a text that has no `auto`. Raises
+    `RecipeError` if the text also names a technique that `auto` chooses."""
     words = parse(text) if isinstance(text, str) and AUTO in text else []
     autos = [word for word in words if word.name == AUTO]
     if not autos:

@@ -35,7 +35,7 @@ def _read(name: str, package: str) -> Feature:
 
 @functools.cache
 def hooks(method: str) -> tuple[Callable[..., Any], ...]:
-    """Return this method of each feature that overrides it."""
+    """Return the bound method of this name from each feature that overrides it."""
     plain = getattr(Feature, method)
     # A feature that does not override a hook costs no call.
     return tuple(
@@ -44,12 +44,14 @@ def hooks(method: str) -> tuple[Callable[..., Any], ...]:
 
 
 def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
-    """Return owner and attribute of each tensor that features hold next to a weight."""
+    """Return owner and attribute of each tensor, such as quantization scales, that features store next to a
+    weight."""
     return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
 
 
 def stored_dtype(tensor: Any) -> str:
-    """Return the name of a tensor's numbers: that of a feature for packed ones, else torch's."""
+    """Return the name of a tensor's number format: a feature's, such as `nf4`, for packed numbers, else
+    torch's."""
     packed = (name for packed_dtype in hooks("packed_dtype") if (name := packed_dtype(tensor)))
     return next(packed, str(tensor.dtype).removeprefix("torch."))
 

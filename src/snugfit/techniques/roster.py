@@ -38,7 +38,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
 
 class RosterError(SnugfitError):
-    """A technique's file breaks a rule of the roster; the message is for its author."""
+    """Error in a technique's file, which breaks a rule of the roster; its author reads the message."""
 
 
 @functools.cache
@@ -69,9 +69,8 @@ def techniques() -> tuple[type[Technique], ...]:
 
 
 def find(word: str) -> type[Technique]:
-    """Return the technique called `word`, here or elsewhere; raises `RecipeError` with the nearest legal
-    names.
-    """
+    """Return the technique called `word`, in snugfit or in another library. Raises `RecipeError` with the
+    nearest names."""
     named = {technique.name: technique for technique in techniques()}
     # Own names come before words of other libraries, which may be equal.
     if word in named:
@@ -87,7 +86,8 @@ def find(word: str) -> type[Technique]:
 
 
 def _with_shared_words(word: str, names: Iterable[str]) -> str:
-    """Return a sentence with up to three names that share parts with `word`: `adamw_8bit` for `8bit-adam`."""
+    """Return a sentence that suggests up to three names which share parts with `word`: `adamw_8bit` for
+    `8bit-adam`."""
     parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if len(part) > 2]
     shared = {name: sum(part in name for part in parts) for name in names}
     # More shared parts first, then shorter names.
@@ -105,7 +105,7 @@ def slots_of_several_gpus() -> tuple[Slot, ...]:
 
 @functools.cache
 def plain(slot: Slot) -> Technique:
-    """Return the slot's default technique, that of plain PyTorch code."""
+    """Return the default technique of a slot, that of plain PyTorch code."""
     return next(technique for technique in techniques() if technique.plain and technique.slot is slot)()
 
 
@@ -117,7 +117,7 @@ class SettingLine:
     """Name of the field, written before the equals sign."""
 
     kind: str
-    """Its type in words."""
+    """Type of the setting in words."""
 
     default: str | None
     """Default in the notation; None when the setting must be given."""
@@ -141,7 +141,8 @@ def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
 
 
 def _sentences(technique: type[Technique]) -> dict[str, str]:
-    """Return each setting's sentence by name. Raises `RosterError` for settings without one."""
+    """Return the first sentence of each setting's docstring by its name. Raises `RosterError` for settings
+    without one."""
     # Checked only if the sentences are needed: reading them takes as long as reading all techniques.
     docs = field_docs(technique)
     said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
@@ -161,7 +162,7 @@ def _slots(root: Path) -> list[str]:
 
 
 def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
-    """Return the one technique of a file, named and checked."""
+    """Return the one technique class of a file, after setting its name and slot and checking it."""
     classes = [
         value
         for value in vars(module).values()
@@ -188,7 +189,8 @@ def _where(technique: type[Technique]) -> str:
 
 
 def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
-    """Check all facts of a technique but the sentences of its settings."""
+    """Check a technique's name, slot, defaults and other class variables, but not the sentences of its
+    settings."""
     where = _where(technique)
     if slot not in list(Slot):
         raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
@@ -254,10 +256,10 @@ class ForeignNames:
     """Source of the names."""
 
     same: dict[str, str]
-    """Keys that are equivalent to one of ours."""
+    """Keys of other libraries that are equivalent to a key of a job file."""
 
     keys: dict[str, str]
-    """Other keys, each with its replacement in a job file."""
+    """Further keys of other libraries, each with advice on its replacement in a job file."""
 
     techniques: dict[str, str]
     """Techniques that snugfit does not have, with the reason."""

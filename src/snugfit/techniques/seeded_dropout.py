@@ -1,4 +1,5 @@
-"""Kernels that draw dropout from seeds of their own, and not from torch's generators: those of features."""
+"""Detection of seeded dropout: kernels of features that draw it from their own seeds, and not from torch's
+generators."""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ from snugfit.techniques.wish import used_wishes, wishes
 
 
 def seeds_dropout(setup: Setup) -> bool:
-    """Return whether dropout outside of attention has seeds, so that a recomputed layer drops the same
-    elements.
-    """
+    """Return whether dropout outside of attention has its own seeds, so that a recomputed layer drops the
+    same elements."""
     return any(wish.seeded_models for wish in used_wishes(setup))
 
 
 def draws_once(setup: Setup) -> bool:
-    """Return whether a step cannot draw the same random numbers again in recomputed layers."""
+    """Return whether the step of this Setup cannot draw its random numbers a second time, for recomputed
+    layers."""
     return any(wish.draws_once for wish in used_wishes(setup))
 
 
 def may_be_seeded(model_type: object) -> bool:
-    """Return whether some step draws once, and some kernels seed all dropout of such a model outside of
-    attention."""
+    """Return whether some feature can record steps that draw once, and another can seed all dropout of this
+    model type."""
     seeded = any(model_type in wish.seeded_models for wish in wishes())
     # Seeds help only with a step that draws once: elsewhere, checkpointing restores the generators.
     return seeded and any(wish.draws_once for wish in wishes())
@@ -32,8 +33,8 @@ def may_be_seeded(model_type: object) -> bool:
 
 @functools.cache
 def try_seeds(advice: str) -> str:
-    """Return this advice with two techniques in the place of `{}`: of kernels with seeds, and of steps that
-    draw once. It is empty without one of them."""
+    """Return advice with its `{}` replaced by two techniques: kernels with seeded dropout, and steps that
+    draw once. Empty if one is not installed."""
     traits = {Slot.KERNELS: seeds_dropout, Slot.ENGINE: draws_once}
     names = [
         next((one.name for one in roster.techniques() if one.slot is slot and has_it(one().alone)), "")

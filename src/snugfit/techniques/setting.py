@@ -28,7 +28,7 @@ _WHOLE = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 Pattern = Annotated[str, "pattern"]
-"""A word, or a regular expression."""
+"""The type of a setting that is a word or a regular expression."""
 
 
 def between(low: float, high: float, default: Any = MISSING) -> Any:
@@ -65,7 +65,7 @@ def show_setting(value: Any) -> str:
 
 
 def is_word(text: str) -> bool:
-    """Return True for a text that is written without quotes."""
+    """Return True for a text that the notation writes without quotes."""
     return bool(_WORD.fullmatch(text))
 
 
@@ -93,7 +93,7 @@ def read_setting(annotation: Any, text: str) -> Any:
 
 
 def _read_several(kind: Any, text: str) -> tuple[Any, ...]:
-    """Return the values joined by `|`; empty for a text that is none of this kind."""
+    """Parse the values joined by `|`; return an empty tuple if one is not of this kind."""
     words = split_outside_quotes(text, "|")
     if typing.get_args(kind)[0] is int:
         return tuple(map(int, words)) if all(map(_WHOLE.fullmatch, words)) else ()
@@ -106,7 +106,8 @@ def _read_several(kind: Any, text: str) -> tuple[Any, ...]:
 
 
 def check_setting(declared: Field[Any], annotation: Any, value: Any) -> str | None:
-    """Return the fault of a setting's value, as the end of a sentence; None for a valid value."""
+    """Return the fault of a setting's value as a clause, such as `must be at least 1`; None for a valid
+    value."""
     if value is None and type(None) in _alternatives(annotation):
         return None
     if not _fits(_alternatives(annotation)[0], value):
@@ -129,7 +130,7 @@ def describe(annotation: Any) -> str:
 
 
 def _is_element(value: Any, kind: Any) -> bool:
-    """Return True for an element of a setting with several values of this kind."""
+    """Return True for a value that may be one of several joined by `|`, of this kind."""
     if kind is int:
         return type(value) is int
     if not isinstance(value, str):
@@ -149,7 +150,8 @@ def _fault_of_pattern(text: str) -> str:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a union, (int, NoneType) for `int | None`; anything else alone."""
+    """Return the members of a union type, (int, NoneType) for `int | None`; of another type the type
+    itself."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return typing.get_args(annotation)
     return (annotation,)

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
-    """An optimizer, and its name in the HF Trainer."""
+    """An optimizer's constructor, and its name in the HF Trainer."""
 
     factory: Call
-    """`factory(parameters, lr=..., weight_decay=..., **arguments)` gives a `torch.optim.Optimizer`."""
+    """Constructor: `factory(parameters, lr=..., weight_decay=..., **arguments)` returns a
+    `torch.optim.Optimizer`."""
 
     prepare: Call | None = None
     """`prepare(model, **arguments)` runs once before the factory, e.g. to keep some modules' states wide."""
@@ -96,21 +97,20 @@ class CheckpointWish:
 
 
 EVERY_LAYER = CheckpointWish()
-"""Each layer, by itself."""
+"""The wish that recomputes each layer by itself."""
 
 
 LOGITS_BYTES = 256 << 20
-"""Bytes of a chunk's logits in 32 bits (chosen). Products of fewer tokens take longer on a GPU of today, and
-such logits take about a GiB with their temporaries.
-"""
+"""Default bytes of the fp32 logits of one chunk (chosen). Products of fewer tokens take longer on a GPU of
+today, and such logits take about a GiB with their temporaries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsWish:
-    """Logits that exist for some tokens at a time, with their loss and its gradient."""
+    """Chunked logits: the head, the loss and its gradient are computed for some tokens at a time."""
 
     tokens: int | None = None
-    """So many at a time; None cuts by `LOGITS_BYTES`."""
+    """Tokens of a chunk; None computes them from `LOGITS_BYTES`."""
 
     def tokens_at_once(self, vocabulary: int, itemsize: int = 4) -> int:
         """Return the tokens of a chunk: by default the largest power of two whose logits, of `itemsize` bytes
@@ -122,18 +122,18 @@ class LogitsWish:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderWish:
-    """Settings of the way of batches to the device."""
+    """Settings of the DataLoader."""
 
     workers: int = 0
     """Processes that prepare batches; 0 prepares them in the training process."""
 
     pinned: bool = False
-    """Batches in page-locked host memory, so that copies are asynchronous."""
+    """True for batches in page-locked host memory, whose copies to the device are asynchronous."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSetup:
-    """The fields of the core. The defaults are the plain loop's."""
+    """The core's fields of `Setup`, each with the default of the plain loop."""
 
     weights_dtype: str | None = None
     """build: dtype of the model's floating-point weights, by torch's name; None leaves them as they are
@@ -147,17 +147,19 @@ class CoreSetup:
     """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
 
     logits: LogitsWish | None = None
-    """checkpoint: of how many tokens a language model's logits exist at a time; None computes them whole."""
+    """checkpoint: number of tokens whose logits exist at a time; None computes the logits of all tokens
+    together."""
 
     checkpoint: CheckpointWish | None = None
-    """checkpoint: which layers keep only their inputs (non-reentrant); None keeps everything."""
+    """checkpoint: layers that keep only their inputs and are recomputed (non-reentrant); None recomputes
+    none."""
 
     optimizer: OptimizerWish = field(
         default_factory=lambda: OptimizerWish(
             factory=Call(path="torch.optim:AdamW", arguments={"foreach": True}), trainer_name="adamw_torch"
         )
     )
-    """optimizer: which optimizer makes the updates."""
+    """optimizer: constructor of the optimizer."""
 
     autocast: str | None = None
     """loop: dtype of autocast regions, by torch's name; None runs in the weights' dtype."""
@@ -166,17 +168,18 @@ class CoreSetup:
     """loop: scale the loss against underflow and skip steps with non-finite gradients (GradScaler)."""
 
     micro_batches: int = 1
-    """loop: pieces the global batch is cut into, one after the other."""
+    """loop: number of pieces of the global batch, which run one after the other."""
 
     loader: LoaderWish = field(default_factory=LoaderWish)
-    """loader: how batches reach the device."""
+    """loop: worker processes and pinned memory of the DataLoader."""
 
     expandable_segments: bool = False
-    """process: the CUDA allocator grows segments in place instead of taking new ones."""
+    """process: True if the CUDA allocator uses expandable segments."""
 
     @property
     def lowering(self) -> Lowering | None:
-        """Return the wish whose programs replace the model's code; None where it runs as written."""
+        """Return the wish of a compiler whose programs replace the model's code; None if the code runs as
+        written."""
         for wish in lowering_wishes():
             if (value := wish.of(self)) is not None:
                 return value
@@ -191,7 +194,7 @@ class CoreSetup:
 
     @property
     def has_budget(self) -> bool:
-        """Return whether programs keep less for their backward pass than their default."""
+        """Return whether compiled programs save less for their backward pass than they do by default."""
         lowering = self.lowering
         return lowering is not None and lowering.has_budget
 
@@ -246,7 +249,7 @@ class CoreSetup:
         return self.autocast, self.with_fields(autocast=None)
 
     def with_adamw(self, wish: OptimizerWish) -> Self:
-        """Return a copy with this AdamW, or with that of a feature whose field needs another."""
+        """Return a copy with this AdamW; a feature whose field needs another one replaces it."""
         # A feature with weights of another form needs its own AdamW for them.
         named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
         own = next(named, None)

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 MOST_GPUS = 1 << 16
-"""More are taken for a mistake."""
+"""Largest accepted number of GPUs; a larger one is refused as a mistake."""
 
 NOT_SIMULATED = (Slot.ADAPTERS, Slot.HEAD, Slot.KERNELS, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD)
-"""Slots that hold their plain technique where several processes train together."""
+"""Slots that must have their default technique if several processes train together."""
 
 BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
 """Slots that a search has filled when it chooses a technique for several processes."""
 
 
 def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
-    """Return the techniques that are for one process alone, by slot."""
+    """Return the recipe's techniques that support only one process, by slot."""
     techniques = [recipe[slot] for slot in BEFORE_SHARDING]
     # A plain technique of these slots is simulated with any number of processes.
     return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]

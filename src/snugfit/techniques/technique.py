@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Slot(StrEnum):
-    """The kinds of technique, in the order in which a recipe is written. A recipe has one of each."""
+    """Group of techniques, of which a recipe has exactly one. The members are in the order in which a recipe
+    is written."""
 
     ADAPTERS = "adapters"
     ATTENTION = "attention"
@@ -69,13 +70,13 @@ class Fidelity(StrEnum):
     """Closeness of a technique to the plain recipe's mathematics."""
 
     SAME = "same"
-    """The same sums: equal up to the order of floating-point additions."""
+    """The same sums as the plain recipe, up to the order of floating-point additions."""
 
     ROUNDS = "rounds"
     """The same formula, rounded differently somewhere."""
 
     LEARNS = "learns"
-    """Another algorithm, which also learns."""
+    """Another training algorithm than the plain recipe's, which also learns."""
 
 
 # A technique is frozen, so its Setup is made once; a search reads it for every candidate.
@@ -86,7 +87,7 @@ def _alone(technique: Technique) -> Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Technique(ABC):
-    """One way to make a job fit or run faster. Settings are its fields; one file each."""
+    """One way to make a job fit or run faster. Its dataclass fields are its settings; one file each."""
 
     name: ClassVar[str]
     """The word in a recipe; by default the file's name. The roster sets it and the slot."""
@@ -95,7 +96,7 @@ class Technique(ABC):
     """Kind of technique; the name of its folder."""
 
     fidelity: ClassVar[Fidelity]
-    """Closeness to the plain recipe's mathematics."""
+    """Largest difference to the plain recipe's mathematics."""
 
     title: ClassVar[str] = ""
     """Everyday name, such as LoRA; empty where it is `name`."""
@@ -144,9 +145,8 @@ class Technique(ABC):
     """
 
     lowered: ClassVar[bool] = False
-    """True if each kind of GPU needs its own lowering of the model's code, or its own full simulation. That
-    takes long, so plans for many GPUs try it only if it is kept.
-    """
+    """True if each kind of GPU needs its own compilation of the model's code, or its own full simulation.
+    That takes long, so plans for many GPUs try it only if it is kept."""
 
     searched: ClassVar[bool] = True
     """True if a plan can search recipes with it; otherwise `predict` takes a recipe that has it."""
@@ -164,10 +164,11 @@ class Technique(ABC):
     """The module that a plan's worker processes import ahead if every recipe has the technique."""
 
     on_cpu: ClassVar[str] = ""
-    """Effect of running without it on the CPU, a clause after its name; empty if the CPU has the same."""
+    """Clause on a run on the CPU, which has no such technique, to follow the technique's name; empty if the
+    CPU has it."""
 
     least_capability: ClassVar[tuple[int, int] | None] = None
-    """The compute capability below which the GPU cannot do this at all."""
+    """Smallest compute capability of a GPU that can run the technique; None for every GPU."""
 
     def __post_init__(self) -> None:
         """Raise `RecipeError` for a setting of the wrong type or outside its range."""
@@ -183,34 +184,34 @@ class Technique(ABC):
         return getattr(self.alone, FIELDS[self.slot])
 
     def install(self, setup: Setup) -> Setup:
-        """Return the same Setup with this technique's wishes in it."""
+        """Return a copy of the Setup with this technique's fields changed."""
         return setup.with_fields(**{FIELDS[self.slot]: self.value})
 
     @property
     def alone(self) -> Setup:
-        """Return the Setup that it makes with plain techniques."""
+        """Return the Setup of a recipe with this technique and defaults in all other slots."""
         return _alone(self)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield why it is incompatible with this job or recipe, as sentences that a user can act on; empty if
-        compatible.
-        """
+        """Yield reasons why the technique is incompatible with this job or recipe, as sentences that a user
+        can act on."""
         return iter(())
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return another technique of this recipe, and the reason against the two together in a plan.
+        """Return another technique of this recipe, and why a plan does not combine the two.
 
         Plans combine them only if both are kept. Empty if all techniques may be combined.
         """
         return ""
 
     def adapted_modules(self, job: Job) -> str | Sequence[str]:
-        """Return ends of the names of modules that get adapters; as a text `ALL_LINEAR` or a pattern."""
+        """Return the suffixes of the names of modules that get adapters, or as a text `ALL_LINEAR` or a
+        pattern."""
         return ()
 
     @property
     def trained_rank(self) -> int | None:
-        """Return the rank of the matrices that train; None where whole weights train."""
+        """Return the rank of the trained low-rank matrices; None if whole weights train."""
         return None
 
     def is_searched(self) -> bool:
@@ -235,14 +236,13 @@ class Technique(ABC):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan and no recovery chooses it for this job, though a user may name it; empty if
-        they may.
-        """
+        """Return why no plan and no recovery chooses this technique for this job, though a user may name it;
+        empty if they may."""
         return cls.unplanned
 
     @classmethod
     def uncertain(cls, job: Job) -> str:
-        """Return the open question on it for this job; empty without one."""
+        """Return an open question about the technique's effect on this job; empty without one."""
         return ""
 
     @classmethod
@@ -252,10 +252,9 @@ class Technique(ABC):
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return settings from the slot's plain technique towards another, each with less memory and more
-        time than the one before. They are too many to search one by one, so a plan looks for the least that
-        fits. Empty for a technique that is searched by its `settings`.
-        """
+        """Return this technique with several settings, each with less memory and more time than the one
+        before. They are too many to search one by one, so a plan looks for the least that fits. Empty for a
+        technique that is searched by its `settings`."""
         return ()
 
     def lesser(self, job: Job) -> Sequence[Self]:
@@ -266,20 +265,19 @@ class Technique(ABC):
         return ()
 
     def smaller(self, job: Job) -> Sequence[Self]:
-        """Return the same technique with other settings, all with less memory than this. Each has less memory
-        and more seconds than the one before. If this does not fit, a plan takes the first that does.
-        """
+        """Return the same technique with other settings, each with less memory and more seconds than the one
+        before. If this does not fit, a plan takes the first that does."""
         return ()
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """Return whether no step with it is faster or smaller than the same step with `other`, on GPUs of
-        this compute capability. A plan that may choose `other` then skips it.
-        """
+        """Return whether a step with this technique is never faster or smaller than the same step with
+        `other`, on GPUs of this compute capability. A plan that may choose `other` then skips this
+        technique."""
         return False
 
     @classmethod
     def missing_package(cls) -> str | None:
-        """Return why a package of `needs` is missing or too old; None when all are installed.
+        """Return a message that a package of `needs` is missing or too old; None when all are installed.
 
         No package is imported for that.
         """
@@ -298,11 +296,12 @@ class Technique(ABC):
 
     @classmethod
     def summary(cls) -> str:
-        """Return the first sentence of the docstring."""
+        """Return the first sentence of the technique's docstring."""
         return first_sentence(cls.__doc__ or "")
 
     def __str__(self) -> str:
-        """Return its text in a recipe: the name, and the settings that differ from their defaults.
+        """Return the technique as written in a recipe: its name, and the settings that differ from their
+        defaults.
 
         A setting without a default is the main one, and is written by position: `micro_batches(4)`; the
         others by name: `sgd(momentum=0.5)`.
@@ -331,7 +330,7 @@ class PlainTechnique(Technique):
 
 
 class TechniqueBySlot(Protocol):
-    """The view of a recipe that its own techniques use; `Recipe`, a layer above them, implements it."""
+    """The techniques of a recipe by slot, as a protocol: `Recipe`, a layer above, implements it."""
 
     def __getitem__(self, slot: Slot | str) -> Technique:
         """Return the technique in this slot."""

@@ -20,7 +20,7 @@ from snugfit.techniques.technique import Slot, Technique
 
 @dataclass(frozen=True, kw_only=True)
 class SlotReading:
-    """The technique of one slot that a user's arguments mean."""
+    """The technique in one slot that a user's arguments of another library imply."""
 
     slot: Slot
     """The kind of technique."""
@@ -29,10 +29,10 @@ class SlotReading:
     """The technique; None when snugfit has none for these arguments."""
 
     keys: tuple[str, ...]
-    """The arguments that decide this slot, and were looked at."""
+    """The arguments that decide this slot."""
 
     note: str = ""
-    """Difference between the technique and the arguments' effect elsewhere."""
+    """Difference between the technique and the effect of these arguments in their library."""
 
 
 def read_slots(arguments: Mapping[str, Any]) -> tuple[SlotReading, ...]:
@@ -63,8 +63,8 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
 def _technique_from(
     counterpart: Counterpart, kind: type[Technique], arguments: Mapping[str, Any]
 ) -> Technique | None:
-    """Build a technique of this kind from another library's arguments. Return None if they do not match the
-    counterpart, or are no valid settings."""
+    """Build a technique of this kind from another library's arguments. Return None if the values differ from
+    the counterpart's or are invalid settings."""
     settings = dict(counterpart.settings)
     for key, value in counterpart.arguments.items():
         given = arguments.get(key)
@@ -83,7 +83,8 @@ def _technique_from(
 
 
 def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ...]]:
-    """Return the recipe as dotted arguments, and the techniques that have none."""
+    """Return another library's arguments for a recipe by dotted name, and the techniques without such
+    arguments."""
     arguments: dict[str, Any] = {}
     unsaid = []
     for technique in recipe:
@@ -99,7 +100,8 @@ def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ..
 
 
 def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, Any] | None:
-    """Return the arguments for this technique with its settings; None when they cannot express these."""
+    """Return the counterpart's arguments for this technique with its settings; None if it has no argument for
+    a setting."""
     named = {value.name for value in counterpart.arguments.values() if isinstance(value, Setting)}
     for declared in fields(technique):
         value = getattr(technique, declared.name)

@@ -34,13 +34,14 @@ class Call:
         return function
 
     def run(self, *given: Any, **more: Any) -> Any:
-        """Call the function and return its result; its own arguments override `more`."""
+        """Call the function with its own and further arguments and return its result; `arguments` override
+        `more`."""
         # The wish's own arguments are the recipe's, so they override the loop's.
         return self.resolve()(*given, **{**more, **self.arguments})
 
 
 class Lowering(Protocol):
-    """A wish by which the programs of a compiler replace the model's code."""
+    """Field of `Setup` by which a compiler's programs replace the model's code."""
 
     @property
     def is_one_program(self) -> bool:
@@ -52,30 +53,32 @@ class Lowering(Protocol):
 
     @property
     def has_budget(self) -> bool:
-        """True if programs keep less for their backward pass than their default."""
+        """True if compiled programs save less for their backward pass than they do by default."""
 
 
 class SeveralProcesses:
-    """Base of a field's value by which several processes train one model, one for each GPU."""
+    """Base class of fields that train one model in several processes, one for each GPU."""
 
     ranks: int
     """Number of processes, one for each GPU."""
     on_host: bool = False
-    """True if the host keeps and updates the parts, so that processes exchange there too."""
+    """True if host memory holds the shards and the CPU updates them, so that processes exchange data there
+    too."""
 
     @property
     def matrix_parts(self) -> int:
-        """Return the number of parts of each matrix, on which the optimizer's groups depend."""
+        """Return the number of shards of each weight matrix, which determines the optimizer's groups."""
         return 1
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Return the number of ranks along each axis that works on the same samples."""
+        """Return the number of ranks by axis, such as tensor or pipeline, along which ranks share the same
+        samples."""
         return {}
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of parts that the global batch is cut into."""
+        """Return the number of ranks that get different samples, into which the global batch is divided."""
         return self.ranks
 
     def data_rank(self, rank: int) -> int:
@@ -83,11 +86,12 @@ class SeveralProcesses:
         return rank
 
     def counts(self, rank: int) -> float:
-        """Return the weight of this rank's loss in the sum over ranks."""
+        """Return the weight of this rank's loss in the sum over all ranks."""
         return 1.0
 
     def on(self, gpus: int) -> SeveralProcesses:
-        """Return the same value for this number of GPUs. Raises `UsageError` where they cannot share."""
+        """Return a copy for this number of GPUs. Raises `UsageError` if they cannot share the model or the
+        batch."""
         raise NotImplementedError
 
 
@@ -98,39 +102,38 @@ class Wish(Generic[T]):
     name: str
     """The field's name, in `Setup` and in its JSON."""
     kind: Any
-    """Its type, of a value that can be compared and written as JSON."""
+    """Type of the value, which can be compared and written as JSON."""
     default: T
-    """The value of the plain loop."""
+    """The value in the plain loop."""
     touches: tuple[str, ...] = ("passes", "update")
     """Parts of a step that the field changes, by the fields of `StepKey` (`planning/step_key.py`)."""
 
     lowers: bool = False
-    """True if its value is a `Lowering`, or None."""
+    """True if the value is a `Lowering`, or None."""
     adamw: Call | None = None
-    """Function that returns the `OptimizerWish` of AdamW with it; None leaves AdamW as it is."""
+    """Function that returns the `OptimizerWish` of AdamW under this field; None leaves AdamW unchanged."""
     parts: Call | None = None
-    """Class of a step's rehearsed parts (`rehearsal/step_parts.py`); None for those of a plain step."""
+    """Class that simulates the parts of a step under this field (`rehearsal/step_parts.py`); None for a plain
+    step's."""
 
     records_graphs: bool = False
-    """True if the loop's steps are recorded as CUDA graphs, so that the first steps differ from later ones.
-    """
+    """True if the field records steps as CUDA graphs, so that the first steps differ from later ones."""
     draws_once: bool = False
-    """True if a step cannot draw the same random numbers again in recomputed layers."""
+    """True if a step with the field cannot draw its random numbers a second time, for recomputed layers."""
     freezes: bool = False
-    """True if it freezes the model's weights and adds others, in fp32, that train."""
+    """True if the field freezes the model's weights and adds fp32 weights that train."""
     selects: bool = False
-    """True if it selects the weights of the model that train."""
+    """True if the field selects the model's weights that train."""
     packages: tuple[str, ...] = ()
-    """Packages that a step with it imports."""
+    """Packages that a step with the field imports."""
     needs_no_compiler: bool = False
-    """True if its step uses no module whose import may be deferred (`deferred_imports.py`)."""
+    """True if a step with the field uses no module whose import may be deferred (`deferred_imports.py`)."""
     seeded_models: tuple[str, ...] = ()
-    """Types of models in which it seeds all dropout but attention's: a recomputed layer then drops the same
-    elements.
-    """
+    """Types of models in which the field seeds all dropout but attention's: a recomputed layer then drops the
+    same elements."""
 
     def of(self, setup: Any) -> T:
-        """Return the value in this `Setup`."""
+        """Return the value of this field in a `Setup`."""
         return cast(T, getattr(setup, self.name))
 
 
@@ -141,7 +144,7 @@ def wishes() -> tuple[Wish[Any], ...]:
     # The fields form one dataclass, where a second name would replace the first.
     names = [wish.name for wish in fields]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}.")
+        raise FeatureError(f"Two features add the same fields to Setup: {', '.join(twice)}. Rename one.")
     return tuple(fields)
 
 
@@ -161,16 +164,16 @@ def _wishes_of_processes() -> tuple[Wish[Any], ...]:
 
 
 def wish_of_processes(setup: Any) -> Wish[Any] | None:
-    """Return the field by which several processes train under this Setup; None without one."""
+    """Return the field that makes several processes train under this Setup; None without one."""
     return next((wish for wish in _wishes_of_processes() if wish.of(setup) is not None), None)
 
 
 def processes_of(setup: Any) -> SeveralProcesses | None:
-    """Return the processes that train together under this Setup; None for a step of one process."""
+    """Return the value that makes several processes train under this Setup; None for one process."""
     wish = wish_of_processes(setup)
     return None if wish is None else wish.of(setup)
 
 
 def used_wishes(setup: Any) -> list[Wish[Any]]:
-    """Return the fields of features that differ from the plain loop's in this `Setup`."""
+    """Return the features' fields whose values in this `Setup` differ from the plain loop's."""
     return [wish for wish in wishes() if wish.of(setup) != wish.default]

@@ -36,18 +36,19 @@ from snugfit.training.ranks import Ranks
 
 TRIGGER = "checkpoint-now"
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
-"""Exit codes of a run that was stopped once and can be resumed."""
+"""Exit codes of a run that one signal stopped and that can be resumed, by signal."""
 AT_ONCE = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
-"""Exit codes of a run that was stopped twice."""
+"""Exit codes of a run that a second signal ended at once, by signal."""
 
 
 class EvaluationStopped(BaseException):
-    """A signal has stopped the current evaluation. No `Exception`, because it passes through code of the
-    user's."""
+    """Raised when a signal stops an evaluation. Not an `Exception`, since it passes through the user's
+    code."""
 
 
 class Interrupts:
-    """The signals and trigger files since the context was entered; without a folder, signals alone."""
+    """Records the signals and trigger files since the context was entered; without a folder, signals
+    alone."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Interrupts:
 
     @property
     def too_late(self) -> bool:
-        """True if the time to write a checkpoint is over."""
+        """True if the time limit for a checkpoint after a signal is over."""
         return time.monotonic() > self._deadline
 
     def begin_last_save(self) -> None:
@@ -118,7 +119,7 @@ class Interrupts:
             self._begin_deadline()
 
     def watch_modules(self, look: Callable[[Any], None] | None) -> None:
-        """Call `look` with every module before its forward, from a stopping signal on; None ends that.
+        """Call `look` with every module before its forward, once a signal to stop has come; None ends that.
 
         Before the signal this costs nothing.
         """
@@ -163,12 +164,12 @@ def _before_each_module(look: Callable[[Any], None]) -> Any:
 
 
 _SIGNALS = tuple(EXIT_CODES)
-"""The signals in the order of the flags."""
+"""The signals in the order of `Stops.flags`."""
 
 
 @final
 class Stops:
-    """The signals and requests that all processes of a run have agreed on."""
+    """The signals and checkpoint requests on which all processes of a run act together."""
 
     def __init__(self, interrupts: Interrupts, ranks: Ranks) -> None:
         self._own, self._ranks = interrupts, ranks
@@ -182,7 +183,7 @@ class Stops:
         return [float(number == own) for number in _SIGNALS] + [float(self._own.wants_checkpoint())]
 
     def hear(self, summed: Sequence[float]) -> None:
-        """Store the signals in the sums of all processes' flags."""
+        """Store the signals of all processes, from the sums of their flags."""
         *signals, wants = summed
         # Processes may have received different signals; all take the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)
@@ -192,7 +193,7 @@ class Stops:
 
     @property
     def stopping(self) -> signal.Signals | None:
-        """The signal that ends the run at this boundary, or None."""
+        """The signal that ends the run at this boundary in all processes, or None."""
         return self._stopping if self._ranks.are_many else self._own.stopping
 
     @property
@@ -201,7 +202,7 @@ class Stops:
         return self._own.too_late
 
     def begin_last_save(self) -> None:
-        """Start the time limit of the checkpoint at a stop."""
+        """Start the time limit for the last checkpoint, as `Interrupts.begin_last_save`."""
         self._own.begin_last_save()
 
     def raise_if_stopping(self) -> None:
@@ -212,7 +213,7 @@ class Stops:
             raise EvaluationStopped
 
     def agree(self) -> None:
-        """Exchange the signals of all processes, at a boundary without another exchange."""
+        """Exchange the signals of all processes, at a step boundary without another exchange."""
         if self._ranks.are_many:
             self.hear(self._ranks.sum(self.flags))
 

@@ -1,6 +1,6 @@
-"""The journal of a run: one JSON object per line, appended as events happen.
+"""The journal of a run: a file with one JSON object per event, appended as events happen.
 
-    {"event": "step", "step": 31, "loss": 0.4127, "norm": 1.93, ...}
+{"event": "step", "step": 31, "loss": 0.4127, "norm": 1.93, ...}
 
 A resumed run appends to the same file. Steps that were lost and repeated are there twice, and the later line
 counts. Watchers of the run (a progress bar, a test) receive the same events.
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from snugfit.errors import UsageError
 
 Event = dict[str, Any]
-"""A dict whose `event` is its kind; `train.py` lists the kinds and their fields."""
+"""The type of an event: a dict whose `event` is its kind; `train.py` lists the kinds and their fields."""
 
 JOURNAL = "journal.jsonl"
 
@@ -49,7 +49,7 @@ class Journal:
 
     @contextlib.contextmanager
     def writing_to(self, folder: Path) -> Iterator[None]:
-        """Also write the events into this folder within the context."""
+        """Context in which the events are also written into this folder."""
         self._path, self._begun, self._broken = folder / JOURNAL, False, False
         try:
             yield
@@ -92,7 +92,7 @@ class Journal:
 
 
 def _strict(event: Event) -> Event:
-    """Return the event with NaN and infinities as text, because JSON has no such numbers."""
+    """Return the event with NaN and infinities as text, because strict JSON has no such numbers."""
     return {
         key: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in event.items()

@@ -168,7 +168,8 @@ class TrainOptions:
         self._refuse_what_does_nothing()
 
     def _refuse_what_is_no_name(self) -> None:
-        """Check the types alone: a feature checks the trackers' names when a run begins."""
+        """Raise `UsageError` for trackers and names that are not text. A feature checks the trackers' names
+        when a run begins."""
         given = self.report_to
         if not isinstance(given, str | list | tuple) or not all(isinstance(name, str) for name in given):
             raise UsageError(f"report_to is {given!r}; it must be names of trackers, all, or none.")
@@ -184,7 +185,10 @@ class TrainOptions:
                         " evaluation data."
                     )
         if self.load_best_model_at_end and self.save_strategy == "no":
-            raise UsageError("load_best_model_at_end needs checkpoints, but save_strategy is 'no'.")
+            raise UsageError(
+                "load_best_model_at_end needs checkpoints, but save_strategy is 'no'. Set "
+                "save_strategy to 'steps' or 'epoch', or leave load_best_model_at_end out."
+            )
 
     @property
     def order_seed(self) -> int:
@@ -219,7 +223,7 @@ _WHOLE = {
 """Fields that are whole numbers, with the smallest allowed value."""
 
 _EVERY = ("save_steps", "eval_steps", "logging_steps")
-"""Fields that the Trainer also takes as a share of all steps."""
+"""Fields with a number of steps that may also be a share of all steps, as in the Trainer."""
 
 _NUMBERS = {
     "num_train_epochs": True,
@@ -229,6 +233,6 @@ _NUMBERS = {
     "loss_spike_rtol": True,
     "stop_seconds": True,
 }
-"""Fields that are numbers; True for those that must be above 0."""
+"""Fields that are numbers, by whether they must be above 0."""
 
 _MAY_BE_NONE = {field.name for field in fields(TrainOptions) if "None" in str(field.type)}

@@ -1,4 +1,4 @@
-"""The predicted figures of a run, for its journal and its watchers.
+"""The predicted bytes and seconds of a run, which its journal compares with the measured ones.
 
 Training makes no prediction itself: `frontends/predicted.py` above it does. It receives these few figures to
 compare each step with them.
@@ -16,13 +16,13 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import show_bytes, show_seconds
 
 TOLERANCE = 1.2
-"""Factor between a measured step and its prediction from which a line reports the difference. Nine in ten
-predictions of the newest drawn jobs are nearer (docs/accuracy.md, seed 20261124)."""
+"""Factor between a measured step and its prediction above which a line reports the difference. Nine in ten
+predictions of the newest drawn jobs are nearer (dev/accuracy.md, seed 20261124)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRun:
-    """The figures of a prediction of a job under one recipe."""
+    """Predicted bytes and seconds of a job under one recipe."""
 
     reserved_bytes: int | None
     """Predicted peak of the allocator's reserved bytes."""
@@ -34,7 +34,7 @@ class PredictedRun:
     """Seconds that the model's arithmetic of such a step would take at the GPU's peak."""
 
     samples: int
-    """Samples of such a step."""
+    """Number of samples in one predicted step."""
 
     tokens: int
     """Tokens of such a step; 0 for a job without tokens."""
@@ -58,10 +58,11 @@ class PredictedRun:
 
 
 RunAnswer: TypeAlias = PredictedRun | str | None
-"""The prediction of a run, the reason that there is none, or None for a run without a prediction."""
+"""The type of a run's prediction: its figures, the reason that there is none, or None without a
+prediction."""
 
 PredictRun = Callable[[Job, Recipe], "RunAnswer | Future[RunAnswer]"]
-"""A function that predicts a job under a recipe: at once, or while the run begins."""
+"""The type of a function that predicts a job under a recipe: at once, or while the run begins."""
 
 
 def predict_nothing(job: Job, recipe: Recipe) -> None:

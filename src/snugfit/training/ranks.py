@@ -40,12 +40,12 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The environment variables that torch's launcher sets for each process."""
 
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Parts of gloo's messages for a broken exchange; its errors are plain `RuntimeError`s
+"""Parts of gloo's messages about a broken connection; its errors are plain `RuntimeError`s
 (gloo/transport/tcp)."""
 
 
 class ToldElsewhere(SnugfitError):
-    """Another process of the run reports the error; this one only ends."""
+    """Error that ends a process whose run fails in another process, which reports the reason."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class ToldElsewhere(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The processes that were started together, as the environment describes them."""
+    """The number of processes that were started together and the ranks of this one, from the environment."""
 
     rank: int
     """The rank of this process, from 0."""
@@ -88,20 +88,21 @@ def world() -> World | None:
 
 @final
 class Ranks:
-    """One process among those that train together."""
+    """One process of a run, with the exchanges between it and the others."""
 
     def __init__(self, rank: int = 0, size: int = 1, *, host: Any = None, writing: Any = None) -> None:
         self.rank, self.size = rank, size
         self.host, self.writing = host, writing
-        """Groups of torch.distributed, for the loop's own thread and for the writing thread."""
+        """Groups of torch.distributed on the host, for the loop's own thread and for the thread that writes
+        checkpoints."""
         self.data_rank, self.data_ranks = rank, size
         """The index of this process's part of the global batch, and the number of parts."""
         self.counts = 1.0
-        """The weight of this process's results in sums over parts; below 1 if other processes work on its
-        part too."""
+        """The weight of this process's results in sums over the batch; below 1 if other processes compute the
+        same part."""
 
     def sharing(self, processes: SeveralProcesses | None) -> Ranks:
-        """Return the same process with its place in the mesh of a recipe."""
+        """Return a copy of this object with the process's place in a recipe's device mesh."""
         ranks = Ranks(self.rank, self.size, host=self.host, writing=self.writing)
         if processes is not None and processes.ranks:
             ranks.data_rank, ranks.data_ranks = processes.data_rank(self.rank), processes.data_ranks
@@ -148,7 +149,7 @@ class Ranks:
         return values or []
 
     def first_answers(self, ask: Callable[[], Answer]) -> Answer:
-        """Return the result of `ask` in the first process to all of them.
+        """Call `ask` in the first process and return its result in all.
 
         An error of `ask` is raised in the first process, and `ToldElsewhere` in the others.
         """
@@ -172,7 +173,8 @@ class Ranks:
         return answer
 
     def all_do(self, do: Callable[[], Answer]) -> Answer:
-        """Return the result of `do` in this process if it succeeds in all; `do` must not exchange anything.
+        """Call `do` in every process and return its result if it succeeded in all; `do` must not exchange
+        anything.
 
         The first process raises its own error. If it has none, each failed process raises its own. All other
         processes raise `ToldElsewhere`.
@@ -194,20 +196,21 @@ class Ranks:
         return answer
 
     def alike(self, error: SnugfitError) -> SnugfitError:
-        """Return the error that ends this process when all end together: only the first reports it."""
+        """Return the error to raise in this process when all end together: the first process gets `error`,
+        the others `ToldElsewhere`."""
         return error if self.is_first else ToldElsewhere(str(error), error.exit_code)
 
     def wait(self) -> None:
-        """Wait for all processes."""
+        """Wait until all processes call this."""
         self.sum([0.0])
 
 
 ALONE = Ranks()
-"""The only process of a run."""
+"""The `Ranks` of a run with one process."""
 
 
 def _broadcast(values: list[Any], group: Any) -> None:
-    """Replace the values in all processes by those of the first."""
+    """Replace the values in every process by those of the first, in place."""
     import torch.distributed as dist
 
     with talking():
@@ -215,7 +218,7 @@ def _broadcast(values: list[Any], group: Any) -> None:
 
 
 def from_first(value: Any, group: Any) -> Any:
-    """Return the first process's value, sent over this group."""
+    """Return the first process's value in every process, sent over this group."""
     values = [value]
     _broadcast(values, group)
     return values[0]
@@ -223,18 +226,20 @@ def from_first(value: Any, group: Any) -> Any:
 
 @contextmanager
 def talking() -> Iterator[None]:
-    """Wrap an exchange between processes. Raises `ToldElsewhere` if another one has ended."""
+    """Context around an exchange between processes. Raises `ToldElsewhere` if another process has ended."""
     try:
         yield
     except RuntimeError as fault:
         if not is_broken_exchange(fault):
             raise
-        text = "Another process of this run has ended, so this one ends too."
+        text = (
+            "Another process of this run has ended, so this one ends too. That process has printed the cause."
+        )
         raise ToldElsewhere(text) from fault
 
 
 def is_broken_exchange(fault: BaseException) -> bool:
-    """Return True if this error means a broken exchange, because another process ended."""
+    """Return True if this error means that the connection broke because another process ended."""
     import torch.distributed as dist
 
     kinds = getattr(dist, "DistError", ())
@@ -245,7 +250,7 @@ def is_broken_exchange(fault: BaseException) -> bool:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[Ranks]:
-    """Yield this process among those that were started with it, or `ALONE`.
+    """Context with this process's `Ranks`, or `ALONE` without other processes.
 
     Existing groups of torch.distributed are used and not destroyed.
     """
@@ -273,7 +278,9 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
     except RuntimeError as fault:
         if not is_broken_exchange(fault):
             raise
-        raise ToldElsewhere("Another process of this run has ended, so this one ends too.") from fault
+        raise ToldElsewhere(
+            "Another process of this run has ended, so this one ends too. That process has printed the cause."
+        ) from fault
     ranks.wait()  # the first may still be writing: a process that leaves sooner would break its exchange
     if is_ours:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The choice of another recipe when memory runs out in a step, or is so short that steps become slow.
+"""Recovery from exhausted GPU memory: the choice of another recipe for the rest of a run.
 
 Every front-end calls this; the change of recipe is its own part. Our loop builds the run again, a fitted
 trainer changes its live model, and a hand-written loop receives an error. No choice changes the global batch.
@@ -25,51 +25,53 @@ if TYPE_CHECKING:
 
 
 AGAIN_AFTER = (1, 4, 16, 64, 256, 1024)
-"""Numbers of steps of a process after which pieces of a batch are compared with the whole again."""
+"""Numbers of steps after which gradients of micro-batches are compared with those of the whole batch
+again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unplanned:
-    """The recipe to continue with when no plan could be made; None if there is none."""
+    """The result of a recovery without a plan: the recipe to continue with, if any, and the reason."""
 
     recipe: Recipe | None
     why: str
 
 
 Replan = Callable[[Job, Recipe, str], Recipe | Unplanned | None]
-"""A function of a job, the recipe that ran out of memory and the cause; returns the next recipe or None."""
+"""The type of a function that chooses the next recipe or None, from a job, the recipe that ran out of memory
+and the cause."""
 
 Compare = Callable[[Job, Any, Any, Mapping[str, Any], bool], Job]
-"""A function of a job, its training step, its live model, a host batch (B, ...), and True after the first
-step.
+"""The type of a function that compares gradients of micro-batches with those of the whole batch.
 
-It returns the job. `mixes_samples` has a reason if the cut batch gives other gradients.
+Its arguments are a job, its training step, its live model, a host batch (B, ...), and True after the first
+step. It returns the job. `mixes_samples` has a reason if the cut batch gives other gradients.
 """
 
 STEP_BOUNDARY = "step boundary"
 """The phase of a memory shortage that was found between two steps."""
 
 PLANNING = "A recipe that needs less is being looked for; nothing trains until it is found."
-"""The journal's note before a plan is made."""
+"""The note in the journal before a plan is made."""
 
 WHAT_TO_TRY = (
     "With more free memory, the same run continues from its last checkpoint. Or start a run in a new "
     "folder with a recipe that needs less: snugfit plan --memory finds one."
 )
-"""Advice when memory ran out for good."""
+"""Advice for a run that ran out of memory without another recipe."""
 
 CURE = (
-    "Train with the whole batch, or let the loss be a sum that is divided by one count of the whole batch: "
-    "num_items_in_batch in a Trainer's loss, items= of accelerate (the sum of a piece's weights, or its "
-    "labels that count)."
+    "Train with the whole batch, or let the loss be a sum that is divided by one count of the whole batch. "
+    "In a Trainer's loss that is num_items_in_batch. For accelerate it is items=: the sum of a piece's "
+    "weights, or its labels that count."
 )
-"""Advice for a loss whose pieces do not add up."""
+"""Advice for a loss whose micro-batches do not add up to the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exhausted:
-    """The end of memory in a step. Gradients are dropped; weights have changed only if it was in the
-    update."""
+    """A step that ran out of memory. Gradients are dropped; weights have changed only if the update ran
+    out."""
 
     cause: str
     """A cause that `memory_cause` returns, or `THRASHING`."""
@@ -113,7 +115,7 @@ def compares_again(job: Job, setup: Setup, steps: int) -> bool:
 
 @final
 class Recovery:
-    """A finder of the recipe that a run continues with."""
+    """Chooses the recipe with which a run continues after it ran out of memory."""
 
     def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
         self.job, self._journal, self._replan = job, journal, replan
@@ -167,7 +169,7 @@ class Recovery:
             self._journal.warn_once(warning["text"])
 
     def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **more: str | int) -> None:
-        """Write the event of a change of recipe before step `step`."""
+        """Write the event of a change of recipe before step `step` into the journal."""
         self._journal.tell(
             "replanned",
             step=step,

@@ -41,7 +41,7 @@ def rng_states(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def set_rng_states(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    """Restore the states of `rng_states`."""
+    """Restore the states that `rng_states` returned."""
     import torch
 
     torch.set_rng_state(states[0].cpu())
@@ -66,7 +66,7 @@ def host_rng_states() -> HostRngStates:
 
 
 def set_host_rng_states(states: HostRngStates) -> None:
-    """Restore the states of `host_rng_states`."""
+    """Restore the states that `host_rng_states` returned."""
     import numpy
     import torch
 
@@ -76,7 +76,7 @@ def set_host_rng_states(states: HostRngStates) -> None:
 
 
 def rng_states_to_json(states: HostRngStates) -> list[Any]:
-    """Return the states as JSON values, for `rng_states_from_json`."""
+    """Return the states of the host's generators as JSON values, for `rng_states_from_json`."""
     kind, words, *rest = states.numpy
     return [states.torch.tolist(), list(states.python), [kind, words.tolist(), *rest]]
 
@@ -102,7 +102,7 @@ def all_rng_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_all_rng_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states of `all_rng_states`."""
+    """Restore the states that `all_rng_states` returned."""
     import numpy
 
     set_rng_states(states["torch"], device)
@@ -112,7 +112,7 @@ def restore_all_rng_states(states: Mapping[str, Any], device: torch.device) -> N
 
 @contextlib.contextmanager
 def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Restore every random generator at the end of the context."""
+    """Context that restores every random generator at its end."""
     before = all_rng_states(device)
     try:
         yield

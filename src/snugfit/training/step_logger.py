@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 WARMUP = 3
-"""Steps of a process before it is steady, as in measurements of steps (`measurement/stopwatch.py`)."""
+"""Number of first steps of a process that do not count as steady, as in measurements
+(`measurement/stopwatch.py`)."""
 
 REMEMBERED_STEPS = 1000
-"""Number of last steps whose seconds enter the median at the end."""
+"""Number of last steps from whose seconds the median at the end is computed."""
 
 THRASHING = "allocation retries"
-"""The cause in the journal when memory is short."""
+"""Name of the cause in the journal if the allocator retries in each step."""
 
 RETRIES_IN_A_ROW = 3
 """Number of steps in a row with retries that counts as thrashing.
@@ -68,7 +69,7 @@ def retries_of(device: torch.device) -> int:
 
 @final
 class StepLogger:
-    """A writer of one run's steps into its journal."""
+    """Writes one run's steps into its journal, next to their prediction."""
 
     def __init__(
         self, journal: Journal, device: torch.device, *, every: int, predict: PredictRun = predict_nothing
@@ -81,13 +82,13 @@ class StepLogger:
         self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
 
     def restart(self, job: Job, recipe: Recipe) -> None:
-        """Start new figures for this recipe, and request its prediction once."""
+        """Begin new medians and peaks for this recipe, and request its prediction."""
         if recipe != self._recipe:
             self._recipe, self._predicted, self._predicted_figures = recipe, None, {}
             answer = self._predict(job, recipe)
             self._awaited = answer if isinstance(answer, Future) else None
             if not isinstance(answer, Future):
-                self._hear(answer)
+                self._log_prediction(answer)
         self._noted: dict[str, Any] = {}
         self._steps = 0
         self._seconds.clear()
@@ -97,8 +98,8 @@ class StepLogger:
             torch.cuda.reset_peak_memory_stats(self._device)
         self.ignore_retries()
 
-    def _hear(self, answer: RunAnswer) -> None:
-        """Write the prediction for this recipe, or the reason for its absence."""
+    def _log_prediction(self, answer: RunAnswer) -> None:
+        """Write the prediction of this recipe into the journal, or the reason for its absence."""
         self._awaited = None
         self._predicted = answer if isinstance(answer, PredictedRun) else None
         self._predicted_figures = (
@@ -113,7 +114,7 @@ class StepLogger:
         """Store a finished step (the first is 1); `write` writes it."""
         # The prediction is computed while the run trains, and no step waits for it.
         if self._awaited is not None and self._awaited.done():
-            self._hear(self._awaited.result())
+            self._log_prediction(self._awaited.result())
         self._steps += 1
         if self._steps > WARMUP:
             self._seconds.append(seconds)
@@ -142,7 +143,7 @@ class StepLogger:
         one does not.
         """
         if self._awaited is not None and outcome == "finished":
-            self._hear(self._awaited.result())
+            self._log_prediction(self._awaited.result())
         steady = {"step_seconds": statistics.median(self._seconds)} if self._seconds else {}
         measured = {**self._memory_peaks(), **steady}
         lines = compare_with_prediction(self._predicted_figures, measured) if in_words else []

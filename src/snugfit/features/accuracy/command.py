@@ -117,7 +117,9 @@ def accuracy(
     # In the other formats, stdout has the document alone.
     typer.echo(f"Written: {file}", err=form != "terminal")
     if result.outside:
-        raise OutsideBand(f"{len(result.outside)} of {len(result.runs)} runs are outside the band.")
+        raise OutsideBand(
+            f"{len(result.outside)} of {len(result.runs)} runs are outside the band. The table marks them."
+        )
 
 
 def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None) -> None:
@@ -153,7 +155,7 @@ def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> N
 
 
 def _gpu(name: str | None, predict_only: bool) -> Gpu:
-    """Return the GPU of the prediction; measuring needs one here."""
+    """Return the GPU to predict for; measuring needs one in this machine."""
     from snugfit.job.gpu import find_gpu
 
     of_this_machine = gpu_here()
@@ -174,7 +176,8 @@ def _compare(
     *,
     measured: bool,
 ) -> tuple[Accuracy, Path]:
-    """Return so many recipes of each job, with their file: drawn by a seed, or the best of its plan."""
+    """Compare so many recipes of each job, drawn by a seed or the best of its plan; return the result with
+    its file."""
     from snugfit.cli.progress import show_progress
     from snugfit.features.accuracy.score import RunWriter, accuracy_of_best, accuracy_within_jobs
     from snugfit.features.accuracy.tables import file_name
@@ -228,7 +231,7 @@ def _measure(file: Path) -> tuple[Accuracy, Path]:
 
     result, name = read(file), gpu_here()
     if name is None:
-        raise GpuError("This machine has no GPU to measure on.")
+        raise GpuError("This machine has no GPU to measure on. Use a machine with a GPU.")
     if find_gpu(name).key != find_gpu(result.gpu).key:
         raise GpuError(
             f"{file} has predictions for {result.gpu}, but the GPU of this machine is {name}. Measure on a "
@@ -279,5 +282,7 @@ def _read(path: Path) -> list[Accuracy]:
 
     files = sorted(path.glob("accuracy-*.json")) if path.is_dir() else [path]
     if not files:
-        raise UsageError(f"--show {path}: found no accuracy-*.json file.")
+        raise UsageError(
+            f"--show {path}: found no accuracy-*.json file. Name a folder into which snugfit accuracy wrote."
+        )
     return [read(file) for file in files]

@@ -17,7 +17,7 @@ from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 2
 READABLE = (1, 2)
-"""Schemas that can be read; the first had neither draws within jobs nor rescoring."""
+"""Schemas of result files that can be read; the first had neither draws within jobs nor rescoring."""
 
 BAND: Mapping[str, float] = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "nvml_bytes": 0.03}
 """The largest allowed error of a drawn run, as a share of the measured value."""
@@ -39,9 +39,9 @@ class ComparedRun:
     """Recipes drawn before this one that the model does not support, each with the reason."""
 
     predicted: Footprint | None = None
-    """None when the prediction failed."""
+    """Predicted peak bytes; None if the prediction failed."""
     fits: bool | None = None
-    """True for a predicted fit."""
+    """True if the prediction fits the GPU's memory."""
     predicted_step_seconds: float | None = None
     """Predicted seconds of a steady step."""
     bound: str | None = None
@@ -54,7 +54,7 @@ class ComparedRun:
     """Wall time of the prediction without imports."""
 
     outcome: str | None = None
-    """End of the measured run; None when it was not measured."""
+    """Outcome of the measured run, as in `Measurement`; None if it was not measured."""
     measured: Footprint | None = None
     step_seconds: float | None = None
     """Mean of the steady steps without disturbed ones."""
@@ -120,7 +120,8 @@ class ComparedRun:
 
     @property
     def complaint(self) -> str | None:
-        """Violation of the error band, as text; None for a run inside the band or without a measurement."""
+        """Sentence on the run's error outside the band; None for a run inside the band or without a
+        measurement."""
         if self.outcome is None:
             return f"not predicted: {self.refused}" if self.refused else None
         if self.outcome != "ok":
@@ -155,7 +156,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """The result of a whole draw."""
+    """The result of a whole draw: all its compared runs."""
 
     seed: int | None
     """Seed of the draw; None when the jobs were named."""
@@ -166,7 +167,7 @@ class Accuracy:
     versions: Mapping[str, str]
     """Versions of the packages that predicted."""
     runs: tuple[ComparedRun, ...]
-    """In the order of their numbers."""
+    """The runs in the order of their numbers."""
     kind: str = "drawn"
     """`drawn`: each run is a job of its own. `within-job`: several drawn recipes of each job. `top`: each
     job's best recipes by its plan."""

@@ -1,4 +1,4 @@
-"""Draw random recipes for one job from a seed, since a ranking across jobs means nothing.
+"""Random recipes for one job, drawn from a seed.
 
 A seed and a job give the same recipes on every machine. A recipe may still prove invalid when the model is
 built. For example, peft has no targets, or a layer returns more than its hidden state. The caller skips such
@@ -24,10 +24,10 @@ PLAIN_SHARE = 0.6
 """Probability that a slot stays plain; all its other techniques are equally likely."""
 
 ALONE_SHARE = 0.25
-"""Probability, on several GPUs, that all of them train on the whole batch with split matrices."""
+"""Probability, on several GPUs, that all of them train on the whole batch with tensor parallelism."""
 
 MAX_PROPOSALS = 2_000
-"""Most recipes that are tried for one job, valid or not."""
+"""Largest number of recipes that are tried for one job, valid or not."""
 
 
 def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:

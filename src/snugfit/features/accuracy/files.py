@@ -1,4 +1,4 @@
-"""Read and write results of `snugfit accuracy`, and read the rates that rescore them."""
+"""Reading and writing of results of `snugfit accuracy`, and reading of the rates that rescore them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from snugfit.job.gpu import Gpu
 from snugfit.prediction.rates import Rates
 
 MAX_BYTES = 64 << 20
-"""Largest size of a result file."""
+"""Largest size of a result file, in bytes."""
 
 
 def read(file: Path) -> Accuracy:
@@ -44,7 +44,7 @@ def write(result: Accuracy, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_document(file, result.to_json())
     except OSError as error:
-        raise SnugfitError(f"{file}: cannot be written ({error.strerror}).") from None
+        raise SnugfitError(f"{file}: cannot be written ({error.strerror}). Name another folder.") from None
 
 
 def read_rates(file: Path, gpu: Gpu) -> Rates:
@@ -60,7 +60,10 @@ def read_rates(file: Path, gpu: Gpu) -> Rates:
             "calibrate` wrote."
         ) from None
     if rates.gpu != gpu.key:
-        raise UsageError(f"{file} has the rates of {rates.gpu}, but the runs are of {gpu.key}.")
+        raise UsageError(
+            f"{file} has the rates of {rates.gpu}, but the runs are of {gpu.key}. Give a calibration of "
+            "that GPU."
+        )
     return rates
 
 

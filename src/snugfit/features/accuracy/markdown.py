@@ -1,5 +1,5 @@
-"""The page of `snugfit accuracy --show`: the claim, the method, a histogram of all errors, the worst with
-causes, and all runs."""
+"""The Markdown page of `snugfit accuracy --show`: a summary, the method, a histogram of errors, the worst
+runs, and all runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from snugfit.report.text.grid import Grid, escape
 from snugfit.results.measurement import HIGH_DISTURBANCE
 
 EDGES = (-0.3, -0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
-"""Limits between the bars of the histogram, as shares."""
+"""Limits between the bars of the histogram, as relative errors."""
 
 COLUMNS = 50
-"""Characters of the histogram's longest bar."""
+"""Length of the histogram's longest bar, in characters."""
 
 WORST = 10
 """Number of the largest errors in the list."""
@@ -59,7 +59,7 @@ def document(results: Sequence[Accuracy]) -> str:
 
 
 def _together(results: Sequence[Accuracy]) -> str:
-    """Return all results in a few sentences."""
+    """Return a summary of all results in a few sentences."""
     runs = [run for result in results for run in result.runs]
     errors = sorted(abs(run.error("step_seconds") or 0.0) for run in runs if run.seconds)
     median, nine, largest = (per_cent(error, digits=1, signed=False) for error in error_quantiles(errors))
@@ -74,7 +74,7 @@ def _together(results: Sequence[Accuracy]) -> str:
 
 
 def histogram(runs: Sequence[ComparedRun]) -> str:
-    """Return the errors of seconds, counted between edges."""
+    """Return a histogram of the errors of seconds as text."""
     errors = [run.error("step_seconds") or 0.0 for run in runs]
     lower, upper = (None, *EDGES), (*EDGES, None)
     counts = [
@@ -100,7 +100,7 @@ def _edge(share: float) -> str:
 
 
 def worst_grid(runs: Sequence[ComparedRun]) -> Grid:
-    """Return the largest errors of seconds, with their causes where available."""
+    """Return a table of the largest errors of seconds, with their causes where available."""
     worst = sorted(runs, key=lambda run: -abs(run.error("step_seconds") or 0.0))[:WORST]
     rows = tuple(
         (job_words(run), str(run.recipe), *seconds_cells(run), run.bound or "", "; ".join(causes(run)))
@@ -128,7 +128,8 @@ def causes(run: ComparedRun) -> Iterator[str]:
 
 
 def _origin(result: Accuracy) -> Iterator[str]:
-    """Yield the packages and rates of the predictions. A prediction made after the measurements is marked."""
+    """Yield sentences on the packages and rates behind the predictions. A prediction made after the
+    measurements is marked."""
     yield f"Predicted with {_packages(result.versions)}{f'; rates {result.rates}' if result.rates else ''}."
     if result.rescored:
         yield (

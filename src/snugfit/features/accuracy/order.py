@@ -18,8 +18,8 @@ HEADS = (
 
 
 def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Grid:
-    """Return one row for each recipe. Errors are the shares by which predictions are too high; ranks are
-    those of seconds."""
+    """Return a table with one row for each recipe. Errors are the shares by which predictions are too high;
+    ranks are those of seconds."""
     predicted = _ranks((run.number, run.predicted_step_seconds) for run in runs)
     measured = _ranks((run.number, run.step_seconds) for run in runs if run.outcome == "ok")
     rows = tuple(
@@ -37,8 +37,8 @@ def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Gri
 
 
 def bytes_cells(run: ComparedRun) -> Iterator[str]:
-    """Yield predicted and measured NVML MiB (or the run's cause of death), and the errors of all bytes in per
-    cent."""
+    """Yield table cells: predicted and measured NVML MiB (or the run's cause of death), and the errors of all
+    bytes in per cent."""
     yield _mib(run.predicted.nvml_bytes if run.predicted else None)
     if run.outcome not in (None, "ok"):
         yield str(run.outcome)
@@ -48,21 +48,22 @@ def bytes_cells(run: ComparedRun) -> Iterator[str]:
 
 
 def seconds_cells(run: ComparedRun) -> Iterator[str]:
-    """Yield predicted and measured milliseconds of a step, and the error in per cent."""
+    """Yield table cells: predicted and measured milliseconds of a step, and the error in per cent."""
     for seconds in (run.predicted_step_seconds, run.step_seconds if run.outcome == "ok" else None):
         yield "" if seconds is None else f"{seconds * 1e3:,.1f}"
     yield per_cent(run.error("step_seconds"), digits=1)
 
 
 def per_cent(share: float | None, *, digits: int = 2, signed: bool = True) -> str:
-    """Return the share as `+0.12`; empty for None."""
+    """Return a share as per cent, `+0.12`; empty for None."""
     if share is None:
         return ""
     return f"{100 * share:+.{digits}f}" if signed else f"{100 * share:.{digits}f}"
 
 
 def order_line(runs: Sequence[ComparedRun]) -> str:
-    """Return the agreement of predicted and measured order within each job; empty without an order."""
+    """Return a sentence on the agreement of predicted and measured order within each job; empty without an
+    order."""
     order, clear = pooled_agreement(runs), pooled_agreement(runs, apart=APART)
     if order.tau is None:
         return ""
@@ -76,7 +77,8 @@ def order_line(runs: Sequence[ComparedRun]) -> str:
 
 
 def gap_line(runs: Sequence[ComparedRun]) -> str:
-    """Return the distance of a job's first choice from the fastest measured recipe; empty without both."""
+    """Return a sentence on the slowdown of a job's first choice against the fastest measured recipe; empty
+    without both."""
     slower = gap(runs)
     if slower is None:
         return ""

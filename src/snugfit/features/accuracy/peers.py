@@ -1,4 +1,4 @@
-"""Peers of a verified plan: the plain Trainer's recipes for the same job.
+"""Peers of a verified plan: measurements of the plain Trainer on the same job.
 
 A peer is transformers' own Trainer with its documented settings for one GPU. These are 16-bit autocast, fused
 AdamW and the model's own attention (SDPA). A second peer adds `torch_compile=True`, which compiles the whole
@@ -35,7 +35,7 @@ LOOP = "trainer"
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRun:
-    """A peer with its measurement, and its prediction where one exists."""
+    """A measurement of the plain Trainer, with its prediction if there is one."""
 
     name: str
     """Display name, such as `Trainer, bf16 + adamw_fused`."""
@@ -61,7 +61,7 @@ class Peers:
 
 
 NO_PEERS = Peers()
-"""The default without a request for peers."""
+"""The result if no peers were requested."""
 
 
 def measure_peers(

@@ -89,11 +89,14 @@ def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
         typer.echo()
     print_as(form, document(plan, verified), render(verified))
     if verified.outside:
-        raise OutsideBand(f"{len(verified.outside)} of {len(verified.runs)} runs are outside the band.")
+        raise OutsideBand(
+            f"{len(verified.outside)} of {len(verified.runs)} runs are outside the band. The table "
+            "marks them."
+        )
 
 
 def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
-    """Return the peers of the plan's first choice."""
+    """Measure the plain Trainer on the plan's job, and return the results."""
     from snugfit.features.accuracy.peers import measure_peers
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Slot

@@ -1,4 +1,4 @@
-"""Predict drawn recipes, and turn drawn and planned ones into measurable runs.
+"""Prediction of drawn recipes, and conversion of drawn and planned ones to runs that can be measured.
 
 A failed prediction gives a run with the reason. A recipe that the model does not support is skipped, and the
 next run names it.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from snugfit.prediction.rates import Rates
 
 MAX_PREDICTED = 6
-"""Most predicted recipes for each requested one of a job, before the job counts as exhausted."""
+"""Largest number of predicted recipes for each requested one, after which a job counts as exhausted."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
 from snugfit.report.text.figure import BLUE, LIGHT_BLUE, ORANGE, drawing
 
 NINE_IN_TEN = 0.2
-"""Error of the dotted lines, below which nine runs in ten should stay."""
+"""Error at which dotted lines are drawn, below which nine runs in ten should stay."""
 
 FARTHEST = 50
 """Per cent at which the histogram ends. Larger errors are counted in its last bars."""

@@ -1,4 +1,4 @@
-"""Score predictions: predict, measure and compare several recipes of each job.
+"""Accuracy of predictions: several recipes of each job are predicted, measured and compared.
 
 Worker processes predict. Measurements run one after the other in processes of their own, while later runs are
 still being predicted. The result contains every run: a failed prediction or a dead run stays in it with the
@@ -38,19 +38,17 @@ DEADLINE_SECONDS = 240.0
 
 Tell = Callable[[str], None]
 Ranked = Callable[["Job"], Sequence[PlannedRecipe]]
-"""A job's best recipes by its plan, the best first.
-
-Planning is on the same floor as this room, so a caller above both passes it in.
-"""
+"""The type of a function that returns a job's best recipes by its plan, the best first. Planning is on the
+same floor as this room, so a caller above both passes it in."""
 
 
 class RunWriter(NamedTuple):
-    """Record runs in a file, and measure each one if requested."""
+    """Writes compared runs to a file, and measures each one if requested."""
 
     file: Path
     """The result file, which always contains all finished runs."""
     measured: bool = True
-    """Measure each run on this machine right after its prediction."""
+    """True if each run is measured on this machine right after its prediction."""
     tell: Tell = lambda line: None
     """Callback for progress messages."""
 
@@ -74,7 +72,7 @@ class RunWriter(NamedTuple):
 def accuracy_within_jobs(
     seed: int, jobs: Sequence[Job], recipes: int, gpu: Gpu, writer: RunWriter, *, workers: int = 1
 ) -> Accuracy:
-    """Predict and record each job under `recipes` recipes drawn with `seed`."""
+    """Predict each job under `recipes` recipes drawn with `seed`, and record the runs."""
     writer.tell("predicting the first job")
     groups = map_in_processes(
         partial(predict_recipes, seed, gpu, recipes), list(enumerate(jobs)), workers=workers

@@ -27,11 +27,11 @@ FIGURES = {
     "step_seconds": "step",
 }
 GAP = 0.05
-"""Allowed loss of a plan's first choice against the best of its measured recipes, as a share."""
+"""Largest accepted slowdown of a plan's first choice against the best of its measured recipes, as a share."""
 
 
 def render(result: Accuracy) -> Page:
-    """Return the draw for a terminal."""
+    """Return the report of a draw for a terminal."""
     complaints = (Sentence(f"Run {run.number}: {run.complaint}", "fault") for run in result.outside)
     return Page(
         [Sentence(title(result), "heading"), *grids(result)],
@@ -70,7 +70,7 @@ def runs_grid(result: Accuracy) -> Grid:
 
 
 def title(result: Accuracy) -> str:
-    """Return the contents of the draw and its device."""
+    """Return the title of a draw's tables: its jobs and its device."""
     families = len({run.family for run in result.runs})
     jobs = len(group_by_job(result.runs))
     count = f"{jobs} job{'s' if jobs > 1 else ''}"
@@ -86,7 +86,7 @@ def title(result: Accuracy) -> str:
 
 
 def job_words(run: ComparedRun) -> str:
-    """Return a drawn job for one cell."""
+    """Return a drawn job as text for one table cell."""
     job = run.job
     what = f"{job.model.name}: {job.task}, {sizes(job)}"
     extras = [f"built on the {job.build_on}"] if job.build_on != "device" else []
@@ -96,7 +96,8 @@ def job_words(run: ComparedRun) -> str:
 
 
 def about_order(result: Accuracy) -> Iterator[str]:
-    """Yield the order within all jobs together, and the losses of first choices."""
+    """Yield sentences on the agreement of predicted and measured order in all jobs, and on slow first
+    choices."""
     if result.kind == "drawn":
         return
     if line := order_line(result.runs):
@@ -106,7 +107,7 @@ def about_order(result: Accuracy) -> Iterator[str]:
 
 
 def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
-    """Yield the number of first choices near the best, and the worst of them."""
+    """Yield a sentence on the number of first choices near the best, and on the worst of them."""
     gaps = [gap(runs) for runs in jobs if any(run.outcome for run in runs)]
     known = [share for share in gaps if share is not None]
     if gaps:
@@ -119,7 +120,7 @@ def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
 
 
 def summary_grid(result: Accuracy) -> Grid:
-    """Return the quantiles of each figure next to its allowed error."""
+    """Return a table of the quantiles of each figure's errors next to its allowed error."""
     rows = []
     for figure, name in FIGURES.items():
         errors = result.errors(figure)

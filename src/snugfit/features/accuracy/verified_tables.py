@@ -16,7 +16,7 @@ from snugfit.units import show_bytes, show_mib
 
 
 def render(verified: Verification) -> Page:
-    """Return the table of predicted and measured recipes, with conclusions."""
+    """Return the report of a verified plan: a table of predicted and measured recipes, with conclusions."""
     return Page(
         [grid(verified), *_peers_grid(verified)],
         conclusions(verified),
@@ -25,12 +25,12 @@ def render(verified: Verification) -> Page:
 
 
 def document(plan: Plan, verified: Verification) -> dict[str, Any]:
-    """Return the plan and every run as JSON."""
+    """Return the JSON document of a plan with every measured run."""
     return {**verified.to_json(), "plan": plan.to_json()}
 
 
 def grid(verified: Verification) -> Grid:
-    """Return one row for each recipe, in the plan's order."""
+    """Return a table with one row for each recipe, in the plan's order."""
     where = verified.device or "not measured"
     return recipes_grid(
         verified.runs, f"The plan's best, predicted for {verified.gpu} and measured on {where}"
@@ -38,7 +38,7 @@ def grid(verified: Verification) -> Grid:
 
 
 def conclusions(verified: Verification) -> Iterator[str]:
-    """Yield the conclusions from the rows, a sentence each."""
+    """Yield sentences with conclusions from the measured runs."""
     yield from filter(None, (order_line(verified.runs), gap_line(verified.runs), peer_line(verified)))
     for run in verified.runs:
         spoilt = run.contaminated or run.crowded
@@ -67,7 +67,8 @@ def _peers_grid(verified: Verification) -> Iterator[Grid]:
 
 
 def peer_line(verified: Verification) -> str:
-    """Return a comparison of the plan's first choice with the best peer; empty if no peer was requested."""
+    """Return a sentence that compares the plan's first choice with the best peer; empty if no peer was
+    requested."""
     if verified.peers.why_none:
         return f"The plain Trainer was not measured: {verified.peers.why_none}"
     peer, times = verified.peers.best, verified.faster_than_peer

@@ -1,4 +1,4 @@
-"""Verify a plan: measure its best recipes one after the other, each in a process of its own.
+"""Verification of a plan: its best recipes are measured one after the other, each in its own process.
 
 The result contains runs of one job, like those of `snugfit accuracy`. It gives predictions, measurements, the
 agreement of their order, and the gap between the plan's first choice and the fastest run. A run that died
@@ -27,14 +27,14 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """Predictions and measurements of a plan's best recipes."""
+    """Predictions and measurements of a plan's best recipes, with those of the plain Trainer."""
 
     gpu: str
     """The GPU of the plan."""
     device: str | None
     """The measured device; None when every run was refused."""
     runs: tuple[ComparedRun, ...]
-    """In the plan's order, its first choice first."""
+    """The runs in the plan's order, its first choice first."""
     versions: Mapping[str, str]
     """Versions of the packages that planned."""
     peers: Peers = NO_PEERS

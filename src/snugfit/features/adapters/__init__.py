@@ -1,1 +1,1 @@
-"""Low-rank adapters beside frozen weights."""
+"""The feature `adapters`: low-rank adapters on frozen weights, and frozen parts of a model."""

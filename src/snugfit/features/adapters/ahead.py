@@ -16,7 +16,7 @@ from snugfit.hub_kernels import import_peft
 
 
 def load() -> None:
-    """Load peft, and transformers' names of older weights where transformers has that module."""
+    """Import peft, and transformers' patterns for names of older weights if transformers has them."""
     with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
         import_peft()
     with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft, beside weights that are frozen."""
+"""The feature `adapters`, registered: low-rank adapters by peft on frozen weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _ANY_NUMBER = re.compile(r"\[(\\d|0-9)\]|\\d|[A-Za-z_]+\d+")
-"""Parts of a pattern that any number matches, and names that end in a digit."""
+"""Parts of a regular expression that match any number, or names that end in a digit."""
 _NUMBER = re.compile(r"\d")
 
 
 class Adapters(Feature):
-    """Add the techniques `frozen` and `lora`, and their handlers."""
+    """The feature that adds the techniques `frozen` and `lora`, and their handlers."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.ADAPTERS: ("frozen", "lora")}
 
@@ -32,7 +32,7 @@ class Adapters(Feature):
         return AdaptHandler(), FreezeHandler()
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the whole depth if layers differ in what trains."""
+        """Return the number of all layers if they differ in what trains, since no shorter period repeats."""
         return layers if names_layers(setup) else 1
 
     def treats_layers_alike(self, setup: Setup) -> bool:

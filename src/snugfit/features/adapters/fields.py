@@ -1,4 +1,4 @@
-"""The field of `Setup` that this feature adds."""
+"""The fields of `Setup` that the feature `adapters` adds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from snugfit.techniques.wish import Call, Wish
 
 @dataclass(frozen=True, kw_only=True)
 class FreezeWish:
-    """Parameters that do not train."""
+    """Value of the field `freeze`: the parameters that do not train."""
 
     parts: tuple[str, ...] = ()
     """Modules and parameters that freeze."""
 
     only: tuple[str, ...] = ()
-    """Modules and parameters that train alone; empty for all but `parts`."""
+    """Modules and parameters that train alone; if empty, all but `parts` train."""
 
     last: int = 0
-    """Number of the last layers that train beside those of `only`; below 0, of the first ones."""
+    """Number of the last layers that train in addition to `only`; below 0, of the first ones."""
 
 
 ADAPT = Wish[Call | None](
     "adapt", Call | None, None, freezes=True, packages=("peft",), needs_no_compiler=True
 )
-"""`adapt(model, **arguments)` gives the model to train instead; None trains the model itself."""
+"""The field `adapt`: a function `adapt(model, **arguments)` that returns the model to train instead; None
+trains the model itself."""
 
 FREEZE = Wish[FreezeWish | None]("freeze", FreezeWish | None, None, selects=True)
-"""Parameters that get no gradients; None trains all."""
+"""The field `freeze`: parameters without gradients; None trains all."""

@@ -1,4 +1,4 @@
-"""The effect of frozen parts: parameters that do not require gradients before an optimizer is made."""
+"""Freezing of parameters, by `requires_grad`, before an optimizer is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FreezeHandler(Handler):
-    """Parameters that do not train."""
+    """Handler of the field `freeze`."""
 
     wish, slot, stage = FREEZE.name, Slot.ADAPTERS, InstallStage.ADAPT
     refused: ClassVar[Mapping[str, str]] = {
@@ -28,18 +28,18 @@ class FreezeHandler(Handler):
     }
 
     def replace_model(self, value: FreezeWish | None, model: Any) -> Any:
-        """Freeze parameters of the model, and return it."""
+        """Freeze parameters of a built model, and return it."""
         if value is not None:
             freeze(model, value)
         return model
 
     def change(self, value: FreezeWish | None, live: LiveTraining) -> Iterator[str]:
-        """Freeze parameters of the running model."""
+        """Freeze parameters of a live model, and yield a line about it."""
         self.replace_model(value, live.model)
         return iter(())
 
     def script(self, value: FreezeWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return lines that freeze the same parameters."""
+        """Return Python lines that freeze the same parameters in an exported script."""
         if value is None:
             return {}
         if value.last:
@@ -61,7 +61,8 @@ class FreezeHandler(Handler):
 
 
 def freeze(model: torch.nn.Module, wish: FreezeWish) -> None:
-    """Set `requires_grad` of the parameters. Raise `RecipeError` for a part that the model lacks."""
+    """Set `requires_grad` of the model's parameters. Raise `RecipeError` for a part that the model does not
+    have."""
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     names = [name for name, _ in named]
     prefix = getattr(model, "base_model_prefix", "")
@@ -74,7 +75,8 @@ def freeze(model: torch.nn.Module, wish: FreezeWish) -> None:
 
 
 def _matching(model: torch.nn.Module, names: Sequence[str], words: Sequence[str], prefix: str) -> set[str]:
-    """Return the names that one of these words means. `base_model` is the part called `prefix`."""
+    """Return the parameter names that match one of these words of a recipe. `base_model` is the part called
+    `prefix`."""
     names_of_words: set[str] = set()
     for word in words:
         expression = re.compile(_expression(word).replace("base_model", prefix or "base_model"))
@@ -83,14 +85,14 @@ def _matching(model: torch.nn.Module, names: Sequence[str], words: Sequence[str]
             modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
             raise RecipeError(
                 f"frozen: no parameter of the model matches {word!r}.{_about_tied(model, expression)} "
-                f"Modules: {some_of([*modules])}."
+                f"Modules: {some_of([*modules])}. Name one of them."
             )
         names_of_words |= of_word
     return names_of_words
 
 
 def _about_tied(model: torch.nn.Module, expression: re.Pattern[str]) -> str:
-    """Return a sentence on a tied weight whose second name matches; empty for none."""
+    """Return a sentence that names the shared weight whose other name matches; empty if there is none."""
     first_names: dict[int, str] = {}
     # `named_parameters` yields a tied weight under its first name alone by default.
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -101,7 +103,7 @@ def _about_tied(model: torch.nn.Module, expression: re.Pattern[str]) -> str:
 
 
 def _expression(word: str) -> str:
-    """Return the regular expression of the names that a word of the recipe means."""
+    """Return the regular expression of the parameter names that a word of the recipe means."""
     if not is_word(word):
         return word
     inner = ".*".join(map(re.escape, word.split("*")))
@@ -109,12 +111,15 @@ def _expression(word: str) -> str:
 
 
 def _of_layers(model: Any, names: Sequence[str], last: int) -> set[str]:
-    """Return the parameters of the last layers, or of the first ones for a number below 0."""
+    """Return the names of the parameters of the last layers, or of the first ones for a number below 0."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None else None
     layers = getattr(text, "num_hidden_layers", None)
     if not isinstance(layers, int) or not 0 < abs(last) <= layers:
-        raise RecipeError(f"frozen: last is {last}, and the model has {layers or 'no counted'} layers.")
+        raise RecipeError(
+            f"frozen: last is {last}, and the model has {layers or 'no counted'} layers. Give at most "
+            "that number."
+        )
     chosen = range(layers - last, layers) if last > 0 else range(-last)
     inside = re.compile(rf".*\.(?:{'|'.join(map(str, chosen))})\.")
     return {name for name in names if inside.match(name)}

@@ -55,13 +55,13 @@ class Frozen(Technique):
     """Number of the last layers that train, while all others freeze; below 0, of the first ones."""
 
     def __post_init__(self) -> None:
-        """Raise `RecipeError` without a part."""
+        """Raise `RecipeError` if no part is given."""
         super().__post_init__()
         if not self.parts and not self.only and not self.last:
             raise RecipeError("frozen needs parts: frozen(parts=embeddings) or frozen(only=classifier).")
 
     def install(self, setup: Setup) -> Setup:
-        """Request parameters without gradients."""
+        """Set the Setup's field `freeze`."""
         wish = FreezeWish(parts=self.parts or (), only=self.only or (), last=self.last or 0)
         return setup.with_fields(freeze=wish)
 

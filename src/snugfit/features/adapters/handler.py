@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AdaptHandler(Handler):
-    """Adapters, which freeze the weights and add small ones."""
+    """Handler of the field `adapt`: adapters that are added to a frozen model."""
 
     wish, slot, stage = ADAPT.name, Slot.ADAPTERS, InstallStage.ADAPT
     refused: ClassVar[Mapping[str, str]] = {
@@ -32,16 +32,16 @@ class AdaptHandler(Handler):
             import_peft()
 
     def replace_model(self, value: Call | None, model: Any) -> Any:
-        """Return the model that the requested function creates."""
+        """Return the model with adapters, as the field's function creates it."""
         return value.run(model) if value is not None else model
 
     def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
-        """Replace the running model by the adapted one."""
+        """Replace a live model by one with adapters, and yield a line about it."""
         live.model = self.replace_model(value, live.model)
         return iter(())
 
     def script(self, value: Call | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the script's lines: a call, or the technique's own lines."""
+        """Return an exported script's lines that add adapters: a call, or the technique's own lines."""
         if value is None:
             return {}
         if text := call_text(value, "model"):

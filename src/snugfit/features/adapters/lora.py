@@ -28,12 +28,13 @@ class Lora(LowRank):
     counterparts: ClassVar = (Counterpart(arguments={**ARGUMENTS}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Request peft's wrapper around the model."""
+        """Set the Setup's field `adapt` to peft's LoRA."""
         return setup.with_fields(adapt=self.adapters())
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield ranks in use on peft's targets, and on every matrix, as QLoRA does (arXiv 2305.14314)."""
+        """Yield common ranks on peft's default targets, and on every matrix, as QLoRA does (arXiv
+        2305.14314)."""
         if has_default_targets(job.model):
             yield from (cls(r=rank) for rank in (8, 16, 64))
         yield from (cls(r=rank, targets=(ALL_LINEAR,)) for rank in (8, 64))

@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft: the weights are frozen, and thin matrices beside some of them train.
+"""Settings of peft's low-rank adapters: weights are frozen, and thin matrices added to some of them train.
 
 W' = W + s B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Gradients and
 optimizer states exist for A and B only. The activations that the layers next to frozen weights need are saved
@@ -63,13 +63,13 @@ ARGUMENTS: Mapping[str, Setting] = {
     "lora.layers_to_transform": Setting("layers"),
     "lora.rank_pattern": Setting("rank_pattern"),
 }
-"""peft's arguments and the settings that they are."""
+"""peft's arguments, each with the setting that gives its value."""
 
 _MORE = {
     "dora": "use_dora", "rslora": "use_rslora", "save": "modules_to_save", "exclude": "exclude_modules",
     "parameters": "target_parameters", "layers": "layers_to_transform", "rank_pattern": "rank_pattern",
 }  # fmt: skip
-"""Arguments of `LoraConfig` by setting, for settings that a recipe may leave out."""
+"""Arguments of `LoraConfig` by the optional settings that give their values."""
 
 _PEFT_TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
@@ -82,13 +82,14 @@ _PEFT_TASKS = {
 whole."""
 
 _TOKEN_HEADS = ("classifier", "score")
-"""Modules of token classifiers that peft trains whole. `all-linear` would adapt them too, and peft refuses
-both."""
+"""Names of token classifiers' heads, which peft trains whole. `all-linear` would adapt them too, and peft
+refuses both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Technique):
-    """Settings of peft's low-rank adapters, and the call that adds them."""
+    """Base class of techniques with peft's low-rank adapters: the settings, and the call that adds
+    adapters."""
 
     preloaded: ClassVar = "snugfit.features.adapters.ahead"
 
@@ -124,13 +125,14 @@ class LowRank(Technique):
     """Other ranks, each as a quoted pattern of names, a colon and the rank: `'down_proj:4'`."""
 
     def __post_init__(self) -> None:
-        """Raise `RecipeError` for a pattern beside names, or for a rank that is no number."""
+        """Raise `RecipeError` for a quoted pattern next to names, or for a rank that is not a number."""
         super().__post_init__()
         for name in ("targets", "exclude"):
             words = getattr(self, name) or ()
             if len(words) > 1 and not all(map(is_word, words)):
                 raise RecipeError(
-                    f"{self.name}: {name} is a quoted pattern, or names joined by |, and not both."
+                    f"{self.name}: {name} is a quoted pattern, or names joined by |, and not both. "
+                    "Write one of the two."
                 )
         if self.layers and (not self.targets or not is_word(self.targets[0]) or ALL_LINEAR in self.targets):
             raise RecipeError(
@@ -145,14 +147,14 @@ class LowRank(Technique):
                 )
 
     def adapters(self) -> Call:
-        """Return the call that wraps a model with peft."""
+        """Return the call that wraps a model with peft and these settings."""
         arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
         more = {name: value for name in _MORE if (value := getattr(self, name))}
         more = {name: list(value) if isinstance(value, tuple) else value for name, value in more.items()}
         return Call(path=f"{__name__}:adapt", arguments=arguments | more)
 
     def code(self, job: Job) -> tuple[str, ...]:
-        """Return the code of peft's wrapper, with the arguments of `adapt`."""
+        """Return the Python lines that wrap a model with peft, with the arguments of `adapt`."""
         from snugfit.job.architectures import class_of
 
         model = class_of(job.task, job.config_to_read())
@@ -178,13 +180,14 @@ class LowRank(Technique):
         return self.r
 
     def adapted_modules(self, job: Job) -> str | Sequence[str]:
-        """Return the targets, or peft's for the architecture."""
+        """Return the suffixes of the names of adapted modules: the setting, or peft's default for the
+        architecture."""
         return _as_peft_takes(self.targets or default_targets(job.model))
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """Return True if this has a higher rank or more modules, and the same settings otherwise.
+        """Return True if `other` has a lower rank or fewer modules, and the same settings otherwise.
 
-        Its matrices are then larger or more numerous.
+        The matrices of this technique are then larger or more numerous.
         """
         if not isinstance(other, LowRank) or replace(other, r=self.r, targets=self.targets) != self:
             return False
@@ -271,7 +274,8 @@ def _peft_arguments(
 
 
 def _as_peft_takes(targets: str | Sequence[str]) -> str | Sequence[str]:
-    """Return `all-linear` and a pattern as a text, and other targets as a list."""
+    """Return targets in the form that peft takes: `all-linear` and a pattern as text, other targets as a
+    list."""
     if isinstance(targets, str):
         return targets
     is_text = list(targets) == [ALL_LINEAR] or (len(targets) == 1 and not is_word(targets[0]))
@@ -287,18 +291,19 @@ def default_targets(model: Any) -> str | list[str]:
 
 
 def has_default_targets(model: Model) -> bool:
-    """Return True if peft's table has the model's architecture, or that of its text part."""
+    """Return True if peft's table has default targets for the model's architecture, or that of its text
+    part."""
     return _pefts_choice(model) is not None
 
 
 def chosen_by_peft(model: Model) -> bool:
-    """Return True if peft itself finds the default modules of this architecture, without any targets
-    passed."""
+    """Return True if peft finds default targets for this architecture without any being passed."""
     return model.architecture in pefts_table() and not any("expert" in key for key in model.config)
 
 
 def _pefts_choice(model: Any) -> str | list[str] | None:
-    """Return the entry of peft's table for a built module or for a `Model`; None without an entry."""
+    """Return the default targets in peft's table for a built module or for a `Model`; None without an
+    entry."""
     # A `Model` has `facts`, and a module of torch has none.
     if hasattr(model, "facts") and model.module is None:
         config = model.config

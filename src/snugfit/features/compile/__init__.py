@@ -1,1 +1,1 @@
-"""Compilation by torch.compile, and its simulation."""
+"""The feature `compile`: compilation by torch.compile, and its simulation."""

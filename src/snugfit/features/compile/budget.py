@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 PLANNED = (0.75, 0.5, 0.25)
-"""Shares that a plan may choose."""
+"""Shares of the activations that a plan may choose as a budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,14 @@ class Budget(Technique):
     """
 
     def install(self, setup: Setup) -> Setup:
-        """Let compiled programs keep no more than this share."""
+        """Set the share of its results that a compiled program keeps for its backward pass."""
         return setup.with_fields(
             compile=replace(COMPILE.of(setup) or CompileWish(), budget=float(self.share))
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse an uncompiled layer, which torch does not cut, and a budget of 0 with dropout, whose masks
-        are lost.
-        """
+        """Refuse uncompiled layers, which torch does not cut, and a budget of 0 with dropout, whose masks are
+        lost."""
         if COMPILE.of(recipe[Slot.ENGINE].alone) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
         # A budget of 0 ignores the marks that keep random numbers (`memory_budget.py`).
@@ -80,5 +79,5 @@ class Budget(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield three quarters, a half and a quarter."""
+        """Yield budgets of three quarters, a half and a quarter."""
         yield from (cls(share=share) for share in PLANNED)

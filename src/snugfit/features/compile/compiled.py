@@ -62,16 +62,17 @@ WAYS: tuple[tuple[str, dict[str, bool], dict[str, str]], ...] = (
     ("forward.compile", {"torch_compile": False, "forward.compile": True}, {"what": "model"}),
     ("torch_compile", {"torch_compile": True}, {"what": "model", "autocast": "within"}),
 )
-"""Ways to compile elsewhere: the prefix of their options, their arguments, and the same settings here."""
+"""Ways in which other libraries compile: the prefix of their options, their arguments, and the same settings
+here."""
 
 
 COMPILES = ("sdpa", "eager")
-"""Attention that was tried in compiled code."""
+"""Names of attention implementations that were tried in compiled code."""
 
 GRAPHS_MEASURED = (
-    "of steps that play CUDA graphs back three models were measured on an H100 with torch 2.11: of gpt2, "
-    "whose layers were compiled one by one, reserved bytes are predicted to the byte, of a Llama and a BERT "
-    "of 4 layers, compiled whole, within 0.7 %."
+    "three models that play CUDA graphs back were measured on an H100 with torch 2.11. Reserved bytes "
+    "were exact for gpt2, compiled layer by layer. They were within 0.7 % for a Llama and a BERT of 4 "
+    "layers, compiled whole."
 )
 
 
@@ -135,11 +136,12 @@ class Compiled(Technique):
         return CompileWish(**vars(self))
 
     def install(self, setup: Setup) -> Setup:
-        """Compile layers when the modules in them are final."""
+        """Set the Setup's compiled parts and the options of `torch.compile`."""
         return setup.with_fields(compile=self._wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse kernels of other libraries, dispatch modes and joined layers, which do not compile."""
+        """Refuse kernels of other libraries, dispatch modes and joined layers, which torch.compile does not
+        support."""
         wish = recipe[Slot.CHECKPOINTING].value
         # Selective checkpointing inspects single operators, which a compiled layer does not run.
         if wish is not None and (wish.keep or wish.layers_per_span != 1):
@@ -167,9 +169,8 @@ class Compiled(Technique):
             yield f"{head} was not tried in a model that is compiled whole. Try 'compiled + {head}'."
 
     def _objections_to_graphs(self, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the techniques whose results a replayed graph would overwrite, or that were not tried
-        in one.
-        """
+        """Yield objections to techniques whose results a replayed CUDA graph would overwrite, or that were
+        not tried in one."""
         instead = "'compiled'" if self.what == "layers" else "'compiled(what=model)'"
         if recipe[Slot.BATCHING].value > 1:
             yield (
@@ -193,9 +194,10 @@ class Compiled(Technique):
             yield (
                 # With transformers 5.17, BERT-large (4 x 512 tokens) took 8.3 GB with an explicit mask, 6.6
                 # GB uncompiled.
-                "a whole model takes a minute to compile, and attention in it may store every score, where "
-                "transformers makes a mask in it. 'compiled' takes seconds and keeps attention fused. A "
-                "Llama-3.2-1B on an H200 took the bytes that were predicted, and 11 % more time."
+                "a whole model takes a minute to compile, and attention in it may store every score, "
+                "where transformers makes a mask in it. Try 'compiled', which takes seconds and keeps "
+                "attention fused. A Llama-3.2-1B on an H200 took the bytes that were predicted, and 11 "
+                "% more time."
             )
 
         if self.backend in ("aot_eager", "eager"):
@@ -206,15 +208,18 @@ class Compiled(Technique):
         if self.mode == "reduce-overhead":
             yield GRAPHS_MEASURED
         if self._wish.records_graphs:
-            yield "batches of other lengths record CUDA graphs of their own, whose memory adds up."
+            yield (
+                "batches of other lengths record CUDA graphs of their own, whose memory adds up. Pad "
+                "all batches to one length."
+            )
 
     def is_searched(self) -> bool:
-        """Return False for steps that record CUDA graphs: a search assumes equal steps from the second on."""
+        """Return False if steps record CUDA graphs, since a search assumes equal steps from the second on."""
         # The first steps run, record and replay in turn, so they differ.
         return not self._wish.records_graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return why plans leave it out: no compiled step with another attention was measured."""
+        """Return why plans skip a combination with this attention: no such compiled step was measured."""
         attention = recipe[Slot.ATTENTION]
         if attention.plain:
             return ""

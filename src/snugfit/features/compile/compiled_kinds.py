@@ -1,4 +1,4 @@
-"""Lower bounds of candidates with compiled layers, before Inductor lowers their layers.
+"""Lower bounds of recipes with compiled layers, before Inductor lowers their layers.
 
 A compiler fuses element-wise operators, sums and norms. Matrix products, convolutions and attention remain
 library calls, and nothing outside the layers changes. So the uncompiled candidate bounds the seconds. The
@@ -23,41 +23,41 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 STAYS = MATRIX_PRODUCTS - {"aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
-"""Products that remain library calls. The compiler may replace written-out attention, with batched ones, by
-one kernel."""
+"""Operators that remain library calls in compiled code. The compiler may replace written-out attention, with
+batched products, by one kernel."""
 
 LIBRARIES = ("scaled_dot_product", "convolution")
-"""Parts of the names of other operators that remain library calls."""
+"""Substrings of the names of other operators that remain library calls."""
 
 COMPILED_SHARE = 0.005
-"""Greatest share by which a compiled step may fall below its bound of seconds. Products and attention took
+"""Largest share by which a compiled step's seconds may be below their bound. Products and attention took
 equal seconds in every compared step of BERT-large."""
 
 PIECES_SHARE = 0.1
-"""Greatest share by which more micro-batches may be faster than fewer ones. Each micro-batch launches all
+"""Largest share by which more micro-batches may be faster than fewer ones. Each micro-batch launches all
 kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four."""
 
 
 BUDGET_SHARE = 0.02
-"""Greatest share by which layers with a budget may take fewer seconds than compiled layers that keep all.
+"""Largest share by which layers with a budget may take fewer seconds than compiled layers that keep all.
 
 None of GPT-2, RoBERTa, BERT, ViT, Qwen, Gemma and Llama took less than these by the rates of an H200.
 """
 
 
 class _Counterparts(NamedTuple):
-    """Uncompiled candidates that bound a compiled one."""
+    """Numbers of the uncompiled recipes that give bounds of a compiled one."""
 
     alike: int | None
-    """The same recipe without the compiler."""
+    """The recipe that differs only by not being compiled."""
     bare: int
-    """The same, without recomputing and with whole logits."""
+    """The recipe that is not compiled, does not recompute, and has whole logits."""
 
 
 class CompiledKinds(LoweredKinds):
-    """Candidates with compiled layers whose uncompiled recipe is in the space too.
+    """The recipes of a space with compiled layers whose uncompiled recipe is in the space too.
 
-    In a search for several GPUs none waits, for its bounds are those of one GPU.
+    In a search for several GPUs there are none, because the bounds are those of one GPU.
     """
 
     space: Space
@@ -68,7 +68,7 @@ class CompiledKinds(LoweredKinds):
         self._budgets = {n for n, one in enumerate(self.space.candidates) if one.setup.has_budget}
         self._uncompiled: dict[int, _Counterparts] = {}
         self._fewer: dict[int, list[int]] = {}
-        """Numbers of the same candidates with fewer micro-batches, by candidate."""
+        """Numbers of the same recipes with fewer micro-batches, by recipe."""
         self.waiting: list[int] = []
         # The bounds of a plan for several GPUs are those of one GPU.
         for number, candidate in enumerate(self.space.candidates if len(self.states) == 1 else ()):
@@ -84,29 +84,30 @@ class CompiledKinds(LoweredKinds):
 
     @staticmethod
     def is_left(operator: str) -> bool:
-        """Return whether this operator remains a library call. The compiler never recomputes its outputs, so
-        outputs that the backward pass reads are kept."""
+        """Return whether this operator remains a library call in compiled code. The compiler never recomputes
+        its outputs, so outputs that the backward pass reads are kept."""
         return operator in STAYS or any(name in operator for name in LIBRARIES)
 
     def __contains__(self, number: int) -> bool:
         return number in self._uncompiled
 
     def alike(self, number: int) -> int | None:
-        """Return the same candidate without the compiler."""
+        """Return the number of the recipe that differs only by not being compiled."""
         return self._uncompiled[number].alike if number in self else None
 
     def bare(self, number: int) -> int:
-        """Return the same candidate without the compiler, without recomputing and with whole logits."""
+        """Return the number of the recipe that is not compiled, does not recompute, and has whole logits."""
         return self._uncompiled[number].bare
 
     def bounded_by(self, number: int) -> Iterator[int]:
-        """Yield the candidates that bound this one; none for an uncompiled one."""
+        """Yield the numbers of the recipes whose figures give bounds of this one; none for an uncompiled
+        one."""
         if number in self._uncompiled:
             yield from (other for other in self._uncompiled[number] if other is not None)
             yield from self._in_fewer_pieces(number)
 
     def least(self, number: int) -> Bound | None:
-        """Return the lower bound of this candidate; None for an uncompiled one."""
+        """Return the lower bound of this recipe; None for an uncompiled one."""
         if number not in self._uncompiled:
             return None
         candidates = self.space.candidates
@@ -127,7 +128,7 @@ class CompiledKinds(LoweredKinds):
         return least
 
     def again_seconds(self, number: int) -> float:
-        """Return the least seconds of this candidate's recomputation, by the uncompiled one; 0 if unknown."""
+        """Return the least seconds of this recipe's recomputation, from the uncompiled one; 0 if unknown."""
         if number not in self._uncompiled:
             return 0.0
         alike, bare = self._uncompiled[number]
@@ -149,11 +150,12 @@ class CompiledKinds(LoweredKinds):
         return self._fewer[number]
 
     def saved_share(self, number: int) -> float:
-        """Return the share that a budget may save, or that of other recomputing."""
+        """Return the largest share of its seconds that a recipe may save by a budget, or by other
+        recomputing."""
         return BUDGET_SHARE if number in self._budgets else CACHE_SHARE
 
     def is_idle(self, number: int) -> bool:
-        """Return whether this candidate has a budget without need: the same without one fits on each GPU.
+        """Return whether this recipe has a budget without need, since it fits on each GPU without one.
 
         The user's own budget is always included.
         """
@@ -171,7 +173,7 @@ class CompiledKinds(LoweredKinds):
         return self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
 
     def left_out(self, numbers: Iterable[int]) -> Iterator[Exclusion]:
-        """Yield one exclusion for the idle candidates whose recipe without a budget was screened."""
+        """Yield an exclusion for the recipes with an unneeded budget."""
         idle = [
             number for number in numbers if self.is_idle(number) and self._without(number) in self._bounds
         ]
@@ -181,10 +183,10 @@ class CompiledKinds(LoweredKinds):
             yield Exclusion(what=name, why=why, recipes=len(idle))
 
     def _fits(self, index: int, state: SearchState, number: int) -> bool:
-        """Return whether a candidate may fit by its known bytes.
+        """Return whether a recipe may fit, by its known bytes.
 
-        A candidate that may fit and was not evaluated is no faster than another that fits. A candidate
-        that cannot be simulated cannot be simulated with a budget either.
+        A candidate that may fit and was not evaluated is no faster than another that fits. A candidate that
+        cannot be simulated cannot be simulated with a budget either.
         """
         least = self.least_of(number)
         # A candidate without known bytes may still fit.
@@ -193,7 +195,7 @@ class CompiledKinds(LoweredKinds):
 
 
 def _least_bytes(other: Bound, setup: Setup, uncompiled: Setup) -> int:
-    """Return the least bytes of a step with compiled layers, from the uncompiled one."""
+    """Return the least bytes of a step with compiled layers, from the bounds of the uncompiled one."""
     if setup.logits != uncompiled.logits:
         return other.resting_bytes
     alike = setup.checkpoint == uncompiled.checkpoint and not setup.has_budget

@@ -1,4 +1,4 @@
-"""Compile the layers of a model one by one, or the whole model, with `torch.compile`.
+"""Compilation of a model's layers one by one, or of the whole model, with `torch.compile`.
 
 *Layers*: a model's repeated layers are compiled; the code around them (embeddings, masks, the head, the loss)
 is not. Equal layers run one compiled program, so compiling takes seconds where a whole model takes a minute.
@@ -68,9 +68,7 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
 
 
 def _with_own_numbers(out: Any) -> Any:
-    """Clone the single numbers (a loss) in a CUDA graph's results: the next step overwrites the graph's
-    memory.
-    """
+    """Return an output with its scalars (a loss) cloned: the next step overwrites the CUDA graph's memory."""
     import torch
 
     if isinstance(out, torch.Tensor):
@@ -103,14 +101,14 @@ def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:
 
 
 def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, ...]:
-    """Return Python lines that compile this job's `model` alike in scripts without snugfit. With `trainer` a
-    whole model is compiled by the Trainer's arguments. Raises `RecipeError` where plain torch is not enough.
-    """
+    """Return Python lines that compile a job's `model` in a script without snugfit, in the same way. With
+    `trainer` a whole model is compiled by the Trainer's arguments. Raises `RecipeError` where plain torch is
+    not enough."""
     # A script has no pass that keeps random numbers (`memory_budget.py`).
     if wish.budget < 1 and job.stated_dropout():
         raise RecipeError(
-            "the layers have dropout, for which torch draws other random numbers in the backward pass where "
-            "a budget is set (pytorch issue 190758); snugfit keeps them, which a script without it does not"
+            "the layers have dropout. With a budget torch draws other random numbers for it in the "
+            "backward pass (pytorch issue 190758). snugfit keeps them, but a script cannot"
         )
     bounded = (
         "from torch._functorch import config as functorch",
@@ -157,7 +155,7 @@ def compile_arguments(wish: CompileWish) -> dict[str, Any]:
 
 
 def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
-    """Compile this forward pass."""
+    """Return a forward pass compiled with these options."""
     import torch
 
     # Only torch's defaults need no backend of our own.
@@ -174,7 +172,7 @@ def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callabl
 
 
 def _backend(wish: CompileWish) -> Any:
-    """Return the backend for this budget and this position of autocast."""
+    """Return the `backend` argument of `torch.compile` for this budget and this position of autocast."""
     import torch
 
     inductor = InductorWithin(wish.budget, wish.mode)
@@ -184,21 +182,21 @@ def _backend(wish: CompileWish) -> Any:
 
 @dataclass(frozen=True)
 class BackwardWithoutAutocast:
-    """Compiles by this backend, and has backward passes traced without autocast."""
+    """A backend of `torch.compile` that compiles by another one, with backward passes traced without
+    autocast."""
 
     backend: Callable[[Any, Any], Any]
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        """Return the program of this graph, which Dynamo traced."""
+        """Return the compiled program of a graph that Dynamo traced."""
         with autocast_begins("within"):
             return self.backend(graph, inputs)
 
 
 @contextlib.contextmanager
 def autocast_begins(where: str) -> Iterator[None]:
-    """Trace programs as if autocast began `around` them or `within`. torch traces a backward pass together
-    with its forward pass, under the autocast around the program, if any.
-    """
+    """Context in which programs are traced as if autocast began `around` them or `within`. torch traces a
+    backward pass together with its forward pass, under the autocast around the program, if any."""
     from torch._functorch import config as functorch
 
     with functorch.patch(backward_pass_autocast="off") if where == "within" else contextlib.nullcontext():
@@ -242,16 +240,17 @@ def run_as_written(model: torch.nn.Module) -> None:
 _BEFORE: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = (
     WeakKeyDictionary()
 )
-"""Compiled modules, each with its own earlier forward; for a whole model also with the compiled one."""
+"""Compiled modules, each with its earlier forward method; for a whole model also with the compiled one."""
 
 
 OUTPUT = "-o"
-"""The option of a compiler before the file that it writes."""
+"""The option of a C++ compiler that precedes its output file."""
 
 
 @contextlib.contextmanager
 def whole_files() -> Iterator[None]:
-    """Give each output of Inductor's C++ compiler its final name only after the compiler has finished.
+    """Context in which each output of Inductor's C++ compiler gets its final name only after the compiler has
+    finished.
 
     g++ writes under the final name into Inductor's cache, and Inductor reads any existing file as complete. A
     killed compiler (a stopped container, no memory left) would leave a partial file. Each later start would

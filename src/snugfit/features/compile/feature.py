@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Compile(Feature):
-    """Add the techniques `compiled`, `budget` and `flex`, and the handler of their field."""
+    """The feature that adds the techniques `compiled`, `budget` and `flex`, and the handler of their
+    field."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.ATTENTION: ("flex",),
@@ -42,7 +43,8 @@ class Compile(Feature):
         return compiled_layers(policy, recorder, notes)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return True for torch's defaults, unless a memory budget spans all layers."""
+        """Return True for torch.compile's defaults, which compile layers alike, unless a memory budget spans
+        all layers."""
         wish = COMPILE.of(setup)
         return wish is None or wish.compiles_layers_alike
 
@@ -68,7 +70,7 @@ class Compile(Feature):
         return compile_seconds(kernels, in_programs if wish.is_one_program else 0)
 
     def timing_doubts(self, setup: Setup) -> Sequence[str]:
-        """Return the accuracy of the seconds of Inductor's kernels."""
+        """Return a warning about the accuracy of the seconds of Inductor's kernels."""
         from snugfit.features.compile.prices import COMPILED_SECONDS, WHOLE_SECONDS
 
         wish = COMPILE.of(setup)

@@ -1,4 +1,4 @@
-"""The field of `Setup` that this feature adds."""
+"""The field of `Setup` that the feature `compile` adds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True, kw_only=True)
 class CompileWish:
-    """The parts of the model that `torch.compile` compiles, and its options."""
+    """Value of the field `compile`: the compiled parts of the model, and the options of `torch.compile`."""
 
     what: str = "layers"
     """`layers`: each of the repeated layers, by itself; `model`: its forward pass, as one."""
@@ -56,4 +56,4 @@ class CompileWish:
 
 
 COMPILE = Wish[CompileWish | None]("compile", CompileWish | None, None, touches=("passes",), lowers=True)
-"""Compiled parts, inside of recomputed ones; None compiles nothing."""
+"""The field `compile`: compiled parts, inside of recomputed ones; None compiles nothing."""

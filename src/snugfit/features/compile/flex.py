@@ -22,7 +22,7 @@ from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
-"""Keys of configs by which scores of attention are dropped."""
+"""Keys of configs with the dropout of attention scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ class Flex(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield nothing: no plan searches it."""
+        """Yield nothing, so that no plan searches it."""
         return iter(())
 
 
 def _why_not(job: Job) -> str:
-    """Return why this job's model has no flex_attention; empty if it has."""
+    """Return why this job's model cannot use flex_attention; empty if it can."""
     model, module = job.model_class(), job.model.module
     if not getattr(model, "_supports_flex_attn", False):
         return f"transformers has no flex_attention for {model.__name__}"

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class CompileHandler(Handler):
-    """Layers, or a whole model, that torch.compile compiles."""
+    """Handler of the field `compile`."""
 
     wish, slot, stage = COMPILE.name, Slot.ENGINE, InstallStage.COMPILE
 
     def around_run(self, value: CompileWish | None) -> Context | None:
-        """Keep unfinished files of a killed compiler out of later runs."""
+        """Return a context in which a killed compiler leaves no partial files for later runs."""
         return whole_files if value is not None and value.backend == "inductor" else None
 
     def wrap(self, value: CompileWish | None, model: Any) -> None:
@@ -32,7 +32,7 @@ class CompileHandler(Handler):
             compile_parts(model, value)
 
     def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
-        """Compile as in a new model; parts compiled for another recipe are restored first."""
+        """Compile a live model like a new one; parts compiled for another recipe are restored first."""
         # Recomputed layers wrap compiled ones, so they are taken off first.
         unwrap_layers(live)
         run_as_written(live.model)
@@ -41,9 +41,8 @@ class CompileHandler(Handler):
             yield f"{value.what}: compiled, by {live.technique(self.slot)}"
 
     def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the script's `torch.nn.Module.compile` lines for the same layers or model. Hooks and the
-        switch for checkpointing are outside of the compiled part there too.
-        """
+        """Return an exported script's `torch.nn.Module.compile` lines for the same layers or model. Hooks and
+        the switch for checkpointing are outside of the compiled part there too."""
         if value is None:
             return {}
         try:

@@ -1,4 +1,4 @@
-"""Inductor with torch's activation memory budget, and without the errors that the budget causes.
+"""Inductor with torch's activation memory budget, and with fixes for the errors that the budget causes.
 
 torch cuts the graph of a layer, forward and backward, in two.
 `torch._functorch.config.activation_memory_budget` limits the bytes that the forward program keeps for the
@@ -23,13 +23,13 @@ DRAWS_ANEW = (
 
 @dataclass(frozen=True)
 class InductorWithin:
-    """Compiles for this budget, in this mode."""
+    """A backend of `torch.compile`: Inductor with this memory budget, in this mode."""
 
     budget: float
     mode: str = "default"
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        """Return the program of this graph, which Dynamo traced."""
+        """Return the compiled program of a graph that Dynamo traced."""
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
@@ -40,9 +40,8 @@ class InductorWithin:
 
 @contextlib.contextmanager
 def plain_refusals() -> Iterator[None]:
-    """Raise a layer's refusal during compilation as our own error; Dynamo wraps the errors of its
-    compilers.
-    """
+    """Context in which an error of ours during compilation is raised as itself; Dynamo wraps the errors of
+    its compilers."""
     try:
         yield
     except Exception as error:
@@ -53,7 +52,7 @@ def plain_refusals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within_budget(budget: float) -> Iterator[None]:
-    """Cut graphs for this budget inside of this context."""
+    """Context in which torch cuts graphs for this memory budget."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -70,17 +69,18 @@ def within_budget(budget: float) -> Iterator[None]:
 
 @cache
 def _keeper() -> Any:
-    """Return the class of the pass over the graph to be cut, a subclass of torch's base class."""
+    """Return the class of a graph pass that runs before torch cuts a graph, a subclass of torch's base
+    class."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class KeepRandom(CustomGraphPass):
-        """Pass that marks nodes that draw random numbers."""
+        """A graph pass that marks nodes which draw random numbers, so that torch does not recompute them."""
 
         def __init__(self, budget: float) -> None:
             self.budget = budget
 
         def __call__(self, graph: Any) -> None:
-            """Mark these nodes in the graph. Raises `RecipeError` where marks do not help."""
+            """Mark these nodes in the graph. Raises `RecipeError` where marks have no effect."""
             from torch.utils.checkpoint import CheckpointPolicy
 
             for node in graph.nodes:
@@ -92,7 +92,7 @@ def _keeper() -> Any:
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:
-            """Return the pass's part of the keys in torch's caches."""
+            """Return the pass's version, a part of the keys in torch's caches."""
             # torch's caches on the disk have the budget in their keys already.
             return "snugfit: random numbers are kept"
 

@@ -1,4 +1,4 @@
-"""Seconds of compiling, and the accuracy of predicted seconds of compiled steps."""
+"""Constants for the seconds of compiling, and the accuracy of predicted seconds of compiled steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GENERATED_KERNEL = 0.115
 IN_WHOLE = 0.027
 """Seconds to compile a kernel of a whole model's program, in which equal layers share nothing.
 
-`STARTING` and `GENERATED_KERNEL`: seven models whose layers were compiled one by one on the host of one
-H200, torch 2.11 (results/h200-2026-11-23/compiled). Without a cache first steps took 6.0 to 8.4 s, with one
-1.3 to 1.7 s. One, Qwen3 with adapters, took 14.9 s, which is not explained. Compiled whole, 24 layers of
-BERT-large took 66 s, and 4 layers 16 s. A Llama's 4 layers took 19 s (2026-11-22,
-`tests/data/compiled-h200.json`). `IN_WHOLE` meets these within 30 %.
+`STARTING` and `GENERATED_KERNEL`: seven models whose layers were compiled one by one on the host of one H200,
+torch 2.11 (results/h200-2026-11-23/compiled). Without a cache first steps took 6.0 to 8.4 s, with one 1.3 to
+1.7 s. One, Qwen3 with adapters, took 14.9 s, which is not explained. Compiled whole, 24 layers of BERT-large
+took 66 s, and 4 layers 16 s. A Llama's 4 layers took 19 s (2026-11-22, `tests/data/compiled-h200.json`).
+`IN_WHOLE` predicts these within 30 %.
 """
 
 COMPILED_SECONDS = (
@@ -38,7 +38,7 @@ WHOLE_SECONDS = (
 
 
 def compile_seconds(kernels: Collection[Any], in_programs: int) -> float:
-    """Return the seconds that torch.compile takes with no cache of an earlier run."""
+    """Return the seconds of compiling in a first step, without a cache of an earlier run."""
     generated = {kernel for kernel in kernels if operator_of(kernel).startswith(GENERATED)}
     # Equal layers share their kernels; a whole model's program compiles each.
     return IN_WHOLE * in_programs + (STARTING + GENERATED_KERNEL * len(generated))

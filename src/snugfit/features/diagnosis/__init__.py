@@ -1,1 +1,1 @@
-"""The command `why-oom`: reasons for a run without enough memory."""
+"""The feature `diagnosis`: the command `why-oom`, which explains a run without enough memory."""

@@ -1,4 +1,4 @@
-"""General changes for the kind of a failure."""
+"""General changes to try after a failure, by its kind."""
 
 from __future__ import annotations
 

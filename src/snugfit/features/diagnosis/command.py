@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 LARGEST_INPUT = 256 << 20
-"""Bytes of the largest log or snapshot that is read."""
+"""Largest size of a log or snapshot that is read, in bytes."""
 
 COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""First bytes of gzip, zip, bzip2, xz and zstd."""
+"""First bytes of compressed files: gzip, zip, bzip2, xz and zstd."""
 
 Log = Annotated[
     str | None,
@@ -92,7 +92,7 @@ def _request(options: Mapping[str, Any]) -> Request | None:
 
 
 def _content(log: str | None) -> tuple[bytes, str]:
-    """Return the log or snapshot, and its name in messages. Raises `UsageError`."""
+    """Return the content of the log or snapshot, and its name in messages. Raises `UsageError`."""
     from snugfit.user_files import refuse_no_file
 
     hint = ' Cut out the error: grep -B 40 -A 5 -m 1 "out of memory" LOG | snugfit why-oom -'
@@ -102,7 +102,7 @@ def _content(log: str | None) -> tuple[bytes, str]:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+            raise UsageError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from None
         where = str(path)
     else:
         # Python has no stdin where the shell closed it.

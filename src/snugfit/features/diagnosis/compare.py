@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 SIMILAR = 0.25
-"""Largest share of its bytes by which a run of the same job may exceed the predicted step."""
+"""Largest share by which a run's bytes may exceed the predicted step's for both to be the same job."""
 
 
 def compare(
     diagnosis: Diagnosis, sizes: tuple[int, int] | None, request: Request
 ) -> tuple[Diagnosis, Prediction]:
-    """Return the diagnosis with the tensor of the predicted step, and the prediction.
+    """Return the diagnosis with the tensors that the request may have been for, from a predicted step, and
+    the prediction.
 
     Both have changes that fit the memory that other processes left. `sizes` are those of the request.
     """
@@ -72,19 +73,21 @@ def _about_differences(prediction: Prediction, more: int, *, missed: bool) -> It
     """Yield sentences on differences between the failed run and the predicted step."""
     if missed:
         yield (
-            "No tensor of the predicted step has this size. The run had another batch, length or recipe, or "
-            "code outside of the step requested it."
+            "No tensor of the predicted step has this size. The run had another batch, length or "
+            "recipe, or code outside of the step requested it. Give the run's own sizes and recipe, or "
+            "look for such code."
         )
     if not prediction.fits:
         return
     spare = show_bytes(prediction.spare_bytes or 0)
     if _is_similar(more, prediction):
         yield (
-            f"The predicted step leaves {spare}, but the run needed {show_bytes(more)} more than it. Code "
-            "around the step may keep tensors. The changes leave as much free."
+            f"The predicted step leaves {spare}, but the run needed {show_bytes(more)} more than it. "
+            "Code around the step may keep tensors. The changes leave as much free. Look for such code."
         )
     else:
         yield (
-            f"The predicted step fits this memory, with {spare} to spare. The run had another batch, length "
-            "or recipe, or code around the step kept tensors."
+            f"The predicted step fits this memory, with {spare} to spare. The run had another batch, "
+            "length or recipe, or code around the step kept tensors. Give the run's own sizes and "
+            "recipe, or look for such code."
         )

@@ -1,4 +1,5 @@
-"""The kind of a failure, from the request and the ledger of that moment."""
+"""Decision on the kind of a memory failure, from the size of the request and the GPU's memory at that
+moment."""
 
 from __future__ import annotations
 
@@ -6,20 +7,18 @@ from snugfit.features.diagnosis.result import FailureKind, Ledger
 from snugfit.units import GIB, show_bytes
 
 CONTEXT = 1 * GIB
-"""Bytes of a GPU that a process needs outside of PyTorch's allocator: the CUDA context and its libraries.
-
-Measured contexts have 0.4 to 0.8 GiB (`job/gpus.json`).
-"""
+"""Bytes of GPU memory that a process needs outside of PyTorch's allocator: the CUDA context and its
+libraries. Measured contexts have 0.4 to 0.8 GiB (`job/gpus.json`)."""
 
 FEW = 0.02
 """Share of a GPU's memory below which unallocated memory makes no difference to a run."""
 
 MANY = 0.05
-"""Share of a GPU's memory from which memory outside of PyTorch counts as a reason."""
+"""Share of a GPU's memory above which memory outside of PyTorch counts as a reason."""
 
 
 def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tuple[str, ...]]:
-    """Return the kind of a failed request, a summary, and notes."""
+    """Return the kind of failure of a request, a summary, and notes."""
     if ledger is None or ledger.free_bytes is None:
         return FailureKind.UNCLEAR, _without_figures(requested, ledger), ()
     if ledger.allowed_bytes is not None and ledger.free_bytes >= requested:
@@ -67,7 +66,8 @@ def _without_figures(requested: int, ledger: Ledger | None) -> str:
 def _decide_within_limit(
     requested: int, ledger: Ledger, allowed: int
 ) -> tuple[FailureKind, str, tuple[str, ...]]:
-    """Return `decide`'s answer for a process that may use only `allowed` bytes of a GPU with more free."""
+    """Return kind, summary and notes for a process that may use only `allowed` bytes of a GPU with more
+    free."""
     reserved = (ledger.allocated_bytes or 0) + (ledger.unallocated_bytes or 0)
     within = Ledger(
         total_bytes=allowed,

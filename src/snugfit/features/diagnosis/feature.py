@@ -1,4 +1,4 @@
-"""Diagnosis of a run that ended because memory was short."""
+"""The feature `diagnosis`, registered: diagnosis of a run that ended because memory was short."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from snugfit.techniques.feature import Feature
 
 
 class DiagnosisFeature(Feature):
-    """Add the command `why-oom`."""
+    """The feature that adds the command `why-oom`."""
 
     def commands(self) -> Sequence[Callable[..., Any]]:
         """Return the function of `snugfit why-oom`."""

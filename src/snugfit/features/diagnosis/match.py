@@ -1,4 +1,4 @@
-"""The tensor of a failed request: by size in a predicted step, or else guessed from the size alone."""
+"""Search for the tensor of a failed request: by size in a predicted step, or guessed from the size alone."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ if TYPE_CHECKING:
 
 SMALL, SMALL_SEGMENT = 1 * MIB, 2 * MIB
 LARGE_FROM, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
-"""Sizes of segments in CUDACachingAllocator.cpp: a message has the size of the segment, not of the tensor."""
+"""Sizes of segments in CUDACachingAllocator.cpp: an error message has the size of the segment, not of the
+tensor."""
 
 SHOWN = 3
-"""Candidates in a report."""
+"""Largest number of candidates in a report."""
 
 VOCABULARIES = {
     30_522: "BERT", 32_000: "Llama 2, Mistral", 50_257: "GPT-2", 50_265: "RoBERTa",
     128_256: "Llama 3", 129_280: "DeepSeek-V3", 151_936: "Qwen", 152_064: "Qwen", 201_088: "gpt-oss",
     202_048: "Llama 4", 248_320: "Qwen 3.5", 250_002: "XLM-R", 256_000: "Gemma", 262_208: "Gemma 3",
 }  # fmt: skip
-"""Sizes of vocabularies in use, for guesses."""
+"""Common vocabulary sizes, for guesses of logits."""
 
 TOKENS = 512
-"""Numbers of tokens in a guess are multiples of it."""
+"""Multiple of which the number of tokens in a guess must be."""
 
 GUESS_FROM = 64 * MIB
-"""Smallest request for a guess: smaller ones have too many explanations."""
+"""Smallest request in bytes for a guess: smaller ones have too many explanations."""
 
 
 def tensor_sizes(least: int, most: int) -> tuple[int, int]:
@@ -119,7 +120,7 @@ def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
 
 
 def _scores(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
-    """Yield attention scores of this size, for the longest such length."""
+    """Yield attention scores of this size, for the longest sequence that gives it."""
     for length in (16_384, 8192, 4096, 2048, 1024):
         for width, dtype in ((4, "fp32"), (2, "16 bits")):
             heads = most // (length * length * width)
@@ -138,7 +139,7 @@ def _as_guess(name: str, nbytes: int, shape: str) -> RequestedTensor:
 
 
 def show_request(requested: int, *, from_text: bool) -> str:
-    """Return the failed request in words, with the tensors that a segment of this size serves."""
+    """Return a sentence on the failed request, with the tensors that a segment of this size serves."""
     if not from_text:
         return f"The request was for {show_bytes(requested)}."
     if requested == LARGE_SEGMENT:

@@ -25,7 +25,7 @@ PLAIN = (
     pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS,
     pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET,
 )  # fmt: skip
-"""Instructions of the reader."""
+"""Pickle instructions that the reader executes."""
 
 _PYTHON_READER: Any = vars(pickle)["_Unpickler"]
 """The standard library's reader in Python. Its table of instructions can be replaced, unlike that in C."""

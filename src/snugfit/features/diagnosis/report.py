@@ -1,4 +1,4 @@
-"""A diagnosis in a terminal: the reason, the memory of that moment, the request, and changes."""
+"""The report of `why-oom` in a terminal: the reason, the memory of that moment, the request, and changes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def render(diagnosis: Diagnosis, ways_out: Sequence[str] = ()) -> RenderableType
 
 
 def _about_place(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield a line on the place of the error, and one on the code."""
+    """Yield a line on the place of the error in the log or snapshot, and one on the code."""
     where = [f"line {diagnosis.line:,}"] if diagnosis.line is not None else []
     where += [f"rank {diagnosis.rank}"] if diagnosis.rank is not None else []
     where += [f"GPU {diagnosis.device}"] if diagnosis.device is not None else []
@@ -68,7 +68,7 @@ def _about_place(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _ledger_table(ledger: Ledger) -> PlainTable:
-    """Return the figures of a ledger that are known."""
+    """Return a table of the GPU's memory at the failure, as far as it is known."""
     outside = ledger.outside_bytes
     own = None
     if ledger.process_bytes is not None and ledger.reserved_bytes is not None:
@@ -91,7 +91,7 @@ def _ledger_table(ledger: Ledger) -> PlainTable:
 
 
 def _about_request(diagnosis: Diagnosis) -> list[RenderableType]:
-    """Return the request in words, and a table of the tensors that it may have been for."""
+    """Return a sentence on the request, and a table of the tensors that it may have been for."""
     if diagnosis.requested_bytes is None or diagnosis.kind is FailureKind.HOST:
         return []
     parts: list[RenderableType] = [
@@ -139,7 +139,7 @@ def _about_segments(use: SegmentUse) -> str:
 
 
 def _changes(changes: Sequence[SuggestedChange], ways_out: Sequence[str]) -> list[RenderableType]:
-    """Return the changes with which the predicted step fits, or else general ones."""
+    """Return lines on the changes with which the predicted step fits, or else on general ones."""
     if ways_out:
         return [Text(), *(words(sentence) for sentence in ways_out)]
     if not changes:

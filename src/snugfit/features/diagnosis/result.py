@@ -1,4 +1,5 @@
-"""The diagnosis of a failed run: its kind, the ledger of that moment, the request, and changes that help."""
+"""The diagnosis of a failed run: its kind, the GPU's memory at that moment, the request, and changes that
+help."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Bytes of the GPU at the moment of the failure; null where the text has no such figure."""
+    """Bytes of GPU memory at the moment of the failure, by user; null where the text has no such figure."""
 
     total_bytes: int | None = None
     """Memory of the GPU."""
@@ -71,7 +72,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedTensor:
-    """A tensor that the failed request may have been for."""
+    """A tensor for which the failed request may have been."""
 
     module: str
     """Dotted name of the module. Layers of one stack share a name. Empty for the training loop."""

@@ -14,16 +14,16 @@ from snugfit.features.diagnosis.result import FailureKind
 
 @dataclass(frozen=True)
 class Sign:
-    """A wording, and its meaning."""
+    """A wording of log messages, and the failure that it means."""
 
     words: tuple[str, ...]
-    """Parts of which one is in each such line. They are found much faster than the pattern."""
+    """Words of which one is in each such line. A search for them is much faster than the pattern."""
     pattern: re.Pattern[str]
     kind: FailureKind
     summary: str
     """Sentences for the report. `{0}` is the text that the pattern found."""
     certain: bool = True
-    """False for wordings that other failures have too. They count where no certain one was found."""
+    """False for wordings that other failures have too. They count only if no certain one is found."""
 
 
 def _sign(
@@ -35,7 +35,8 @@ def _sign(
 REQUEST = re.compile(
     r"(?:[Tt]ried\s+to\s+allocate\s+|Requested {10,}: )(?P<size>[\d.]{1,20}\s?(?:bytes|[KMGT]?i?B))"
 )
-"""The failed request in a message of PyTorch's allocators: its own, and `cudaMallocAsync`."""
+"""Regular expression of a failed request in a message of PyTorch's allocators: its own, and
+`cudaMallocAsync`."""
 
 BEGINNINGS = ("Tried", "tried", "Requested ")
 """First words of a request, which are found much faster than the pattern."""
@@ -184,13 +185,13 @@ SIGNS = (
         certain=False,
     ),
 )
-"""All signs. In a log the first certain one counts."""
+"""All wordings of failures. In a log the first certain one counts."""
 
 FOREIGN = re.compile(
     r"RESOURCE_EXHAUSTED|XlaRuntimeError|JaxRuntimeError|ResourceExhaustedError"
     r"|OOM when allocating tensor with shape"
 )
-"""Wordings of JAX and TensorFlow."""
+"""Wordings of JAX and TensorFlow, whose logs are refused."""
 
 KERNEL_LIMIT = re.compile(r"out of resources?: (?:shared memory|registers)")
 """Triton's wording for a kernel that needs more of a multiprocessor than the GPU has."""

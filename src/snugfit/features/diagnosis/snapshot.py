@@ -15,32 +15,33 @@ from snugfit.features.diagnosis.plain_pickle import read_plain_pickle
 from snugfit.features.diagnosis.result import Ledger, LiveTensors, SegmentUse
 
 MOST_ENTRIES = 5_000_000
-"""Blocks and events of the largest snapshot that is read. Shared references can make a small file endless."""
+"""Largest number of blocks and events of a snapshot that is read. Shared references can make a small file
+endless."""
 
 MOST_FRAMES = 200
-"""Frames of a stack that are searched for code outside of PyTorch."""
+"""Largest number of frames of a stack that are searched for code outside of PyTorch."""
 
 LARGEST = 1 << 60
-"""Bound of sizes in bytes."""
+"""Largest size in bytes that is accepted in a snapshot."""
 
 SHOWN = 8
-"""Lines of code in the table of live tensors."""
+"""Number of lines of code in the table of live tensors."""
 
 _SEGMENTS = {"segment_alloc": -1, "segment_map": -1, "segment_free": 1, "segment_unmap": 1}
-"""Sign with which a later event counts to the reserved bytes of an earlier moment."""
+"""Sign of each kind of later event in the reserved bytes of an earlier moment."""
 
 _OF_TORCH = ("/torch/", "torch/nn/", "<eval_with_key>", "??")
 
 
 class LiveBlock(NamedTuple):
-    """A live block of the allocator."""
+    """A live block of the allocator: its size, and the code that allocated it."""
 
     nbytes: int
     code: str
 
 
 class SnapshotFacts(NamedTuple):
-    """The facts of one GPU in a snapshot."""
+    """The state of one GPU in a snapshot: live tensors, segments and the failed request."""
 
     device: int
     ledger: Ledger
@@ -55,7 +56,7 @@ class SnapshotFacts(NamedTuple):
 
 
 def read_snapshot(content: bytes, where: str) -> SnapshotFacts:
-    """Return the facts of the GPU that failed, or else of the fullest. Raises `UsageError`."""
+    """Return the state of the GPU that failed, or else of the fullest one. Raises `UsageError`."""
     document = read_plain_pickle(content, where)
     segments, traces = _parts(document, where)
     try:
@@ -146,7 +147,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
 
 
 def _alive(segments: Sequence[Any], places: _Places) -> dict[int, LiveBlock]:
-    """Return the live blocks at the end by address. Waiting for another stream counts as live."""
+    """Return the live blocks at the end by address. A block that waits for another stream counts as live."""
     return {
         address: LiveBlock(_size(block.get("requested_size") or block["size"]), places.of(_frames_of(block)))
         for part in segments
@@ -195,7 +196,7 @@ UNKNOWN = "(no stack frames)"
 
 
 class _Places(dict[int, str]):
-    """Lines of code by the identity of their frames, which blocks and events share."""
+    """A cache of lines of code by the identity of their frames, which blocks and events share."""
 
     def of(self, frames: Any) -> str:
         """Return function, file and line of the innermost frame outside of PyTorch."""

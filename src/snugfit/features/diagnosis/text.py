@@ -22,10 +22,10 @@ from snugfit.features.diagnosis.signs import (
 from snugfit.units import KIB, show_bytes
 
 MESSAGE = 1600
-"""Characters of the longest message of the allocator, with its advice."""
+"""Largest number of characters of an allocator's message, with its advice."""
 
 TRACEBACK_LINES = 400
-"""Lines before an error that are read as its traceback."""
+"""Number of lines before an error that are read as its traceback."""
 
 AMOUNT = r"([\d.]{1,20} ?(?:bytes|[KMGT]?i?B))"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -35,7 +35,7 @@ _PREFIX = re.compile(
     re.IGNORECASE,
 )
 _LATER_PREFIX = re.compile(r"^.{1,120}?\[rank(\d+)\]:[ ]?")
-"""Rank after a launcher's own prefix, such as a host or a date."""
+"""Regular expression of a rank after a launcher's own prefix, such as a host or a date."""
 
 _QUOTES = re.compile(r"^(?:> ?)+")
 _RAISED = re.compile(r"^\s*[\w.]{0,200}(?:Error|Exception)\b")
@@ -70,7 +70,7 @@ RENAMED_PROCESS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedError:
-    """One error of a log."""
+    """An out-of-memory error of a log, with the figures in its message."""
 
     sign: Sign
     wording: str
@@ -123,7 +123,8 @@ def read_log(text: str) -> LoggedError:
 def _ending(
     errors: Sequence[tuple[Sign, re.Match[str], int]], lines: Sequence[str]
 ) -> tuple[Sign, re.Match[str], int]:
-    """Return the first error. A failed request that the program printed gives way to a raised one."""
+    """Return the error that ended the run: the first one. A failed request that the program printed gives way
+    to a raised one."""
     first = errors[0]
     if first[1].re is not REQUEST or _RAISED.match(lines[first[2]]):
         return first
@@ -180,7 +181,7 @@ def _places(text: str, word: str) -> Iterator[int]:
 
 
 def _matches(sign: Sign, text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches of a sign in the lines that have one of its words."""
+    """Yield the matches of a wording in the lines that have one of its words."""
     lines: set[tuple[int, int]] = set()
     for word in sign.words:
         at = text.find(word)
@@ -194,7 +195,7 @@ def _matches(sign: Sign, text: str) -> Iterator[re.Match[str]]:
 
 
 def _refuse(text: str) -> None:
-    """Raise `UsageError` for a text without an error of the memory of PyTorch or the host."""
+    """Raise `UsageError` for a text without an error about the memory of PyTorch or the host."""
     if FOREIGN.search(text):
         raise UsageError(
             "This is an error of JAX or TensorFlow. snugfit reads errors of PyTorch and of the host only."
@@ -254,7 +255,7 @@ def _with_host_figures(error: LoggedError, text: str, match: re.Match[str]) -> L
 
 
 def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
-    """Return the figures of a message on one line, and sentences on them."""
+    """Return the GPU memory figures of a message on one line, and notes on them."""
     figures = {name: _amount(pattern, message) for name, pattern in _FIELDS.items()}
     if all(one is None for one in figures.values()):
         return None, ()
@@ -269,7 +270,7 @@ def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
 
 
 def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple[str, ...]]:
-    """Return the ledger with the memory of this process and of others.
+    """Return the figures with the memory of this process and of others added.
 
     The smallest process with the reserved memory is taken if the message names none as this one.
     """

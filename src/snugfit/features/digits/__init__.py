@@ -1,4 +1,4 @@
-"""A small real task that ships with snugfit: handwritten digits, 1,797 pictures of 8 x 8 grey levels.
+"""A small data set that ships with snugfit: handwritten digits, 1,797 pictures of 8 x 8 grey levels.
 
 It shows that a recipe learns: tests train every recipe on it, and a first try of snugfit needs no other data.
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 EVALUATED = 3
-"""Every third picture is used for evaluation, so that every writer is in both parts. These are 599 pictures;
-one in a hundred is six of them."""
+"""Interval of the pictures that are for evaluation: every third, so that every writer is in both parts. These
+are 599 pictures; one in a hundred is six of them."""
 
 BRIGHTEST = 16
 
 Pictures = list[dict[str, Any]]
-"""Samples: `pixel_values` (1, 8, 8) of fp32 from 0 to 1, and `labels`, the digit."""
+"""The type of the samples: `pixel_values` (1, 8, 8) of fp32 from 0 to 1, and `labels`, the digit."""
 
 
 def digits() -> tuple[Pictures, Pictures]:

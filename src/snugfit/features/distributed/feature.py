@@ -1,4 +1,4 @@
-"""Training of one model on several GPUs, one process for each, and DeepSpeed's engine on one."""
+"""The feature `distributed`, registered: training on several GPUs, and DeepSpeed's engine on one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Distributed(Feature):
-    """Add the techniques of the slots for several GPUs, their handlers, simulation and prices."""
+    """The feature that adds the techniques for several GPUs, with their handlers, simulation and
+    predictions."""
 
     needs: ClassVar[Mapping[str, str]] = {"sharded": "loops"}
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
@@ -35,7 +36,7 @@ class Distributed(Feature):
     # ---- running a step ----
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of both fields."""
+        """Return the handlers of the fields `parallel` and `sharding`."""
         from snugfit.features.distributed.apply.parallel import ParallelHandler
         from snugfit.features.distributed.engine.sharding import ShardingHandler
 
@@ -48,13 +49,13 @@ class Distributed(Feature):
         return MeshParts()
 
     def state_parts(self) -> Any:
-        """Return the code for shards in checkpoints."""
+        """Return the code that saves and loads shards of checkpoints (`StateParts`)."""
         from snugfit.features.distributed.checkpoint.parts import SpreadState
 
         return SpreadState()
 
     def processes(self) -> Any:
-        """Return the code of runs of several processes."""
+        """Return the module that runs several processes."""
         from snugfit.features.distributed import processes
 
         return processes
@@ -69,7 +70,7 @@ class Distributed(Feature):
         return {"plan --gpus N --json": SeveralGpusPlan, "gpus --for MODEL --gpus N --json": CardPlans}
 
     def read_mesh(self, recipe: Recipe, text: str) -> tuple[Recipe, int]:
-        """Return the recipe with the techniques of a mesh, and its number of GPUs."""
+        """Return the recipe with the techniques of a mesh (`fsdp=4, tensor=2`), and its number of GPUs."""
         from snugfit.features.distributed.mesh import on_mesh
 
         return on_mesh(recipe, text)
@@ -77,7 +78,8 @@ class Distributed(Feature):
     # ---- simulating and predicting a step ----
 
     def recorder_class(self, setup: Setup) -> type[Any] | None:
-        """Return the recorder of streams and collectives for one of several ranks."""
+        """Return the class that records streams and collectives of one of several ranks; None for one
+        process."""
         if ranks_of(setup) == 1:
             return None
         from snugfit.features.distributed.simulate.ranks import RankRecorder
@@ -87,7 +89,8 @@ class Distributed(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which one process of several, or DeepSpeed's engine, runs on shapes."""
+        """Return a context in which one of several processes, or DeepSpeed's engine, runs on tensors without
+        data."""
         parallel, sharding = PARALLEL.of(setup), SHARDING.of(setup)
         if parallel is not None:
             from snugfit.features.distributed.simulate.ranks import rank_on_shapes
@@ -100,11 +103,12 @@ class Distributed(Feature):
         return super().simulation_overrides(setup, policy, recorder, notes)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return False for several processes and for DeepSpeed's engine."""
+        """Return False for several processes and for DeepSpeed's engine, which are simulated with all
+        layers."""
         return PARALLEL.of(setup) is None and SHARDING.of(setup) is None
 
     def exchanges(self) -> Any:
-        """Return the figures of several processes."""
+        """Return the prediction of exchanges between processes (`Exchanges`)."""
         from snugfit.features.distributed.price.exchanges import DistributedExchanges
 
         return DistributedExchanges()

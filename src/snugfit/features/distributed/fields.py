@@ -16,15 +16,15 @@ RING = "ring"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingWish(SeveralProcesses):
-    """DeepSpeed's engine around model and optimizer, on one GPU or on one of several."""
+    """Value of the field `sharding`: DeepSpeed's engine around model and optimizer, on one or several
+    GPUs."""
 
     stage: int = 2
     """Stage of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
 
     states: str = "none"
-    """Place of optimizer states, the updated weights and the update. `none` is the GPU, `cpu` the host,
-    `nvme` a disk (stage 3).
-    """
+    """Place of optimizer states, fp32 weights and the update: `none` is the GPU, `cpu` the host, `nvme` a
+    disk (stage 3)."""
 
     weights: str = "none"
     """Place of weights until a module uses them (stage 3): `none`, `cpu` or `nvme`."""
@@ -36,13 +36,14 @@ class ShardingWish(SeveralProcesses):
     """Number of processes that train together, one for each GPU, each on its part of the global batch."""
 
     def on(self, gpus: int) -> ShardingWish:
-        """Return the wish for this number of GPUs: the engine trains on one as on several."""
+        """Return the same settings for this number of GPUs: the engine trains on one as on several."""
         return replace(self, ranks=gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelWish(SeveralProcesses):
-    """Processes that train one model together by torch.distributed, one for each GPU (a rank).
+    """Value of the field `parallel`: processes that train one model by torch.distributed, one for each GPU (a
+    rank).
 
     They form a mesh. Along its data axis each has a part of the global batch. Along the others ranks work on
     the same samples, and each has a part of their work.
@@ -68,12 +69,11 @@ class ParallelWish(SeveralProcesses):
     """
 
     reshard: str = "layers"
-    """Gathered weights that are dropped after the forward pass and gathered again for the backward one: the
-    `layers`', `all`, or `none`. Weights outside of layers are needed again at once.
-    """
+    """Weights that are dropped after the forward pass and gathered again for the backward one: the `layers`',
+    `all`, or `none`. Weights outside of layers are needed again at once."""
 
     on_host: bool = False
-    """True if the host keeps the parts, and updates them."""
+    """True if the host keeps the shards, and updates them."""
 
     dtype: str | None = None
     """Dtype that gathered weights are cast to and computed in, by torch's name; None does not cast them."""
@@ -101,9 +101,8 @@ class ParallelWish(SeveralProcesses):
 
     @property
     def copies(self) -> bool:
-        """Return whether ranks hold all of the weights and average their gradients. These ranks are those of
-        the data axis, or, without one, those that share each sequence.
-        """
+        """Return True if several ranks hold all of the weights and average their gradients. These ranks are
+        those of the data axis, or, without one, those that share each sequence."""
         return self.weights == "copied" or (self.weights == "alone" and self.context > 1)
 
     @property
@@ -133,10 +132,9 @@ class ParallelWish(SeveralProcesses):
         return rank // (self.context * self.tensor) % self.data_ranks
 
     def counts(self, rank: int) -> float:
-        """Return the weight of this rank's loss in the sum over ranks. Among ranks with pieces of
-        the same sequences, each counts a part. Among other ranks with the same samples, one of the last
-        stage counts fully.
-        """
+        """Return the factor of this rank's loss in the sum over ranks. Among ranks with pieces of the same
+        sequences, each counts a part. Among other ranks with the same samples, one of the last stage counts
+        fully."""
         # Only the last stage has a loss. Each piece's loss is scaled as if it were the whole sequence's.
         is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
         return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
@@ -149,8 +147,8 @@ class ParallelWish(SeveralProcesses):
         return {axis: count for axis, count in counts.items() if count > 1}
 
     def shares_evenly(self, gpus: int, batch_size: int, whole_hosts: int | None) -> bool:
-        """Return whether so many GPUs make whole groups that divide the batch. If experts are spread, all
-        GPUs of a group must share them."""
+        """Return True if `gpus` GPUs form whole groups that divide the batch evenly. If experts are spread,
+        all GPUs of a group must share them."""
         groups, left = divmod(gpus, self.ranks_of_one_part)
         # `alone` has no data axis, and the other values need one of at least two groups.
         if left or (self.weights == "alone") is not (groups == 1) or batch_size % groups:
@@ -162,7 +160,7 @@ class ParallelWish(SeveralProcesses):
         return is_whole and self.experts in (1, self.tensor)
 
     def on(self, gpus: int) -> ParallelWish:
-        """Return the wish for this number of GPUs, which the axes must multiply to."""
+        """Return the same settings for this number of GPUs, which is the product of the axes."""
         if gpus == 1:
             raise UsageError(f"The recipe {ONE_GPU}.")
         together = self.ranks_of_one_part
@@ -174,7 +172,8 @@ class ParallelWish(SeveralProcesses):
         if gpus % together:
             named = " x ".join(f"{count} for {axis}" for axis, count in self.axes.items())
             raise UsageError(
-                f"The recipe takes {together} GPUs ({named}) or a multiple of them, and {gpus} were named."
+                f"The recipe takes {together} GPUs ({named}) or a multiple of them, and {gpus} were "
+                f"named. Set --gpus to a multiple of {together}."
             )
         # The recipe fixes all axes but the data axis, which takes the rest of the GPUs.
         data = gpus // together
@@ -198,8 +197,8 @@ class ParallelWish(SeveralProcesses):
 
 
 SHARDING = Wish[ShardingWish | None]("sharding", ShardingWish | None, None)
-"""DeepSpeed's engine that runs the steps; None leaves them to the loop."""
+"""The field `sharding`: DeepSpeed's engine that runs the steps; None leaves them to the loop."""
 
 PARALLEL = Wish[ParallelWish | None]("parallel", ParallelWish | None, None)
-"""Processes that train together; None trains in one. Each wraps the model before it makes an optimizer of its
-own part."""
+"""The field `parallel`: processes that train together; None trains in one. Each wraps the model before it
+makes an optimizer of its own part."""

@@ -34,7 +34,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = {*EXIT_CODES.values(), *AT_ONCE.values()}
 
 ENTRY = ("-m", "snugfit")
-"""Arguments of Python in each process."""
+"""Arguments with which Python starts snugfit in each process."""
 
 AGAIN = "snugfit: memory ran out in one process; all start again, under a recipe that needs less"
 
@@ -42,7 +42,7 @@ NEXT = "Start the command again to resume the run."
 
 
 class RankFailed(SnugfitError):
-    """Failure of one of several processes, which ends the run."""
+    """Error: one of several processes failed, which ends the run."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -102,7 +102,8 @@ def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]
 
 
 def _quieten() -> None:
-    """Disable the logs of torch's launcher for each ended process; `_ending` reports them instead."""
+    """Disable the log lines that torch's launcher writes for each ended process; `_ending` reports them
+    instead."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).disabled = True
@@ -110,7 +111,7 @@ def _quieten() -> None:
 
 @contextmanager
 def _passing_on_signals() -> Iterator[list[int]]:
-    """Pass signals on to the child processes started within the context; yield the received ones.
+    """Context that passes signals on to its child processes, and yields the list of received ones.
 
     The processes have a session of their own, so Ctrl-C reaches them only through this handler.
     """
@@ -133,7 +134,7 @@ def _passing_on_signals() -> Iterator[list[int]]:
 
 
 def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
-    """Return the exit code of stopped processes. Raises `RankFailed` for any other end.
+    """Return the exit code of processes that signals stopped. Raises `RankFailed` for any other end.
 
     The error names a process that recorded one, else one that a signal killed. Processes that ended as a
     consequence come last.
@@ -154,7 +155,7 @@ def _ending(failures: Mapping[int, Any], passed: Sequence[int]) -> int:
         name = signal.Signals(-code).name
         why = " The system does this when the machine's memory runs out." if -code == signal.SIGKILL else ""
         raise RankFailed(f"rank {rank}: its process was ended by {name}.{why} {NEXT}", 1)
-    raise RankFailed(f"rank {rank}: its process ended with exit code {code}, without a word. {NEXT}", code)
+    raise RankFailed(f"rank {rank}: its process ended with exit code {code}, without a message. {NEXT}", code)
 
 
 def _can_start_again(failures: Mapping[int, Any]) -> bool:
@@ -166,7 +167,7 @@ def _can_start_again(failures: Mapping[int, Any]) -> bool:
 
 
 def _order(failure: Any) -> int:
-    """Return the distance of a process's end from the cause, 0 for the closest.
+    """Return a sort key of a process's end: 0 if it is the likely cause, more for its consequences.
 
     torch ends the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
     """
@@ -186,7 +187,7 @@ def _error_of(failure: Any) -> str | None:
 
 
 def _more_of(failure: Any) -> Mapping[str, Any]:
-    """Return the additional entries of a process's error file."""
+    """Return the further entries of a process's error file."""
     message = failure.error_file_data.get("message")
     more = message.get("extraInfo") if isinstance(message, Mapping) else None
     return more if isinstance(more, Mapping) else {}

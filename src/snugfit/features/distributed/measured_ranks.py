@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from snugfit.step.step import Step
 
 LEAVING = "snugfit-leaving"
-"""Key of the store that counts the finished ranks."""
+"""Key of the store that counts the ranks which are done."""
 
 LONGEST = timedelta(days=1)
-"""Timeout of a rank that waits for another. The parent ends all ranks long before, when one dies or at its
+"""Longest wait of a rank for another. The parent ends all ranks long before, when one dies or at its
 deadline."""
 
 
@@ -69,20 +69,20 @@ class RankGroup:
     def run_further(
         self, step: Step, steps: int, timed: Observer, when_timed: Callable[[], None]
     ) -> Fabric | None:
-        """Run these timed steps, call `when_timed`, and run a few more, in which the first rank measures the
-        exchange with other ranks."""
+        """Run `steps` timed steps, call `when_timed`, and run a few more, in which the first rank measures
+        the exchanges."""
         return run_further(step, steps, timed, when_timed, profiles=self.rank == 0)
 
     def leave(self) -> None:
-        """Wait until all ranks are done."""
+        """Block until all ranks have called this."""
         self._store.add(LEAVING, 1)
         while self._store.add(LEAVING, 0) < self._ranks:
             time.sleep(0.01)
 
 
 def _backend(request: Mapping[str, Any], device: torch.device) -> str:
-    """Return the backend. The host needs gloo too if it holds gradients: their norm for clipping is exchanged
-    there."""
+    """Return torch's backend for the device. The host needs gloo too if it holds gradients, whose norm is
+    exchanged for clipping."""
     from snugfit.techniques.setup import Setup
     from snugfit.techniques.wish import processes_of
 
@@ -95,7 +95,7 @@ def _backend(request: Mapping[str, Any], device: torch.device) -> str:
 # ---- the exchange ----------------------------------------------------------------------------------------
 
 WARM_STEPS, PROFILED_STEPS = 1, 2
-"""Numbers of steps after the timed ones. The first starts the profiler up and does not count."""
+"""Numbers of steps after the timed ones: those that only start the profiler, and those that count."""
 
 EXTRA_STEPS = WARM_STEPS + PROFILED_STEPS
 
@@ -106,7 +106,7 @@ MARKS = ("nccl:", "ProfilerStep")
 
 
 class KernelSpan(NamedTuple):
-    """One kernel, copy or fill on the device."""
+    """Beginning and end of a kernel, copy or fill on the device."""
 
     name: str
     begin: float
@@ -114,7 +114,7 @@ class KernelSpan(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """Exchange of ranks in a step, in seconds of the device."""
+    """Measured exchanges of ranks in one step, in seconds of the device."""
 
     seconds: float
     exposed_seconds: float
@@ -139,7 +139,8 @@ class FabricProfiler:
         self._try(self._profiler.start)
 
     def step_ends(self) -> None:
-        """End a further step once the device has finished it; stop after the last."""
+        """End a step after the timed ones once the device has finished it; stop the profiler after the
+        last."""
         import torch
 
         torch.cuda.synchronize()
@@ -147,7 +148,7 @@ class FabricProfiler:
         self._try(self._profiler.step if self._left else self._profiler.stop)
 
     def fabric(self) -> Fabric | None:
-        """Return the measured exchange; None without a kernel of NCCL."""
+        """Return the measured exchanges; None if no kernel of NCCL ran."""
         spans: list[KernelSpan] = []
         self._try(lambda: spans.extend(self._spans()))
         return fabric_of(spans, PROFILED_STEPS)
@@ -171,14 +172,15 @@ class FabricProfiler:
 def run_further(
     step: Step, steps: int, timed: Observer, when_timed: Callable[[], None], *, profiles: bool
 ) -> Fabric | None:
-    """Run timed steps and those after them; return the exchange if this rank `profiles` and has one."""
+    """Run timed steps and a few more; return the measured exchanges if this rank `profiles` and has some."""
     profiler = FabricProfiler() if profiles else None
     step.run(steps + EXTRA_STEPS, FurtherSteps(timed, steps - 1, when_timed, profiler))
     return profiler.fabric() if profiler else None
 
 
 class FurtherSteps(Observer):
-    """Forwards the timed steps to an observer, then calls `when_timed` and profiles the rest."""
+    """Observer that forwards timed steps to another, then calls `when_timed` and profiles the remaining
+    steps."""
 
     def __init__(
         self,
@@ -221,7 +223,8 @@ class FurtherSteps(Observer):
 
 
 def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
-    """Return the seconds a step of NCCL's kernels among the spans of one clock; None without such kernels."""
+    """Return the seconds of NCCL's kernels per step, from kernel spans of one clock; None without such
+    kernels."""
     exchanges: list[tuple[float, float]] = []
     computing: list[tuple[float, float]] = []
     for span in spans:
@@ -234,7 +237,7 @@ def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
 
 
 def _union_length(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of the spans."""
+    """Return the total length of the union of the spans, without counting overlaps twice."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))

@@ -19,7 +19,7 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Slot, Technique
 
 REPLICATE = "replicate"
-"""The word for copies of weights that are sharded over GPUs."""
+"""Word of a mesh for copies of weights that are sharded over GPUs."""
 
 COUNT = "n"
 """Name of the setting for the number of GPUs along a technique's axis."""
@@ -44,14 +44,14 @@ def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
         raise UsageError(f"--mesh {text!r} has no axis along which GPUs share the work. {EXAMPLE}")
     if wish.weights != "alone" and not data:
         raise UsageError(
-            f"--mesh {text!r}: the recipe has {recipe[Slot.SHARDING]}, and the mesh does not say over how "
-            f"many GPUs. Add '{recipe[Slot.SHARDING].name}=2' or another number."
+            f"--mesh {text!r}: the recipe has {recipe[Slot.SHARDING]}, and the mesh has no number of "
+            f"GPUs for it. Add '{recipe[Slot.SHARDING].name}=2' or another number."
         )
     return recipe, (data[0] if data else 1) * copies * wish.ranks_of_one_part
 
 
 def _read(text: str) -> dict[str, int]:
-    """Return the axes and their numbers, as they are written."""
+    """Return the number of GPUs along each axis that the text names."""
     counts: dict[str, int] = {}
     for part in text.split(","):
         word, equals, number = (piece.strip() for piece in part.partition("="))
@@ -60,7 +60,7 @@ def _read(text: str) -> dict[str, int]:
                 f"--mesh {text!r}: {part.strip()!r} is not an axis with a number of GPUs. {EXAMPLE}"
             )
         if word in counts:
-            raise UsageError(f"--mesh {text!r}: {word} is there twice.")
+            raise UsageError(f"--mesh {text!r}: {word} is there twice. Keep one.")
         counts[word] = int(number)
     return counts
 
@@ -78,7 +78,7 @@ def _kind(word: str, text: str) -> type[Technique]:
 
 
 def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, text: str) -> Technique:
-    """Return the technique of one axis, with the settings that the recipe gives it."""
+    """Return the technique of one axis for `count` GPUs, with the recipe's settings for it."""
     before = recipe[kind.slot]
     if not before.plain and not isinstance(before, kind):
         raise UsageError(f"--mesh {text!r} and the recipe's {before} contradict each other. Leave one out.")
@@ -88,16 +88,17 @@ def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, tex
     if isinstance(before, kind):
         named = getattr(before, COUNT)
         if named != count:
-            raise UsageError(f"--mesh {text!r}: {word} is {count} there and {named} in the recipe.")
+            raise UsageError(
+                f"--mesh {text!r}: {word} is {count} there and {named} in the recipe. Leave one of them out."
+            )
         return before
     number: dict[str, Any] = {COUNT: count}
     return kind(**number)
 
 
 def _in_copies(sharing: Technique, data: list[int], copies: int, text: str) -> Technique:
-    """Return the technique that shards each of several copies of the weights, in place of one that shards
-    one.
-    """
+    """Return a technique that keeps `copies` sharded copies of the weights, in place of one that keeps
+    one."""
     spread = next(
         kind
         for kind in roster.techniques()

@@ -1,4 +1,4 @@
-"""Runs of several processes, as the core calls for them. Each function imports its own module."""
+"""Runs of several processes: functions that the core calls, each of which imports its own module."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def launch(processes: int, command_line: Sequence[str]) -> int:
 
 
 def restarts() -> Any:
-    """Return the module of the record by which processes start again with less memory."""
+    """Return the module that restarts all processes with a recipe of less memory."""
     from snugfit.features.distributed import start_again
 
     return start_again
 
 
 def watch(ranks: Any, journal: Any, every: int) -> Any:
-    """Return the detection of a process that all others wait for."""
+    """Return the monitor that reports a process which all others wait for."""
     from snugfit.features.distributed.stragglers import Stragglers
 
     return Stragglers(ranks, journal, every=every)

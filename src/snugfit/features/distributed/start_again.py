@@ -45,7 +45,7 @@ START_AGAIN = (
 
 
 class MemoryRanOut(OutOfMemory):
-    """Memory ran out in one of several processes; the same command continues with a smaller recipe."""
+    """Error: memory ran out in one of several processes; the same command continues with a smaller recipe."""
 
     can_start_again: ClassVar = True
 
@@ -58,13 +58,13 @@ class MemoryRecord:
     """Its job, the requested recipe, and the number of GPUs."""
 
     recipes: tuple[str, ...]
-    """Recipes that were tried since its newest checkpoint was written, in order."""
+    """Recipes, in order, that ran out of memory since the newest checkpoint was written."""
 
     step: int
     """The number of the failed step, from 1."""
 
     rank: int
-    """The rank of the process."""
+    """Rank of the process without memory."""
 
     cause: str
     phase: str
@@ -81,7 +81,7 @@ class MemoryRecord:
         return Recipe.parse(self.recipes[-1])
 
     def next_recipe(self, run: Run, recovery: Recovery) -> Recipe:
-        """Return the recipe that follows, in the first process.
+        """Return the recipe to continue with; only the first process calls it.
 
         Raises `OutOfMemory` if none is left, and removes the record: with more memory the next start tries
         again.
@@ -160,7 +160,7 @@ def forget(folder: Path) -> None:
 
 
 def _same(run: Run) -> dict[str, Any]:
-    """Return the fields that must be equal in a run that continues after its memory ran out."""
+    """Return the fields that must be equal for a run to continue after its memory ran out."""
     about = {"job": run.job.to_json(), "asked": str(run.recipe), "gpus": run.ranks.size}
     read: dict[str, Any] = json.loads(json.dumps(about))
     return read

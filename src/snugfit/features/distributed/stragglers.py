@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 SLOWER = 1.3
-"""Ratio to the others' seconds from which a process is a straggler: a choice."""
+"""Ratio to the others' seconds from which a process counts as slow (chosen)."""
 
 ROUNDS = 3
-"""Exchanges in a row that must agree: one may coincide with a checkpoint, or another program. A choice."""
+"""Number of consecutive exchanges that must agree (chosen): one may coincide with a checkpoint, or another
+program."""
 
 LEAST_SECONDS = 1e-3
-"""Differences below this many seconds are ignored: a choice."""
+"""Differences below this many seconds are ignored (chosen)."""
 
 
 @final
 class Stragglers:
-    """The comparison of the processes of a run."""
+    """Comparison of the step times of a run's processes."""
 
     def __init__(self, ranks: Ranks, journal: Journal, *, every: int) -> None:
         self._ranks, self._journal, self._every = ranks, journal, every

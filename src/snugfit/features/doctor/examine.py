@@ -1,4 +1,4 @@
-"""Examines the installation: packages, missing parts with their reasons, and the GPUs that the driver
+"""Examination of the installation: packages, missing parts with their reasons, and the GPUs that the driver
 reports.
 
 No function imports torch, which takes seconds. Versions come from the packages' metadata, torch's CUDA from
@@ -40,9 +40,9 @@ class Extra:
     name: str
     """Name as in `pip install "snugfit[name]"`."""
     techniques: tuple[str, ...]
-    """Techniques that need it."""
+    """Names of the techniques that need the extra."""
     off: str | None
-    """Reason why the techniques are off, with the cure; None when they are on."""
+    """Reason why the techniques are not available, with the remedy; None if they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class GpuStatus:
     name: str
     uuid: str
     compute_capability: tuple[int, int] | None
-    """CUDA compute capability; None where the driver does not report it."""
+    """Name of the extra as in `pip install "snugfit[name]"`."""
     total_bytes: int | None
     """Bytes of its memory."""
     used_bytes: int | None
@@ -67,7 +67,7 @@ class GpuStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """The state of this machine."""
+    """The state of this machine: packages, extras, driver and GPUs."""
 
     snugfit: str
     """The version of snugfit."""
@@ -86,9 +86,9 @@ class Doctor:
     cuda_usable: bool
     """True if a measurement can run on a GPU."""
     cuda_reason: str | None
-    """Reason why it cannot."""
+    """Reason why no measurement can run on a GPU; None if one can."""
     asked_torch: bool = False
-    """Always False: the doctor reads torch's files and NVML, because an import of torch takes seconds."""
+    """Always False: versions come from torch's files and NVML, because an import of torch takes seconds."""
     driver: str | None
     """The NVIDIA driver's version."""
     nvml: str | None

@@ -1,4 +1,4 @@
-"""The doctor's findings in a terminal."""
+"""The report of `snugfit doctor` in a terminal."""
 
 from __future__ import annotations
 

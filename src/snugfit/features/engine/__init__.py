@@ -1,1 +1,2 @@
-"""Steps that are replayed as CUDA graphs, and gradients that are released in the backward pass."""
+"""The feature `engine`: steps that are replayed as CUDA graphs, and gradients that are released in the
+backward pass."""

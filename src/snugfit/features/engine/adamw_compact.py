@@ -34,8 +34,8 @@ class AdamWCompact(Technique):
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = (
-        "Dettmers et al., arXiv 2110.02861, on moments in 8 bits with a scale for each block; moments of "
-        "weights in two halves: FlashOptim, arXiv 2602.23349; its kernels and its codes are our own"
+        "moments in 8 bits with a scale for each block: Dettmers et al., arXiv 2110.02861. Moments of "
+        "weights in two halves: FlashOptim, arXiv 2602.23349. Kernels and codes are our own"
     )
     elsewhere: ClassVar = ("compact_adamw", "flash_adamw")
 
@@ -48,7 +48,7 @@ class AdamWCompact(Technique):
         return compact_adamw(self.master_bits)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse all weights except fp32 or two halves, on one GPU."""
+        """Refuse weights that are neither fp32 nor split in two halves, and several GPUs."""
         slots = Slot.ADAPTERS, Slot.PRECISION, *roster.slots_of_several_gpus()
         # A search fills the last slot last, and stops at the first that it lacks.
         setup = setup_of(*reversed([recipe[slot] for slot in reversed(slots)]))
@@ -68,8 +68,9 @@ class AdamWCompact(Technique):
             yield "several processes do not share its states. Try 'adamw_8bit' or 'adamw_fused'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield the limits of the comparison with AdamW."""
+        """Yield a warning about the limits of the comparison with AdamW."""
         yield (
-            "what it learns was compared with AdamW in 5,000 steps of a GPT-2 on a made language and in 300 "
-            "of BERT-large (dev/log.md), and in no longer run."
+            "its training was compared with AdamW's only in short runs (dev/log.md): 5,000 steps of a "
+            "GPT-2 on a made language, and 300 of BERT-large. Compare it on your own data before a "
+            "long run."
         )

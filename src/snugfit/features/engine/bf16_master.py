@@ -42,11 +42,11 @@ class Bf16Master(Technique):
     elsewhere: ClassVar = ("bf16_master_weights", "bf16_split", "split_master")
 
     def install(self, setup: Setup) -> Setup:
-        """Cut weights in halves, without autocast, and choose an optimizer that updates both."""
+        """Split the weights in two halves, without autocast, and choose an optimizer that updates both."""
         return setup.with_precision(weights="bfloat16").with_fields(masters=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Require one optimizer for masters, one GPU and one process."""
+        """Require an optimizer that updates masters, one GPU and one process."""
         if not job.trains:
             yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
         elif not keeps_masters(recipe[Slot.OPTIMIZER].install(self.alone)):
@@ -75,12 +75,12 @@ class Bf16Master(Technique):
         return f"it has an update of its own, the same with {optimizer} as with {default}"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield the limits of measurements, and the costs of bfloat16."""
+        """Yield warnings about the limits of measurements, and the costs of bfloat16."""
         if compute_capability and compute_capability < (8, 0):
-            yield "this GPU does not support bfloat16 and emulates it slowly."
+            yield "this GPU does not support bfloat16 and emulates it slowly. Try 'fp16'."
         yield (
-            "its steps were measured on H200s: requested bytes were exact; recorded, BERT-large, "
-            "RoBERTa-large, GPT-2 and a ViT took within 6 % of what was predicted, and Llama-3.2-1B 8 to "
-            "11 % more, at the GPU's power limit, which lowers its clock. Gradients of micro-batches are "
-            "added up in bfloat16."
+            "its steps were measured on H200s: requested bytes were exact. Recorded steps of "
+            "BERT-large, RoBERTa-large, GPT-2 and a ViT took within 6 % of the predicted seconds. "
+            "Those of Llama-3.2-1B took 8 to 11 % longer, at the GPU's power limit, which lowers its "
+            "clock. Gradients of micro-batches are added up in bfloat16. snugfit measure shows yours."
         )

@@ -55,11 +55,12 @@ class Captured(Technique):
     """Multiple, in tokens, to which the lengths of padded batches are filled up."""
 
     def install(self, setup: Setup) -> Setup:
-        """Make the loop record its steps."""
+        """Set the loop to record its steps as CUDA graphs."""
         return setup.with_fields(capture=CaptureWish(multiple=self.multiple))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the settings that read the device, use another stream, or draw random numbers again."""
+        """Yield objections to techniques that read the device, use another stream, or draw random numbers
+        again."""
         if not job.trains:
             yield "only training steps are recorded. Leave it out."
         # The host reads the scaler's flag after each step.

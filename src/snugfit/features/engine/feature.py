@@ -1,4 +1,5 @@
-"""Steps that are replayed as CUDA graphs, and gradients that are released in the backward pass."""
+"""The feature `engine`, registered: CUDA graphs of steps, master weights in two halves, and released
+gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Feature):
-    """Add four techniques and the handlers of their fields."""
+    """The feature that adds four techniques and the handlers of their fields."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.PRECISION: ("bf16_master",),
@@ -26,7 +27,7 @@ class Engine(Feature):
     }
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of the fields. Released passes may be recorded ones."""
+        """Return the handlers of the fields. Passes that release gradients may be recorded ones."""
         from snugfit.features.engine import handlers
 
         return (
@@ -45,11 +46,13 @@ class Engine(Feature):
         return simulated_graphs(policy, recorder)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return False for updates within the backward pass: passes and update are one."""
+        """Return False for updates within the backward pass, since passes and update cannot be simulated
+        apart."""
         return not RELEASE.of(setup)
 
     def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:
-        """Try updates within the backward pass."""
+        """Evaluate recipes with updates within the backward pass, and add those that are better. Return the
+        technique's name if any was tried."""
         from snugfit.features.engine.search import find_released
 
         return find_released(state, pool, job, tell, smallest=smallest)

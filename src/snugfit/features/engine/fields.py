@@ -1,4 +1,4 @@
-"""The fields of `Setup` that this feature adds."""
+"""The fields of `Setup` that the feature `engine` adds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from snugfit.techniques.wish import Call, Wish
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureWish:
-    """An optimizer step that is recorded as CUDA graphs, and replayed."""
+    """Value of the field `capture`: the optimizer step is recorded as CUDA graphs, and replayed."""
 
     multiple: int = 64
     """Multiple, in tokens, to which the lengths of padded batches are filled up; each length has its own
@@ -20,13 +20,13 @@ class CaptureWish:
 MASTERS = Wish[bool](
     "masters", bool, False, adamw=Call(path="snugfit.features.engine.master_optimizers:master_adamw")
 )
-"""True if trained weights of any loaded dtype become bfloat16. The optimizer keeps their remainder in 16
-bits, so that it updates them in 32."""
+"""The field `masters`: True if trained weights of any loaded dtype become bfloat16. The optimizer keeps their
+remainder in 16 bits, so that it updates them in 32."""
 
 RELEASE = Wish[bool](
     "release_gradients", bool, False, parts=Call(path="snugfit.features.engine.parts:ReleasedParts")
 )
-"""True if each weight is updated within the backward pass, and its gradient dropped."""
+"""The field `release`: True if each weight is updated within the backward pass, and its gradient dropped."""
 
 CAPTURE = Wish[CaptureWish | None](
     "capture",
@@ -37,10 +37,11 @@ CAPTURE = Wish[CaptureWish | None](
     records_graphs=True,
     draws_once=True,
 )
-"""The step is recorded as CUDA graphs; None launches kernel by kernel."""
+"""The field `capture`: options of steps recorded as CUDA graphs; None launches kernel by kernel."""
 
 FILLED = Wish[int]("filled_batches", int, 0, touches=("passes",))
-"""Multiple, in tokens, to which passes fill up batches, with masks that depend on shapes. 0 leaves batches.
+"""The field `filled`: multiple, in tokens, to which passes fill up batches, with masks that depend on shapes.
+0 leaves batches.
 
-Only a search sets it, to rehearse the passes of recorded steps without graphs.
+Only a search sets it, to simulate the passes of recorded steps without graphs.
 """

@@ -1,4 +1,5 @@
-"""Masters of weights, and loops that record steps as CUDA graphs or update within the backward pass."""
+"""Handlers of the fields: masters of weights, and loops that record steps as CUDA graphs or update within the
+backward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _refusals(why: str) -> Mapping[str, str]:
-    """Return the refusals of all loops but the plain one."""
+    """Return `why` as the refusal of every loop but the plain one."""
     own = "its loop is snugfit's own code"
     return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
 
@@ -33,7 +34,7 @@ _MADE_BEFORE = (
 
 
 class MastersHandler(Handler):
-    """Masters of weights of bfloat16, the other half of which the optimizer has."""
+    """Handler of the field `masters`: bfloat16 weights whose low bits the optimizer has."""
 
     wish, slot, stage = MASTERS.name, Slot.PRECISION, InstallStage.CAST
     refused: ClassVar[Mapping[str, str]] = {
@@ -43,12 +44,13 @@ class MastersHandler(Handler):
     }
 
     def model_arguments(self, value: bool) -> dict[str, Any]:
-        """Load weights in 32 bits: a loader that rounds them would leave no other half."""
+        """Return the argument that loads weights in 32 bits: a loader that rounds them would lose the low
+        bits."""
         # A loader that rounds weights to bfloat16 would leave no other half.
         return {"dtype": "float32"} if value else {}
 
     def wrap(self, value: bool, model: Any) -> None:
-        """Cut trained weights in halves."""
+        """Split trained weights in two halves."""
         if value:
             from snugfit.features.engine.masters.halves import split_weights
 
@@ -56,7 +58,7 @@ class MastersHandler(Handler):
 
 
 class CaptureHandler(Handler):
-    """A step as CUDA graphs."""
+    """Handler of the field `capture`: steps recorded as CUDA graphs."""
 
     wish, slot, stage = CAPTURE.name, Slot.ENGINE, InstallStage.STEP
     refused: ClassVar[Mapping[str, str]] = _refusals(
@@ -64,14 +66,14 @@ class CaptureHandler(Handler):
     )
 
     def fill_multiple(self, value: CaptureWish | None, loop: Any) -> int:
-        """Return the multiple of recorded lengths."""
+        """Return the multiple to which the lengths of recorded batches are padded."""
         # Without a GPU nothing is recorded, so batches need no few lengths.
         return value.multiple if value is not None and _can_record(loop) else 0
 
     def step_runner(
         self, value: CaptureWish | None, loop: Any, runner: StepRunner | None
     ) -> StepRunner | None:
-        """Return the recorder of the loop's steps; steps on a CPU run without graphs."""
+        """Return the runner that records and replays the loop's steps; steps on a CPU run without graphs."""
         if value is None or not _can_record(loop):
             return runner
         from snugfit.features.engine.replay.step import CapturedStep
@@ -82,45 +84,46 @@ class CaptureHandler(Handler):
         return CapturedStep(loop, graphs, value.multiple)
 
     def around_rehearsal(self, value: CaptureWish | None, *, on_gpu: bool) -> Context | None:
-        """Let torch's optimizers treat shapes as a device that records, in the rehearsal of a GPU."""
+        """Return a context in which torch's optimizers treat `meta` as a device that records, if a GPU is
+        simulated."""
         from snugfit.features.engine.simulated_graphs import recorded_on_shapes
 
         return recorded_on_shapes if value is not None and on_gpu else None
 
     def around_run(self, value: CaptureWish | None) -> Context | None:
-        """Run all GPU work of a run on one stream other than the default one. The default stream cannot be
-        recorded, and memory that one stream has freed cannot be used by another.
-        """
+        """Return a context in which all GPU work runs on one stream other than the default one. The default
+        stream cannot be recorded, and memory that one stream has freed cannot be used by another."""
         return _on_own_stream if value is not None else None
 
 
 class FilledHandler(Handler):
-    """Passes over batches as recorded steps need them, without graphs."""
+    """Handler of the field `filled`: batches padded as recorded steps need them, without graphs."""
 
     wish, slot, stage = FILLED.name, Slot.ENGINE, InstallStage.STEP
     refused: ClassVar[Mapping[str, str]] = _refusals("only searches set it")
 
     def fill_multiple(self, value: int, loop: Any) -> int:
-        """Return the multiple of lengths."""
+        """Return the multiple to which lengths are padded."""
         return value
 
     def prepare_pieces(
         self, value: int, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Fill the micro-batches up."""
+        """Return the micro-batches padded to one length."""
         from snugfit.features.engine.replay.batch import fill_up, longest_sequence
 
         return fill_up(pieces, value, longest_sequence(loop.job)) if value else pieces
 
     def around_pass(self, value: int, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
-        """Decide masks by shapes."""
+        """Return a context in which attention masks depend on shapes alone."""
         from snugfit.features.engine.replay.batch import is_packed, masks_by_shape
 
         return functools.partial(masks_by_shape, packed=is_packed([batch])) if value else None
 
 
 class ReleaseHandler(Handler):
-    """Weights that are updated as their gradients come (`updates/passes.py`)."""
+    """Handler of the field `release`: weights are updated as soon as their gradients exist
+    (`updates/passes.py`)."""
 
     wish, slot, stage = RELEASE.name, Slot.GRADIENTS, InstallStage.STEP
     refused: ClassVar[Mapping[str, str]] = _refusals(
@@ -129,7 +132,7 @@ class ReleaseHandler(Handler):
     )
 
     def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner | None:
-        """Return the runner of passes that update, or of such passes recorded."""
+        """Return the runner of passes that update weights, as CUDA graphs if the Setup is captured."""
         if not value:
             return runner
         from snugfit.features.engine.updates.passes import ReleasedPasses

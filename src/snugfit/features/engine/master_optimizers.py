@@ -1,4 +1,4 @@
-"""The optimizers that update masters of weights in halves: two AdamWs of our own."""
+"""The optimizers that update master weights in two halves: two AdamWs of our own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MASTER_ADAMW = OptimizerWish(
     factory=Call(path="snugfit.features.engine.masters.adamw:MasterAdamW"),
     shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
 )
-"""Our own optimizer; the HF Trainer has no name for it."""
+"""The wish for `MasterAdamW`; the HF Trainer has no name for it."""
 
 COMPACT_ADAMW = OptimizerWish(
     factory=Call(path="snugfit.features.engine.masters.compact_adamw:CompactAdamW"),
     shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
 )
-"""The same with moments in 8 bits, which updates weights in fp32 too."""
+"""The wish for `CompactAdamW`, with moments in 8 bits, which updates fp32 weights too."""
 
 
 def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
@@ -29,10 +29,11 @@ def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
 
 
 def master_adamw() -> OptimizerWish:
-    """Return the AdamW of weights with masters: one kernel on a GPU, for each of torch's variants."""
+    """Return the wish for AdamW over master weights: one kernel on a GPU, instead of each of torch's
+    variants."""
     return MASTER_ADAMW
 
 
 def keeps_masters(setup: Setup) -> bool:
-    """Return whether this Setup's optimizer updates masters."""
+    """Return whether this Setup's optimizer updates master weights."""
     return setup.optimizer_path in (MASTER_ADAMW.factory.path, COMPACT_ADAMW.factory.path)

@@ -1,11 +1,11 @@
-"""Splice a step recorded as CUDA graphs from the passes of an ordinary step and a recorded update.
+"""Splicing of a step with CUDA graphs, from the passes of an ordinary step and a recorded update.
 
 A graph records the same kernels, with the same allocations, as a step that is launched kernel by kernel. So
 the passes recorded for an ordinary step serve here too. Three properties differ: the memory pool, the number
 of executions, and the passes that are left out.
 
-The update is simulated alone, with empty gradients, by the code that records a real step
-(`replay/step.py`). It differs from an ordinary update, because its scalars are on the device.
+The update is simulated alone, with empty gradients, by the code that records a real step (`replay/step.py`).
+It differs from an ordinary update, because its scalars are on the device.
 
 They are those of passes that are launched one by one. This module marks the differences. The host launches
 each graph as one, and with several micro-batches it writes a share for each.
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 RECORDED = STEPS + 1
-"""Steps of an update: one launched kernel by kernel, one recorded, and two equal replays."""
+"""Number of simulated steps of an update: one launched kernel by kernel, one recorded, and two equal
+replays."""
 
 MULTIPLIES = "aten::mul"
 
@@ -52,10 +53,11 @@ SHARE_BYTES = 4
 
 
 class CapturedParts(StepParts):
-    """The parts of a step that is recorded and replayed."""
+    """Simulates and joins the parts of a step that is recorded as CUDA graphs."""
 
     def as_written(self, setup: Setup, *, padded: bool) -> Setup:
-        """Return the Setup without graphs. With padding, batches are those of recorded steps."""
+        """Return the Setup without graphs, for the passes. With padding, batches are those of recorded
+        steps."""
         wish = CAPTURE.of(setup)
         fills = wish.multiple if wish is not None and padded else 0
         return setup.with_fields(capture=None, filled_batches=fills)
@@ -72,7 +74,7 @@ class CapturedParts(StepParts):
         return (rehearse_captured_update if is_recorded else rehearse_update)(job, setup, *asked)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-        """Return the recorded step of these parts, or None if the parts do not match."""
+        """Return the run of recorded steps from these parts, or None if the parts do not match."""
         return splice_captured(passes, update, micro_batches=micro_batches)
 
     def launched_kernels(self, setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
@@ -83,7 +85,7 @@ class CapturedParts(StepParts):
 
 
 class ReleasedParts(CapturedParts):
-    """Passes that update, perhaps recorded: no parts of a step."""
+    """The parts of a step whose passes update weights, so that it cannot be spliced."""
 
     can_be_spliced = False
 
@@ -98,7 +100,7 @@ def rehearse_captured_update(
     gradients: tuple[int, ...],
     shared: tuple[SharedBlock, ...] = (),
 ) -> Part:
-    """Return clipping and the optimizer's step, recorded as a graph.
+    """Simulate clipping and the optimizer's step, recorded as a graph.
 
     `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
     blocks. Raise `UnsupportedStep` if the update waits for the device.
@@ -131,11 +133,11 @@ class _CapturedUpdateAlone(UpdateAlone):
         return self.runner.run_passes(built, [{}], [None])
 
     def reads_gradients(self) -> bool:
-        """Return False: the update reads them on the device."""
+        """Return False, since the update reads the gradients on the device."""
         return False
 
     def run_passes(self, built: Built, *_: Any, **__: Any) -> None:
-        """Create the gradients in the order of the first step."""
+        """Create empty gradients, in the order of the first step."""
         built.observer.phase("backward")
         make_gradients(built.model, self.gradients, self.shared)
 
@@ -145,7 +147,7 @@ class _CapturedUpdateAlone(UpdateAlone):
 
 
 class _Gradients:
-    """A placeholder for a loss; its backward pass creates only the gradients."""
+    """A placeholder for a loss, whose backward pass only creates empty gradients."""
 
     def __init__(self, *gradients: Any) -> None:
         self._gradients = gradients
@@ -159,7 +161,7 @@ class _Gradients:
 
 
 def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """Return the recorded step of these parts, or None if the parts do not match."""
+    """Return the run of recorded steps from these parts, or None if the parts do not match."""
     if passes.gradients != update.gradients or passes.varies:
         return None
     first, second = passes.split, update.split
@@ -194,7 +196,8 @@ class _UpdateStep(NamedTuple):
 
 
 class _Splicing:
-    """The merge of passes and an update. Its methods raise `LookupError` if the two do not match."""
+    """A merge of passes and an update into recorded steps. Its methods raise `LookupError` if the two do not
+    match."""
 
     def __init__(self, passes: Part, update: Part, micro_batches: int) -> None:
         self.passes, self.update, self.micro_batches = passes, update, micro_batches
@@ -209,7 +212,7 @@ class _Splicing:
         self._taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
 
     def steps(self) -> list[Sequence[Piece]] | None:
-        """Return the pieces of each step, or None if the micro-batches differ."""
+        """Return the moves of each step, with repeated pieces, or None if the micro-batches differ."""
         (written, nothing), (recorded, nothing_more) = self.passes.cut
         updates = [_UpdateStep(*split_update(step)) for step in self.update.split.steps]
         first = widen([*self._as_written(written)], self.micro_batches)
@@ -304,7 +307,7 @@ class _Splicing:
         return alloc
 
     def _gradients_of(self, moves: Iterable[Move]) -> list[int]:
-        """Return the gradients of the passes that these moves free, in order."""
+        """Return the blocks of the gradients that these moves free, in order."""
         freed = [self._passing.free(move) for move in moves if type(move) is Free]
         allocs = self._passing.allocs
         return [self._of_passes[block] for block in freed if allocs[block].kind == Kind.GRADIENTS]
@@ -386,17 +389,17 @@ def _kernels_of(moves: Iterable[Move]) -> list[Move]:
 
 
 PASSES = ("forward", "backward")
-"""Phases that are recorded as CUDA graphs."""
+"""Names of the phases that are recorded as CUDA graphs."""
 
 WRITES_SHARE = Kernel("aten::fill_", "", "load", 1, 8, ((),), "torch.float32", 1)
-"""Copy of a micro-batch's loss factor to the device."""
+"""Kernel that copies a micro-batch's loss factor to the device."""
 
 CASTS_SHARE = Kernel("aten::_to_copy", "", "forward", 1, 6, ((),), "torch.float32", 1, played=True)
-"""Cast of that factor to the loss's dtype, if this is narrower."""
+"""Kernel that casts the loss factor to the loss's dtype, if this is narrower."""
 
 
 def played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> tuple[Kernel, ...]:
-    """Return the kernels of passes as CUDA graphs run them: the host launches each pass as one.
+    """Return the kernels of passes marked as replayed by CUDA graphs: the host launches each pass as one.
 
     Kernels that are already replayed stay unchanged. With shares, one is written to the device per
     micro-batch.

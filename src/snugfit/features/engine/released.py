@@ -47,7 +47,7 @@ UPDATES_ONE = (
     MASTER_ADAMW.factory.path,
     COMPACT_ADAMW.factory.path,
 )
-"""Optimizers with an update of each weight that does not depend on others."""
+"""Import paths of optimizers whose update of a weight does not depend on other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +63,11 @@ class Released(Technique):
     elsewhere: ClassVar = ("optimizer_in_bwd", "optimizer_in_backward", "gradient_release")
 
     def install(self, setup: Setup) -> Setup:
-        """Make the loop update weights as their gradients come."""
+        """Set the loop to update each weight as soon as its gradient exists."""
         return setup.with_fields(release_gradients=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse gradients that are not whole when they come, or that other weights need too."""
+        """Refuse gradients that are not complete when they arrive, or that other weights need too."""
         # All slots, since each may change the dtype, the optimizer or the recording.
         setup = setup_of(*(recipe[slot] for slot in Slot))
         if not job.trains:
@@ -97,9 +97,9 @@ class Released(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against a plan with it: its step is not combined from parts."""
+        """Return why no plan chooses this technique: its step is not combined from parts."""
         return "plans look at it where little else fits, for each of its steps is simulated in full"
 
     def is_searched(self) -> bool:
-        """Return False: passes and update are one, which a search separates."""
+        """Return False, since a search simulates passes and update apart and these are one."""
         return False

@@ -28,11 +28,9 @@ RECIPES = 3
 """Number of recipes that are simulated in full."""
 
 PASSES_TWICE = 1.8
-"""Factor on a step's seconds if its passes run twice to compute the norm.
-
-A recorded step of BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The
-factor is lower, so that no recipe is missed.
-"""
+"""Assumed factor on a step's seconds if its passes run twice to compute the norm. A recorded step of
+BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The factor is lower, so that
+no recipe is missed."""
 
 
 def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *, smallest: bool) -> str:
@@ -76,8 +74,8 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
 def _promising(
     state: SearchState, technique: Technique, job: Job, *, smallest: bool
 ) -> Iterator[tuple[float, int]]:
-    """Yield recipes that allow the technique, with their seconds, or with their bytes in a search for the
-    `smallest`."""
+    """Yield recipes with which the technique may be combined, with their seconds, or with their bytes in a
+    search for the `smallest`."""
     space, times = state.space, PASSES_TWICE if job.clip else 1.0
     most = state.fastest_that_fits * (1 - AS_FAST)
     for number, bound in state.bounds.items():

@@ -1,4 +1,4 @@
-"""Simulate the CUDA graphs of an optimizer step: their memory, and the device's work in a replay.
+"""Simulated CUDA graphs of an optimizer step: their memory, and the device's work in a replay.
 
 Before a recording, the allocator releases its cached memory (`torch.cuda.graph`). During it, allocations use
 the graphs' memory pool. A replay runs the same kernels with one launch of the host, and allocates nothing. On
@@ -32,7 +32,7 @@ WAITS = "its code waits for the device, to read a number from it"
 
 @final
 class RehearsedGraphs(Graphs):
-    """The graphs of one simulation."""
+    """A recorder of simulated CUDA graphs."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -63,11 +63,17 @@ class RehearsedGraphs(Graphs):
             with self.own_memory():
                 work()
         except NotRecorded as fault:
-            recorder.doubt(f"The step is not recorded, and runs as it is written: {fault}.")
+            recorder.doubt(
+                f"The step is not recorded, and runs as it is written: {fault}. Leave 'captured' out, "
+                "or remove the cause."
+            )
             raise
         # A wait inside of a recording is an error on a GPU.
         if recorder.times_waited != waited:
-            recorder.doubt(f"The step is not recorded, and runs as it is written: {WAITS}.")
+            recorder.doubt(
+                f"The step is not recorded, and runs as it is written: {WAITS}. Leave 'captured' out, "
+                "or remove the cause."
+            )
             raise NotRecorded(WAITS)
 
         def play() -> None:
@@ -88,7 +94,7 @@ class RehearsedGraphs(Graphs):
 
 @contextlib.contextmanager
 def simulated_graphs(policy: Policy, recorder: Recorder) -> Iterator[None]:
-    """Record steps in this simulation of a GPU, inside the context. A CPU records none."""
+    """Context in which this simulation of a GPU records steps as graphs. A CPU records none."""
     from snugfit.rehearsal.device.policy import CudaPolicy
 
     token = REHEARSED.set(partial(RehearsedGraphs, recorder) if isinstance(policy, CudaPolicy) else None)
@@ -100,7 +106,7 @@ def simulated_graphs(policy: Policy, recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_on_shapes() -> Iterator[None]:
-    """Let torch's optimizers treat `meta` as a device with support for recording, inside the context."""
+    """Context in which torch's optimizers treat `meta` as a device that supports recording."""
     import torch
 
     known = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices

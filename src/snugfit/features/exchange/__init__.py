@@ -1,1 +1,1 @@
-"""Configurations of other libraries: read, checked, and written for a recipe."""
+"""The feature `exchange`: configurations of other libraries are read, checked, and written for a recipe."""

@@ -1,4 +1,5 @@
-"""Result of reading a user's configuration: its settings here, and an account of every key."""
+"""The result of reading a user's configuration: settings for snugfit, and an account of how every key was
+used."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from snugfit.report.text.terminal import show, words
 LONGEST_VALUE = 40
 
 MOST_DOUBTS = 3
-"""Unread statements that an answer repeats."""
+"""Largest number of unread statements that a report lists."""
 
 
 class UnsupportedJobError(UsageError):
-    """A configuration of a job, a model or a method that snugfit does not support."""
+    """Error for a configuration of a job, a model or a method that snugfit does not support."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One key of the file, and its use here."""
+    """One key of a configuration file, and its meaning for snugfit."""
 
     key: str
     """Key in the file."""
@@ -34,13 +35,14 @@ class Line:
     """Value in the file, or `(default)`."""
 
     says: str
-    """Its meaning here, or the reason why it has none."""
+    """Meaning of the key for snugfit, or the reason why it has none."""
 
     instead: str = ""
     """Key of a job file, or flag, that replaces a refused key."""
 
     job: str = ""
-    """Job or method that a refused key names. Without `instead` no flag replaces it. Empty for other keys."""
+    """Job or method that a refused key belongs to. Without `instead` no flag replaces it. Empty for other
+    keys."""
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}: {self.says}" if self.value else f"{self.key}: {self.says}"
@@ -48,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Content of a configuration file."""
+    """A configuration file as settings, with an account of every key."""
 
     path: str
     """The path of the file."""
@@ -57,32 +59,32 @@ class Reading:
     """Kind of file, for messages."""
 
     export: str
-    """The target of an export in the user's own tool; empty where that is `hf`."""
+    """Target of `snugfit export` for the user's own tool; empty for `hf`."""
 
     settings: Mapping[str, Any]
     """Settings with the keys of a job file: model, task, batch_size, recipe, loop, ..."""
 
     by_flags: Mapping[str, str]
-    """Argument on the command line that set each setting."""
+    """Command-line argument that gave each setting, by setting."""
 
     took: tuple[Line, ...]
-    """Keys that became part of the job or the recipe."""
+    """Keys that became settings of the job or the recipe."""
 
     differs: tuple[Line, ...]
-    """Keys that were taken, with a difference here."""
+    """Keys that became settings, with a difference in meaning."""
 
     ignored: tuple[Line, ...]
-    """Keys that were ignored, each with the reason why that is correct."""
+    """Keys that may be ignored, each with the reason."""
 
     refused: tuple[Line, ...]
-    """Keys without a counterpart."""
+    """Keys that snugfit does not support."""
 
     unread: tuple[Line, ...] = ()
     """Statements and keys that may change the answer, and were not read."""
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Return sentences on unread parts, for the answer."""
+        """Return warnings about unread parts."""
         if not self.unread:
             return ()
         shown = "; ".join(f"{one.key}: {one.value}" for one in self.unread[:MOST_DOUBTS])
@@ -110,12 +112,12 @@ class Reading:
             raise UsageError("\n".join([head, *map(str, refused), cure if flags else "Correct the file."]))
 
     def show(self) -> None:
-        """Print on stderr how each key was used: stdout is for the answer."""
+        """Print on stderr how each key of the file was used."""
         show(render_reading(self), stderr=True)
 
 
 def render_reading(reading: Reading) -> RenderableType:
-    """Return the account of a file, key by key."""
+    """Return the account of a file, key by key, for a terminal."""
     head = words(f"From {reading.path} ({reading.title}), for the {reading.settings['loop']} loop:")
     parts: list[RenderableType] = [head]
     if reading.unread:

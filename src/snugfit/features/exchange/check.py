@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -46,23 +46,26 @@ _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "known": lambda value, listed, force: not isinstance(value, str),
     "unequal": lambda value, other, force: bool(value != force.get(other)),
 }
-"""Conditions of rules on a value, given the rule's operand and all values in force."""
+"""Functions for conditions of rules on a value, given the rule's operand and all values of the file and
+defaults."""
 
 OF_READER = (WIDENS, "adapters_dtype", "frozen")
-"""Keys that the reader of scripts makes, and that are no arguments of a library."""
+"""Keys that the reader of scripts adds, and that are not arguments of a library."""
 
 _OF_EVALUATION = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "eval_strategy": "no"}
-"""Defaults of `TrainingArguments` that rules about evaluation compare; importing the class takes seconds."""
+"""Defaults of `TrainingArguments` to which rules about evaluation refer; importing the class takes
+seconds."""
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
-"""A number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the exponent."""
+"""Regular expression of a number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the
+exponent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """Changes to make in the file."""
+    """Changes to make in a configuration file."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """New values by dotted key."""
@@ -76,7 +79,7 @@ class Fix:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, idle or surprising in the file."""
+    """One problem of a configuration file: a conflict, a key without effect, or a surprising one."""
 
     kind: str
     """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
@@ -85,52 +88,31 @@ class Finding:
     """Keys of the finding."""
 
     says: str
-    """The reason, and the text to write instead."""
+    """Reason for the finding, with the text to write instead."""
 
     fix: Fix | None = None
-    """None where only the user can decide."""
+    """Changes that solve it; None if only the user can decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
     """A configuration file with its findings."""
 
-    document: Document
-    """File that was checked."""
+    path: str
+    """Path of the file."""
+
+    kind: str
+    """Library and class that the file configures."""
 
     findings: tuple[Finding, ...]
-    """Findings in the order of the kinds above, and of the file."""
+    """Findings in the order of their kinds, and of the file."""
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Arguments that a script computes while it runs: they are not checked."""
-        return tuple(
-            key if key.startswith("**") else f"{key}={value}"
-            for key, value in flatten(self.document.values)
-            if isinstance(value, Unknown)
-        )
+    unread: tuple[str, ...]
+    """Arguments that a script computes while it runs: they are not checked."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as the document of `snugfit check --json`."""
-        return {
-            "schema": 1,
-            "what": "check",
-            "path": str(self.document.path),
-            "kind": dialect(self.document.dialect).title,
-            "findings": [
-                {
-                    "kind": one.kind,
-                    "keys": list(one.keys),
-                    "says": one.says,
-                    "fix": None if one.fix is None else {
-                        "set": dict(one.fix.set), "remove": list(one.fix.remove),
-                        "rename": dict(one.fix.rename),
-                    },
-                }
-                for one in self.findings
-            ],
-            "unread": list(self.unread),
-        }  # fmt: skip
+        return {"schema": 1, "what": "check", **asdict(self)}
 
 
 def check(path: Path) -> Checked:
@@ -155,7 +137,16 @@ def check_document(document: Document) -> Checked:
     ):  # other rules are about a file, not a call
         findings += _apply_rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
-    return Checked(document=document, findings=tuple(sorted(findings, key=lambda one: kinds.index(one.kind))))
+    return Checked(
+        path=str(document.path),
+        kind=dialect(document.dialect).title,
+        findings=tuple(sorted(findings, key=lambda one: kinds.index(one.kind))),
+        unread=tuple(
+            key if key.startswith("**") else f"{key}={value}"
+            for key, value in flatten(values)
+            if isinstance(value, Unknown)
+        ),
+    )
 
 
 @cache
@@ -244,7 +235,8 @@ def _library(name: str) -> str:
 
 
 def _find_wrong_batches(document: Document) -> Iterator[Finding]:
-    """Yield a finding if DeepSpeed's whole batch is not the product of its other two numbers and the GPUs."""
+    """Yield a finding if DeepSpeed's train batch size is not the product of micro-batch, accumulation and
+    GPUs."""
     if (numbers := _batches(document)) and numbers[0] % (numbers[1] * numbers[2]):
         says = f"{numbers[0]} samples cannot be split evenly over GPUs with {numbers[1]} x {numbers[2]} each"
         yield Finding(kind="conflict", keys=_BATCHES, says=says, fix=Fix(remove=_BATCHES[:1]))
@@ -296,7 +288,7 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
 
 
 def _defaults_of(name: str) -> dict[str, Any]:
-    """Return the defaults that are in force in a file of this kind."""
+    """Return the defaults of arguments in a file of this dialect."""
     if name in ("sft", "llamafactory"):
         return dict(_OF_EVALUATION)
     if name != "trainer":
@@ -309,7 +301,7 @@ def _defaults_of(name: str) -> dict[str, Any]:
 
 
 def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
-    """Return True if a value meets a rule's condition: the value itself, or one of the words of
+    """Return True if a value meets a rule's condition: an equal value, or one of the words of
     `_CONDITIONS`."""
     if isinstance(value, Unknown):
         return False
@@ -321,7 +313,7 @@ def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
 
 
 def _is_times(value: Any, other: Any, factor: int) -> bool:
-    """Return True if a number is at least so many times another one."""
+    """Return True if a number is at least `factor` times another one."""
     return type(value) is int and type(other) is int and 0 < other * factor <= value
 
 
@@ -337,15 +329,14 @@ def _fix(fix: Mapping[str, Any] | None, force: Mapping[str, Any], own: Mapping[s
 
 
 def _in_file(key: str, own: Mapping[str, str]) -> str:
-    """Return the key under its name in the file, which may be an old one."""
+    """Return a key under the name that the file uses, which may be an old one."""
     head, dot, rest = key.partition(".")
     return f"{own.get(head, head)}{dot}{rest}"
 
 
 def render_check(checked: Checked) -> RenderableType:
     """Return the findings, the most severe first, each with its fix."""
-    title = dialect(checked.document.dialect).title
-    head = f"{checked.document.path} ({title})"
+    head = f"{checked.path} ({checked.kind})"
     unread = [
         words(f"Not checked, because the script computes it while it runs: {', '.join(checked.unread)}.")
     ]

@@ -1,4 +1,5 @@
-"""Arguments in the form of `HfArgumentParser`: `--per_device_train_batch_size 4 --bf16 --optim=adamw_torch`.
+"""Parsing of arguments in the form of `HfArgumentParser`: `--per_device_train_batch_size 4 --bf16
+--optim=adamw_torch`.
 
 Two command lines follow the same rules. One is that of our own commands, with such flags among ours
 (`split_flags`). The other is in a shell file that starts a training script (`read_shell`): `python run_clm.py
@@ -24,13 +25,13 @@ from snugfit.features.exchange.values import field_kinds
 from snugfit.techniques import roster
 
 SEVERAL = ("lora_target_modules", "report_to", "label_names", "lora_modules_to_save")
-"""Arguments that take all words up to the next flag."""
+"""Arguments that take all words up to the next flag as their value."""
 
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-"""Modules for `python -m` that start a script themselves."""
+"""Modules that start a training script themselves when run as `python -m MODULE`."""
 
 RUN_FILE = "launcher.run_file"
-"""Argument for the configuration of the run that a command starts."""
+"""Name of the argument with the configuration file of the run that a command starts."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
@@ -48,8 +49,8 @@ _OF_SLURM = {
 
 
 def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the words without transformers' flags, and these, each with its value as `key=value`. Our `own`
-    flags and unknown ones stay."""
+    """Split a command line into words for snugfit and transformers' flags, the latter as texts `key=value`.
+    Snugfit's `own` flags and unknown ones are among the former."""
     declared: list[str] = []
     foreign: list[str] = []
     rest = list(words)
@@ -65,7 +66,7 @@ def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], 
 
 
 def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return arguments by name from texts `key=value`."""
+    """Return arguments by name, parsed from texts `key=value`."""
     return {key: _scalar(key, value) for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
@@ -76,7 +77,7 @@ def is_argument(name: str) -> bool:
 
 
 def argument_names() -> set[str]:
-    """Return the arguments that have a name of their own; further ones are read by a pattern."""
+    """Return the names of arguments that can be listed; further ones match a pattern."""
     named = (key for kind in roster.techniques() for one in kind.counterparts for key in one.arguments)
     return {*dialect("script").words(), *named, "per_device_train_batch_size"}
 
@@ -105,12 +106,14 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
         )
     if commands[0][0].endswith("trl") and commands[0][1:2] != ["sft"]:
         job = " ".join(commands[0][:2])
-        raise UnsupportedJobError(f"{where}: of TRL's commands only trl sft is predicted, not {job}.")
+        raise UnsupportedJobError(
+            f"{where}: of TRL's commands only trl sft is predicted, not {job}. Give the script of an sft run."
+        )
     return _read_command(commands[0], variables.get("CUDA_VISIBLE_DEVICES", ""))
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a shell file. A quoted text, or a backslash, continues a line."""
+    """Return the lines of a shell file, joined where a quoted text or a backslash continues one."""
     lines: list[str] = []
     quote, current = "", ""
     whole = text.rstrip().removesuffix("\\")  # the last line may continue into nothing
@@ -131,11 +134,14 @@ def _split(line: str, where: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
-        raise UsageError(f"{where}: a line is not a shell command ({error}): {line.strip()[:60]}") from None
+        raise UsageError(
+            f"{where}: a line is not a shell command ({error}): {line.strip()[:60]} Correct that line."
+        ) from None
 
 
 def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
-    """Return the words that a word becomes. A variable alone becomes the words of its value."""
+    """Return the words into which the shell expands a word. A variable alone becomes the words of its
+    value."""
     whole = _VARIABLE.fullmatch(word)
     filled = _with_variables(word, variables)
     if whole and filled != word and " " in filled.strip():
@@ -144,7 +150,7 @@ def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
 
 
 def _training_command(words: list[str], where: str) -> list[str]:
-    """Return the words of a command from its launcher on; empty where none is started."""
+    """Return the words of a training command from its launcher on; empty for another command."""
     if not words or words[0] in words_of("commands that train nothing"):
         return []
     if "-c" in words and words.index("-c") + 1 < len(words):  # bash -c "..."
@@ -203,7 +209,8 @@ def _is_file(word: str) -> bool:
 
 
 def _run_file(words: list[str], arguments: Mapping[str, Any]) -> str | None:
-    """Return the configuration that a command names: a word beside its flags, or TRL's `--config`."""
+    """Return the configuration file that a command names: a word apart from its flags, or TRL's
+    `--config`."""
     beside = (word for before, word in pairwise(words) if _is_file(word) and not before.startswith("--"))
     config = arguments.get("config")
     return next(beside, config if isinstance(config, str) and _is_file(config) else None)
@@ -238,7 +245,7 @@ def _is_switch(name: str) -> bool:
 
 
 def _scalar(name: str, text: str) -> Any:
-    """Return the value of a word on the command line."""
+    """Return the value of a word on the command line as a Python value."""
     # Only variables without a plain value in the file are left.
     if "$" in text:
         return Unknown(text)

@@ -59,7 +59,7 @@ ArgumentsFile = Annotated[
     ),
 ]
 TRAINER_ARGUMENT = "--trainer-argument"
-"""Hidden option that gathers transformers' own arguments, as `key=value`."""
+"""Hidden option that collects transformers' own arguments, as `key=value`."""
 TrainerArguments = Annotated[list[str] | None, given.option(given.JOB, "", TRAINER_ARGUMENT, hidden=True)]
 Output = Annotated[Path | None, typer.Option(help="Write the files into this folder. \\[print them]")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
@@ -110,7 +110,7 @@ def export(
     if output is not None:
         files = {output / name: text for name, text in exported.files.items()}
         write_new(files, force=force)
-        _tell(exported, output)
+        _print_written(exported, output)
     if as_json:
         show_json(exported.to_json())
     elif output is None:
@@ -179,11 +179,11 @@ def write_export(flags: Mapping[str, Any], answer: Plan | Prediction) -> None:
     _check_folder(answer.job, target, folder)
     # Existing files are of an earlier export for this target (`_check_folder`).
     write_new({folder / name: text for name, text in exported.files.items()}, force=True)
-    _tell(exported, folder)
+    _print_written(exported, folder)
 
 
-def _tell(exported: Export, folder: Path) -> None:
-    """Report the written files on stderr, and the differences to the prediction."""
+def _print_written(exported: Export, folder: Path) -> None:
+    """Print the written files on stderr, and the differences to the prediction."""
     for name in exported.files:
         given.say_written(folder / name)
     if exported.note:

@@ -1,4 +1,4 @@
-"""The keys of the libraries whose files are read: tables, one file each in `dialects/`.
+"""Dialects: tables of the keys in other libraries' configuration files, one file each in `dialects/`.
 
 A table translates a library's keys into the one vocabulary of techniques and jobs. That is transformers'
 arguments by dotted name (`techniques/counterpart.py`), and `job.*` for fields of the job. The rest of a table
@@ -16,21 +16,21 @@ from importlib.resources import files
 from typing import Any
 
 DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer", "loop")
-"""Dialects in the order of recognition: the more specific keys first."""
+"""Names of the dialects in the order in which a file is compared with them: the more specific keys first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """The keys of one library's configuration files, with their meaning here."""
+    """The keys of one library's configuration files, and their meaning for snugfit."""
 
     title: str
-    """Users' name for such a file."""
+    """Name of such a file in messages."""
 
     source: str
-    """Source of the table."""
+    """Documentation or source code from which the table was written."""
 
     loop: str
-    """Loop that runs such a file."""
+    """Name of the loop that runs such a file."""
 
     known_by: list[str]
     """Top-level keys that only such files have, or that all of them have."""
@@ -70,30 +70,30 @@ class Dialect:
     """Defaults in force when any key of a group is present."""
 
     differs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Differences here, by key and value."""
+    """Differences in the meaning for snugfit, by key and value."""
 
     auto: str = ""
     """Meaning of the value `auto`; empty without a special meaning."""
 
     extends: str = ""
-    """Dialect whose keys are accepted too; empty for none."""
+    """Another dialect whose keys such files may have too; empty for none."""
 
     unsaid: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with the library's own values for files without them."""
+    """Values that the library uses for keys that a file does not have."""
 
     unsure: list[str] = field(default_factory=list)
-    """Keys whose defaults belong to the script that reads such a file."""
+    """Keys whose defaults depend on the script that reads such a file."""
 
     note: str = ""
-    """Difference here that is always present; empty for none."""
+    """Difference to the library that applies to every such file; empty for none."""
 
     @property
     def of_trainer(self) -> bool:
-        """Return True if the keys are mainly `TrainingArguments`, with others beside them."""
+        """Return True if most keys are `TrainingArguments`."""
         return self is dialect("trainer") or bool(self.extends)
 
     def translate(self, key: str, value: Any) -> dict[str, Any] | None:
-        """Return the arguments that a key with this value means; None when the table has none."""
+        """Return the arguments that a key with this value means; None if the table has no entry for it."""
         meaning = self.becomes.get(key)
         if isinstance(meaning, str):
             return {meaning: value}
@@ -106,12 +106,13 @@ class Dialect:
         return {key: value} if is_grouped else None
 
     def difference(self, key: str, value: Any) -> str | None:
-        """Return the difference here of a key with this value; `*` is any value that is not empty."""
+        """Return the difference in meaning of a key with this value; `*` is any value that is not empty."""
         notes = self.differs.get(key, {})
         return notes.get(as_word(value)) or (notes.get("*") if value else None)
 
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
-        """Return the `key = value` without which this key has no effect; None when it has one."""
+        """Return the setting, as `key = value`, without which this key has no effect; None when it has
+        one."""
         for pattern, needed in self.only_with.items():
             # A key may match the pattern and be the condition; it does not depend on itself.
             if fnmatchcase(key, pattern) and key not in needed:
@@ -137,7 +138,7 @@ class Dialect:
 
 @cache
 def dialect(name: str) -> Dialect:
-    """Return the table called `name`, which is read once.
+    """Return the table called `name`, which is read once per process.
 
     The Trainer's refusals apply in every dialect with its arguments.
     """
@@ -176,7 +177,7 @@ def every_key(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def as_word(value: Any) -> str:
-    """Return a value in the notation of tables and messages: text unchanged, the rest as JSON."""
+    """Return a value as text for tables and messages: text unchanged, the rest as JSON."""
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str)

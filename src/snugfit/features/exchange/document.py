@@ -28,29 +28,29 @@ class Document:
     """`json`, `yaml`, `python` (notebooks too) or `shell`."""
 
     dialect: str
-    """The library whose keys these are."""
+    """Name of the dialect of the file's keys."""
 
     values: dict[str, Any]
     """Keys and values of the file."""
 
     unread: tuple[tuple[int, str], ...] = ()
-    """Line and text of statements of a script that may change the answer and were not read."""
+    """Line and text of a script's statements that may change the answer and were not read."""
 
     refused: tuple[tuple[int, str, str], ...] = ()
-    """Line, text and reason of statements that are not predicted."""
+    """Line, text and reason of a script's statements that snugfit cannot predict."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of a script's own options that were used."""
+    """Defaults of a script's own command-line options that were used."""
 
 
 LARGEST_NOTEBOOK = 64 * LARGEST_FILE
-"""Bytes of the largest notebook that is read: its pictures are in it."""
+"""Largest size of a notebook that is read, in bytes: its pictures are in it."""
 
 LAUNCHERS = ("accelerate", "deepspeed")
 """Dialects of files that start a run and do not describe it."""
 
 NAMED_FILES = ("launcher.config_file", "launcher.deepspeed_config_file", "deepspeed", "fsdp_config")
-"""Keys whose value may be the path of another file."""
+"""Keys whose value may be the path of a further file."""
 
 
 def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> list[Document]:
@@ -71,7 +71,7 @@ def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> li
 
 
 def _named_files(document: Document) -> Iterator[Document]:
-    """Yield the launcher's file that a document names. Other files become part of its values."""
+    """Yield the launcher's file that a document names. Other named files become part of its values."""
     for key in NAMED_FILES:
         name = document.values.get(key)
         if not isinstance(name, str) or not name.endswith((".json", ".yaml", ".yml")):
@@ -101,7 +101,7 @@ def _mapping(path: Path, text: str) -> dict[str, Any]:
 
 
 def _beside(document: Document, name: str) -> Path | None:
-    """Return the file of this name beside a document, or beside one of its folders; None without one."""
+    """Return the file of this name next to a document, or in one of its parent folders; None without one."""
     folders = document.path.absolute().parents
     # A path of another machine is searched by its last part too.
     places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
@@ -109,7 +109,8 @@ def _beside(document: Document, name: str) -> Path | None:
 
 
 def _with_run_file(command: Document) -> Document:
-    """Return a command with the configuration that it names. Arguments of the command go first."""
+    """Return a command's document with the values of the configuration file that it names. Arguments of the
+    command override them."""
     name = command.values.get(RUN_FILE)
     path = _beside(command, name) if isinstance(name, str) else None
     if path is None:
@@ -121,7 +122,7 @@ def _with_run_file(command: Document) -> Document:
 
 
 def _other_tool(values: Mapping[str, Any]) -> str | None:
-    """Return the tool whose configuration this is, and which is not read."""
+    """Return the name of the tool of a configuration that snugfit does not read; None for others."""
     names = {key.rpartition(".")[2] for key, _ in every_key(values)}
     of_tools: dict[str, list[str]] = words_of("other tools")
     for tool, keys in of_tools.items():
@@ -141,7 +142,7 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
         shown = f"Name one of its files: {', '.join(names[:8])}" if names else "Name a file"
         raise UsageError(f"{path}: this is a folder, and one configuration file is read. {shown}.")
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"{path}: its name must end in one of {', '.join(FORMATS)}.")
+        raise UsageError(f"{path}: its name must end in one of {', '.join(FORMATS)}. Rename the file.")
     kind = FORMATS[path.suffix.lower()]
     text = read_text(path, largest=LARGEST_NOTEBOOK if kind == "notebook" else LARGEST_FILE)
     if kind == "shell":
@@ -172,5 +173,8 @@ def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
             for name in DIALECTS
             if dialect(name).known_by
         )
-        raise UsageError(f"{path}: none of its keys belongs to a known configuration ({known}, ...).")
+        raise UsageError(
+            f"{path}: none of its keys belongs to a known configuration ({known}, ...). Give a file of "
+            "TrainingArguments, accelerate, DeepSpeed or another known tool."
+        )
     return Document(path=path, format=kind, dialect=name, values=values)

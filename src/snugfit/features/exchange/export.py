@@ -45,14 +45,14 @@ FILES = {
     "axolotl": ("axolotl.yaml",),
     "llamafactory": ("llamafactory.yaml",),
 }
-"""File names by target; the head of the first file names its writer and its target."""
+"""Names of the files of each target; the head of the first file names its writer and its target."""
 
 TARGETS = tuple(FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Exported files for a target."""
+    """Exported files of a recipe for a target."""
 
     to: str
     """The target, one of `TARGETS`."""
@@ -69,13 +69,16 @@ class Export:
 
 
 def check_target(job: Job, to: str) -> None:
-    """Raise `UsageError` for a target that is unknown, or that cannot train this job in any recipe."""
+    """Raise `UsageError` for a target that is unknown, or that cannot train this job under any recipe."""
     if to not in TARGETS:
         raise UsageError(f"Unknown target {to!r}.{did_you_mean(to, TARGETS)} Targets: {', '.join(TARGETS)}.")
     if not job.trains:
         raise UsageError("phase is evaluate, but an export is for training. Leave phase out.")
     if job.model.module is not None:
-        raise UsageError(f"{job.model.name} exists only in Python, so a script could not build it.")
+        raise UsageError(
+            f"{job.model.name} exists only in Python, so a script could not build it. Give a model by "
+            "its name or folder."
+        )
     if job.model.resized:
         raise UsageError(
             "The embeddings have other rows than those of the checkpoint, which an export does not change. "
@@ -129,7 +132,7 @@ def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
 
 
 def launch_config(script: Mapping[str, Any]) -> str:
-    """Return the YAML file beside a script with these values (`script_values`)."""
+    """Return the text of the YAML file next to a script with these values (`script_values`)."""
     import yaml
 
     config = {

@@ -1,4 +1,5 @@
-"""Configurations of other libraries: read as a job and a recipe, checked, and written for a recipe."""
+"""The feature `exchange`, registered: configurations of other libraries are read, checked, and written for a
+recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _NO_DIFF = "snugfit check writes no diff any more. Its table lists each cure, an
 
 
 class Exchange(Feature):
-    """Add the commands `check` and `export`, and the options `--arguments`, `--export` and transformers'."""
+    """The feature that adds the commands `check` and `export`, and the options `--arguments`, `--export` and
+    transformers'."""
 
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {
         ("check", "--output"): _NO_DIFF,
@@ -30,10 +32,11 @@ class Exchange(Feature):
         return (check, export)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the document of `snugfit export`."""
+        """Return the class of each command's `--json` document, for `snugfit schema`."""
+        from snugfit.features.exchange.check import Checked
         from snugfit.features.exchange.export import Export
 
-        return {"export --json": Export}
+        return {"export --json": Export, "check --json": Checked}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
         """Return `--arguments` and the gathered flags of transformers, and `--export` of one answer."""
@@ -53,7 +56,7 @@ class Exchange(Feature):
         return [word for pair in foreign for word in (TRAINER_ARGUMENT, pair)] + words
 
     def further_options(self, declared: Collection[str]) -> Collection[str]:
-        """Return the flags of transformers."""
+        """Return the flags of transformers that a command accepts."""
         from snugfit.features.exchange.command_line import argument_names
         from snugfit.features.exchange.commands import TRAINER_ARGUMENT
 

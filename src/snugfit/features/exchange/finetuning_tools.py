@@ -1,4 +1,4 @@
-"""A recipe as the files of the tools that fine-tune language models: TRL, axolotl and LLaMA-Factory.
+"""Export of a recipe for the tools that fine-tune language models: TRL, axolotl and LLaMA-Factory.
 
 All three run transformers' Trainer, so each file starts from its arguments. The file sets everything that a
 tool loads, casts or switches on by default, so that it runs as predicted. A technique that a tool does not
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 ALPHA = 8
-"""`lora_alpha`, peft's default, which `lora` trains with; LLaMA-Factory's own is twice the rank."""
+"""`lora_alpha` for exported files: peft's default, with which `lora` trains; LLaMA-Factory's own is twice the
+rank."""
 
 _DATASET = "DATASET"
-"""Placeholder of the user's own dataset."""
+"""Placeholder for the user's own dataset."""
 
 _HYPERPARAMETERS = (
     "The learning rate is constant, lora_alpha is peft's 8, and there is one epoch: set your own, they "
@@ -46,10 +47,8 @@ NOTES = {
     "llamafactory": "Predicted with sequences that fill cutoff_len; a batch of shorter ones takes less. "
     f"{_HYPERPARAMETERS}",
 }
-"""For each target, the differences to the prediction and the settings outside a recipe.
-
-The file contains this note, and the command prints it.
-"""
+"""Differences to the prediction and settings outside a recipe, by target. The file contains this note, and
+the command prints it."""
 
 _VARIANTS = ("use_dora", "use_rslora")
 """peft's switches that change the computation of an adapter; the tools use the same names."""
@@ -58,7 +57,7 @@ _NOT_COMPARED = (
     "lora.modules_to_save", "lora.exclude_modules", "lora.target_parameters", "lora.layers_to_transform",
     "lora.rank_pattern", "model.quantization_config.load_in_8bit",
 )  # fmt: skip
-"""Arguments of adapters that no file of these tools was compared with."""
+"""Arguments of adapters that no file of these tools was compared with, and that are refused."""
 
 _LLAMAFACTORY_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
@@ -272,7 +271,7 @@ TOOLS: dict[str, Callable[[Job, Recipe], str]] = {
     "axolotl": axolotl_config,
     "llamafactory": llamafactory_config,
 }
-"""Writer of the one file of each target."""
+"""Function that writes the one file of each target."""
 
 
 def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:

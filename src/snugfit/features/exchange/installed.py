@@ -1,4 +1,4 @@
-"""Argument names of the installed transformers, read from its source because versions rename them."""
+"""Argument names of the installed transformers, read from its source without importing it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _ROWS = re.compile(r"\[\d*:?\d*\]$")
 
 
 def read_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with names of modules in the form of our settings."""
+    """Return the arguments with names of modules converted to the form of snugfit's settings."""
     whole = dict(arguments)
     for key in NAMES:
         if key in whole:
@@ -54,7 +54,8 @@ def _names(value: Any) -> Any:
 
 
 def _optimizer_targets(value: Any) -> Any:
-    """Return the targets of an optimizer. A text is a pattern, except for the word for all linear layers."""
+    """Return the targets of an optimizer in the form of settings. A text is a pattern, except for the word
+    for all linear layers."""
     if isinstance(value, str):
         word = value.replace("_", "-")
         return (word,) if word == ALL_LINEAR else value

@@ -1,4 +1,4 @@
-"""A plan's answer as arguments of a Trainer, and as a command that exports it."""
+"""Next steps after a plan: its answer as arguments of a Trainer, and as a command that exports it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PER_HOST, HOSTS, COPIES, SHARDS = (
 )
 ZERO, ELSEWHERE, OVERLAP = "parallel.zero", "parallel.elsewhere", "parallel.overlap"
 RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE, OVERLAP)
-"""Raw words, which only this module reads."""
+"""Names of raw words about processes, which only this module reads."""
 
 BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"
 
@@ -29,7 +29,7 @@ COMPUTED = "its value is computed when the processes start. Add --gpus N"
 ONE_ASSUMED = "the launcher decides the number of processes, and one is assumed. Add --gpus N"
 ONE_PROCESS = "it needs several processes. Leave it out, or add --gpus N"
 OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
-"""Refusals that no longer apply when the user sets the number."""
+"""Refusals that no longer apply when the user gives the number of processes."""
 
 NO_MESH = "without FSDP (version 2) a mesh of processes spreads nothing"
 IN_THE_CONFIG = "the file of accelerate launch decides the sharding. Give that file instead"
@@ -48,16 +48,16 @@ ALONE = (
 
 @dataclass(kw_only=True)
 class Processes:
-    """Result of the raw words."""
+    """The number of processes and their parallelism, as read from raw words."""
 
     gpus: int = 1
     """Number of processes, one for each GPU."""
 
     words: dict[str, Any] = field(default_factory=dict)
-    """Arguments that determine the techniques."""
+    """Arguments that determine the parallel techniques."""
 
     asked_by: str = ""
-    """Raw word that set them; empty if it is the number of processes."""
+    """Raw word that determined them; empty if it is the number of processes."""
 
     refused: list[tuple[str, str]] = field(default_factory=list)
     """Raw words that have no counterpart, each with the reason."""
@@ -70,7 +70,7 @@ class Processes:
 
 
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:
-    """Return the processes that follow from all `arguments`.
+    """Return the number of processes and their parallelism, from all `arguments`.
 
     The configuration itself set those in `said`. A number of GPUs `named` by the user overrides its own.
     """
@@ -140,7 +140,7 @@ def _read_fsdp(processes: Processes, gpus: int | None, numbers: Mapping[str, int
 
 
 def _read_zero(processes: Processes, stage: int) -> None:
-    """Read DeepSpeed's first or second stage without offloading."""
+    """Read DeepSpeed's first or second stage without offloading into `processes`."""
     if processes.gpus == 1:
         processes.differs.append((ZERO, ALONE))
     elif stage == 1:

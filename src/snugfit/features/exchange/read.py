@@ -52,7 +52,7 @@ MISSPELT = 0.9
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 BATCH_OF_GPU = "job.batch_of_gpu"
-"""Samples of a step on one GPU, from which the accumulation follows."""
+"""Argument with the samples of a step on one GPU, from which the accumulation follows."""
 _JOB = "job."
 
 
@@ -80,7 +80,7 @@ def read_arguments(
 
 
 def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
-    """Return the user's own configuration, and transformers' arguments among the flags.
+    """Return the user's configuration file together with transformers' arguments among the flags.
 
     They override a job file, and `settings` receives them. Without a configuration file, arguments for the
     run alone give None. Raises `UsageError` for values that cannot be predicted, unless a flag or the job
@@ -118,7 +118,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
 
 @dataclass
 class _Reader:
-    """Builder of a `Reading` from the files of one run."""
+    """Builds a `Reading` from the files of one run."""
 
     documents: Sequence[Document]
     """The launcher's files first; the last one is the run's own."""
@@ -129,7 +129,7 @@ class _Reader:
     arguments: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, tuple[str, Any]] = field(default_factory=dict)
     tables: dict[str, Dialect] = field(default_factory=dict)
-    """Table by argument in which its key was read."""
+    """Dialect by argument, the one in which its key was read."""
     settings: dict[str, Any] = field(default_factory=dict)
     said_by: dict[str, str] = field(default_factory=dict)
     took: list[Line] = field(default_factory=list)
@@ -140,7 +140,7 @@ class _Reader:
 
     @property
     def document(self) -> Document:
-        """The run's own file."""
+        """The run's own file, the last of `documents`."""
         return self.documents[-1]
 
     def reading(self) -> Reading:
@@ -177,7 +177,7 @@ class _Reader:
         )
 
     def _read(self, document: Document) -> None:
-        """Translate the keys of one file."""
+        """Translate the keys of one file to the common vocabulary."""
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
         of_commands = dialect("script").unsaid if document.format == "shell" else {}
@@ -218,7 +218,7 @@ class _Reader:
         self.origins |= dict.fromkeys(words, origin)
 
     def _accumulation(self) -> None:
-        """Set the accumulation that follows from the batch of a GPU and its micro-batch."""
+        """Set the gradient accumulation, if a file gives the batch of a GPU and the micro-batch."""
         whole, origin = self.arguments.pop(BATCH_OF_GPU, None), self.origins.pop(BATCH_OF_GPU, None)
         micro = self.arguments.get(MICRO_BATCH)
         if origin is None:
@@ -347,7 +347,7 @@ class _Reader:
                     self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
 
     def _recipe(self) -> set[str]:
-        """Set the recipe in the settings, and return the arguments that decided it."""
+        """Set the recipe in the settings, and return the names of the arguments that determined it."""
         techniques: list[Technique] = []
         decided: set[str] = set()
         if self.arguments.get("frozen") and self.arguments.get("lora.r") is not None:
@@ -361,11 +361,11 @@ class _Reader:
                 self.refused += self._unmet(slot)
                 continue
             techniques.append(slot.technique)
-            self._tell(slot, slot.technique, own)
+            self._add_taken(slot, slot.technique, own)
         self.settings["recipe"] = str(Recipe(tuple(techniques)))
         return decided
 
-    def _tell(self, slot: SlotReading, technique: Technique, own: list[str]) -> None:
+    def _add_taken(self, slot: SlotReading, technique: Technique, own: list[str]) -> None:
         # A default has no line of its own, unless it decides a technique that is not plain.
         asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
         for key in asked:
@@ -408,7 +408,7 @@ class _Reader:
         self._batch()
 
     def _unknown_fact(self, key: str, name: str, value: Unknown) -> None:
-        """Add a fact of the job to the account that the script computes."""
+        """Add a fact of the job to the account as unread, since the script computes it."""
         if key == "learning_rate":
             self._line(self.ignored, name, value, "a hyperparameter: it changes no byte of a step")
         elif key == "labels":
@@ -484,7 +484,7 @@ class _Reader:
             self._line(self.unread, name, given, says)
 
     def _is_default(self, key: str) -> bool:
-        """Return True if an argument sets a value that is the default anyway."""
+        """Return True if an argument's value is the default anyway."""
         value = self.origins[key][1] if self.origins[key][0] == key else self.arguments.get(key)
         known = {**installed.defaults(), **dialect("trainer").defaults}
         return key in known and (value == known[key] or _unset(key, value, known))
@@ -537,13 +537,13 @@ _OF_MEMORY = re.compile(
     r"4bit|8bit|16bit|quant|lora|peft|flash|attn|attention|liger|offload|checkpoint|fsdp|deepspeed|tokens|resize|pack|"
     r"freeze|frozen|bf16|fp16|fp8|zero|parallel|expert|compile"
 )
-"""Words in names of keys that change memory."""
+"""Words in the names of keys that concern memory, so that an unknown one is refused."""
 
 _COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with `optim_args` in parts.
+    """Return the arguments with the text of `optim_args` split into its parts.
 
     transformers stores `momentum=0.9,nesterov=true` in one text.
     """
@@ -569,5 +569,5 @@ def _number(value: Any) -> Any:
 
 
 def _unset(key: str, value: Any, known: Mapping[str, Any]) -> bool:
-    """Return True for None in place of a default: a file that `to_json_string` wrote is full of these."""
+    """Return True for None in place of a default, as in a file that `to_json_string` wrote."""
     return value is None and known.get(key) is not None

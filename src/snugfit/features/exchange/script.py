@@ -1,4 +1,4 @@
-"""The fields of a Setup as Python text, for the templates in `scripts/`.
+"""Conversion of a Setup to Python text, for the script templates in `scripts/`.
 
 The handler of a field gives its Python text (`step/wishes/`). A field that names another library's function
 becomes a call of it. If `install` names a function of snugfit's own, the technique gives lines that do the

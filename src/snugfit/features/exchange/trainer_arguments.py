@@ -1,4 +1,4 @@
-"""A recipe as `TrainingArguments`, in the words of the installed transformers."""
+"""Conversion of a recipe to `TrainingArguments`, in the words of the installed transformers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 _ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
-"""Prefixes of dotted arguments outside `TrainingArguments`."""
+"""Prefixes of dotted arguments that are not fields of `TrainingArguments`."""
 
 
 ONE_LABEL = ("sequence-classification", "image-classification")
-"""Tasks whose samples have one label each, so that all GPUs have as many."""
+"""Tasks whose samples have one label each, so that all GPUs have the same number of labels."""
 
 MESH = "parallelism_config"
-"""Argument that is an object of accelerate's, so that no JSON file contains it."""
+"""Name of the argument for a device mesh: an object of accelerate's, which no JSON file can contain."""
 
 
 def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) -> dict[str, Any]:
@@ -74,11 +74,12 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) 
 
 
 EACH_MEAN_ALIKE = (
-    "This model's loss is a mean that is not divided by the labels of the whole batch, and the Trainer would "
-    "count it once for each GPU. average_tokens_across_devices=False has it not do so; the means of the GPUs "
+    "This model's loss is a mean that is not divided by the labels of the whole batch. The Trainer would "
+    "count it once for each GPU, except with average_tokens_across_devices=False. The means of the GPUs "
     "then count alike, however many labels each has"
 )
-"""`Trainer.compute_loss` multiplies by the number of processes under `average_tokens_across_devices`."""
+"""Reason for an argument: `Trainer.compute_loss` multiplies by the number of processes under
+`average_tokens_across_devices`."""
 
 
 def divides_by_labels(job: Job) -> bool:

@@ -1,4 +1,5 @@
-"""Values that the installed `TrainingArguments` would refuse: text for a number, an unknown optimizer.
+"""Check for values that the installed `TrainingArguments` would refuse: text for a number, an unknown
+optimizer.
 
 They are found by the annotations of the class: numbers and flags, and words of an enumeration. A field of any
 other type is not checked. Neither is `null`, which in a file means an unset value.
@@ -24,7 +25,7 @@ _LEAST = {
     "gradient_accumulation_steps": 1,
     "dataloader_num_workers": 0,
 }
-"""Smallest values that a run can start with."""
+"""Smallest values with which a run can start, by argument."""
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -51,7 +52,7 @@ def _wrong(key: str, value: str | float) -> str:
 
 @cache
 def field_kinds() -> dict[str, type]:
-    """Return the arguments that are a number or a flag, or None."""
+    """Return the arguments that are a number or a flag, or None, with their types."""
     kinds = {key: set(_options(hint)) - {type(None)} for key, hint in installed.hints().items()}
     return {
         key: kind for key, options in kinds.items() if len(options) == 1 and (kind := options.pop()) in _PLAIN
@@ -60,7 +61,7 @@ def field_kinds() -> dict[str, type]:
 
 @cache
 def _words() -> dict[str, frozenset[str]]:
-    """Return the arguments that are a word of an enumeration, with its words."""
+    """Return the arguments whose value is a word of an enumeration, with the allowed words."""
     words: dict[str, frozenset[str]] = {}
     for key, hint in installed.hints().items():
         for option in _options(hint):

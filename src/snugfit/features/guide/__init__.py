@@ -1,1 +1,1 @@
-"""The experiments of Hugging Face's single-GPU guide."""
+"""The feature `guide`: the experiments of Hugging Face's single-GPU guide."""

@@ -1,4 +1,4 @@
-"""`snugfit guide`: the guide's experiments as one suite, in tables, files and one plot."""
+"""`snugfit guide`: the guide's experiments, predicted and measured, as tables, files and one plot."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def write(result: GuideResult, folder: Path) -> list[Path]:
 
 
 def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:
-    """Return the result with today's recipes. Plans are cached, as in `snugfit plan`."""
+    """Return the result with the best recipe of today for each experiment. Plans are cached, as in `snugfit
+    plan`."""
     from snugfit.cli.plan_cache import plan
     from snugfit.cli.progress import show_progress
     from snugfit.features.guide.modern import FrontRecipe, PlannedJob, with_large_models, with_modern

@@ -1,4 +1,5 @@
-"""The experiments of Hugging Face's single-GPU guide: predicted, measured and as published."""
+"""The feature `guide`, registered: the experiments of Hugging Face's single-GPU guide, predicted, measured
+and as published."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from snugfit.techniques.feature import Feature
 
 
 class Guide(Feature):
-    """Add the command `guide` and the software profile of its published figures."""
+    """The feature that adds the command `guide` and the software profile of its published figures."""
 
     needs: ClassVar[Mapping[str, str]] = {"plot": "page"}
 

@@ -17,7 +17,7 @@ from snugfit.units import MIB, show_mib
 UNKNOWN = ""
 
 NO_DIFFERENCE = 0.02
-"""Largest share that counts as no difference: steps vary by about as much."""
+"""Largest relative change that counts as no difference: steps vary by about as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,10 @@ class MethodLine:
     """Effect of one method on speed and memory, by one experiment."""
 
     method: str
-    """The guide's name of the method."""
+    """Name of the method in the guide."""
 
     experiment: str
-    """Experiment for the method; empty for none."""
+    """Name of the experiment that shows the method; empty for none."""
 
     memory: float | None
     """Share of vanilla's bytes that it adds (negative: saves), predicted."""
@@ -37,13 +37,13 @@ class MethodLine:
     """Share of vanilla's samples per second that it adds."""
 
     speed_from: str
-    """`measured`, `published`, `predicted`, or nothing."""
+    """Source of `speed`: `measured`, `published`, `predicted`, or empty."""
 
     guide_speed: str
-    """The guide's word on speed."""
+    """The guide's statement on speed."""
 
     guide_memory: str
-    """The guide's word on memory."""
+    """The guide's statement on memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def helps(change: float | None, *, less_is_better: bool) -> str:
 
 
 def method_lines(result: GuideResult) -> tuple[MethodLine, ...]:
-    """Return the guide's first table, from the rows."""
+    """Return the rows of the guide's first table, computed from the experiments."""
     rows = {row.name: row for row in result.rows}
     return tuple(
         _method_line(method, rows[name] if name else None, result.vanilla)
@@ -142,10 +142,10 @@ def show_size(size: int | None) -> str:
 
 
 def show_share(part: float | None, whole: float | None, places: int = 1) -> str:
-    """Return `change` in percent."""
+    """Return the relative change from `whole` to `part` as text in percent."""
     return show_with_sign(change(part, whole), places)
 
 
 def show_with_sign(share: float | None, places: int = 1) -> str:
-    """Return a share in percent, with its sign; empty where it is not known."""
+    """Return a share as text in percent, with its sign; empty where it is not known."""
     return UNKNOWN if share is None else f"{100 * share:+.{places}f} %"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontRecipe:
-    """A recipe of a plan's front, with its memory and its speed."""
+    """A recipe of a plan's Pareto front, with its memory and its speed."""
 
     recipe: Recipe
     needed_bytes: int
@@ -72,7 +72,7 @@ def with_modern(result: GuideResult, plan_of: Callable[[Job], PlannedJob]) -> Gu
 
 
 def _modern_row(row: GuideRow, front: Sequence[FrontRecipe], gpu_bytes: int | None) -> ModernRow:
-    """Return the fastest recipe of the front within the experiment's memory."""
+    """Return the fastest recipe of the front that takes no more memory than the experiment."""
     # An experiment that does not fit may use all of the GPU's memory.
     memory = row.predicted_bytes if row.fits else gpu_bytes
     modern = ModernRow(name=row.name, memory_bytes=memory)

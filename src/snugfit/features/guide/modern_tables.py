@@ -1,4 +1,4 @@
-"""The guide's experiments beside today's best recipes, as tables."""
+"""Tables of the guide's experiments next to today's best recipes."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def _large_models(models: tuple[LargeModelRow, ...]) -> Grid:
         rows=rows,
         note="The guide's advice for a model that does not fit is ZeRO with offload to the CPU: T5-3b in a "
         "batch of 20 on a 24 GB RTX 3090, where it did not fit in a batch of 1 (Hugging Face's blog, January "
-        "2021). Where DeepSpeed is installed its own engine is simulated; these steps were not measured.",
+        "2021). If DeepSpeed is installed, its own engine is simulated; these steps were not measured.",
     )

@@ -1,4 +1,4 @@
-"""Bytes per parameter of every optimizer, beside the guide's rule of thumb.
+"""Bytes per parameter of every optimizer, next to the guide's rule of thumb.
 
 The rule adds constants: 6 bytes for weights in mixed precision, 4 for gradients, and 8, 4 or 2 for states.
 That is 18 to train and 6 to infer. Here each figure comes from a simulated step of a real model, on a batch
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a weight, by its dtype."""
 PURE = "bf16_pure"
-"""Precision for optimizers that support its weights only."""
+"""Precision for optimizers that support only bfloat16 weights."""
 INFERENCE = "inference"
-"""Name in place of an optimizer for an evaluation, which has none."""
+"""Word in place of an optimizer's name for an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
 
 
 def _recipe_of(optimizer: str, job: Job, precision: str) -> str:
-    """Return this optimizer in the guide's precision, or in bfloat16 throughout if it supports no other
-    weights."""
+    """Return the recipe for an optimizer in the guide's precision, or in bfloat16 throughout if it supports
+    no other weights."""
     recipes = [f"{one} + {optimizer}" for one in (precision, PURE)]
     return next((one for one in recipes if _goes(one, job)), recipes[0])
 
@@ -99,7 +99,7 @@ def _goes(recipe: str, job: Job) -> bool:
 def per_parameter(
     requests: Sequence[PredictionRequest], answers: Sequence[Prediction | str]
 ) -> tuple[PerParameter, ...]:
-    """Return one line for each of `per_parameter_requests` and its answer."""
+    """Return bytes per parameter for each of `per_parameter_requests` and its answer."""
     return tuple(_line(request, answer) for request, answer in zip(requests, answers, strict=True))
 
 

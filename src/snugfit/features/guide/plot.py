@@ -17,7 +17,7 @@ Figure = StepSpeed | float | None
 
 
 class Series(NamedTuple):
-    """One colour of bars."""
+    """The bars of one colour: one value for each experiment."""
 
     label: str
     """Text in the legend."""
@@ -98,7 +98,7 @@ def _series(
     published: Callable[[PublishedPrediction], Figure],
     unit: int = 1,
 ) -> list[Series]:
-    """Return a series for each origin of figures that has one."""
+    """Return a series of bars for each source of figures that has one."""
     rows, modern = result.rows, {row.name: row for row in result.modern}
     figures: dict[str, list[Figure]] = {
         f"predicted, {result.gpu}": [*map(predicted, rows)],

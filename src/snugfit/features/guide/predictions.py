@@ -1,4 +1,4 @@
-"""The guide's predictions, some forty of them, in several processes at once.
+"""Parallel predictions for the guide, some forty of them, in several processes.
 
 A simulation is Python on one core. Each request is plain data. So is its answer: a prediction, or the reason
 why there is none.
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """Request for one prediction of the guide's results."""
+    """One prediction to make for the guide's results."""
 
     about: str
-    """Experiment or technique of the request."""
+    """Name of the experiment or technique, for progress messages."""
     job: Job
     recipe: str
-    """Recipe as text: if it cannot be parsed, the answer is the reason."""
+    """Recipe as text; if it cannot be parsed, the answer is the reason."""
     gpu: Gpu
     loop: str = "plain"
     software: str = "installed"
@@ -37,12 +37,12 @@ class PredictionRequest:
 
     @property
     def key(self) -> RequestKey:
-        """Key that is unique within the suite."""
+        """Return the key of the request, unique within the suite."""
         return RequestKey(self.about, self.gpu.key, self.software)
 
 
 class RequestKey(NamedTuple):
-    """Identifies a request within the suite."""
+    """The fields that identify a request within the suite."""
 
     about: str
     gpu: str

@@ -1,4 +1,5 @@
-"""AdamW as in transformers until 2024: one parameter after the other, with states created on the way.
+"""AdamW as in transformers until 2024: parameters are updated one by one, and states created when first
+needed.
 
 Only its order of allocations matters here. torch's AdamW creates all states first. This one creates a
 parameter's two states when it updates that parameter. Its denominator is still alive while the next one's
@@ -18,7 +19,7 @@ import torch
 
 
 class LoopAdamW(torch.optim.Optimizer):
-    """Decoupled weight decay, one parameter at a time."""
+    """AdamW with decoupled weight decay that updates one parameter at a time."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0, **_: Any) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": weight_decay})

@@ -18,7 +18,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedPrediction:
-    """A published figure, and the prediction for its machine under the software of its time."""
+    """A published figure, next to the prediction for its machine under the software of its time."""
 
     published: Published
     predicted_bytes: int | None = None
@@ -34,7 +34,7 @@ class PublishedPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideRow:
-    """One experiment as predicted, measured and published."""
+    """One experiment of the guide as predicted, measured and published."""
 
     name: str
     recipe: str
@@ -42,7 +42,7 @@ class GuideRow:
     predicted: Footprint | None = None
     """Predicted bytes on the given GPU."""
     fits: bool | None = None
-    """True if the step is predicted to fit there."""
+    """True if the step is predicted to fit the given GPU."""
     predicted_speed: StepSpeed | None = None
     """Predicted speed on the given GPU; None where its rates are unknown."""
     measured: Footprint | None = None
@@ -51,7 +51,7 @@ class GuideRow:
     outcome: str | None = None
     """End of the measured run."""
     then: tuple[PublishedPrediction, ...] = ()
-    """One for each published figure."""
+    """One entry for each published figure, with its prediction."""
     refused: str = ""
     """Reason for a missing prediction."""
 
@@ -67,7 +67,7 @@ class GuideRow:
 
     @property
     def why_refused(self) -> str:
-        """The reason alone, in one line."""
+        """The reason for a missing prediction, in one line."""
         return self.refused.strip().rpartition("\n")[2]
 
     def then_on(self, machine: str) -> PublishedPrediction | None:
@@ -77,7 +77,7 @@ class GuideRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TakenInstead:
-    """A slot that differs between today's recipe and the experiment's."""
+    """A slot in which today's recipe differs from the experiment's."""
 
     slot: str
     """The slot's own name."""
@@ -89,7 +89,7 @@ class TakenInstead:
 
 @dataclass(frozen=True, kw_only=True)
 class ModernRow:
-    """An experiment's job, and the fastest recipe of today within the memory that the experiment takes."""
+    """The fastest recipe of today for an experiment's job, within the memory that the experiment takes."""
 
     name: str
     """The guide's name of the experiment."""
@@ -109,7 +109,7 @@ class ModernRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeModelRow:
-    """A large model with DeepSpeed or without, predicted."""
+    """The prediction for a large model, with DeepSpeed or without."""
 
     name: str
     """Model and way of training."""
@@ -130,7 +130,7 @@ class LargeModelRow:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideResult:
-    """The suite's rows, and tables and plots derived from them."""
+    """The results of all experiments of the guide."""
 
     source: str = field(default_factory=source)
     """The address of the page with the published figures."""
@@ -157,7 +157,7 @@ class GuideResult:
 
     @property
     def vanilla(self) -> GuideRow:
-        """Row that is the baseline of all comparisons."""
+        """The row of the baseline experiment."""
         return next(row for row in self.rows if row.name == VANILLA)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Run the guide's suite: every experiment predicted, measured where there is a GPU, and as published.
+"""The run of the guide's suite: every experiment is predicted, measured where there is a GPU, and compared
+with published figures.
 
 `run` computes up to three results for each experiment. The first is its prediction on the given GPU, under
 the installed software. The second is its measurement here. The third is a prediction for each published
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 Answers = dict[RequestKey, "Prediction | str"]
-"""Each request's prediction, or the reason why there is none."""
+"""The type of the answers by request: a prediction, or the reason why there is none."""
 
 
 def run(
@@ -102,7 +103,8 @@ def _request(experiment: GuideExperiment, gpu: Gpu, software: str = "installed")
 
 
 def _request_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
-    """Return a request for the machine and the software of a published figure; None where it names no GPU."""
+    """Return a request to predict a published figure's machine with the software of its time; None where it
+    names no GPU."""
     machine = machines()[published.machine]
     if machine.gpu is None or machine.software is None:
         return None
@@ -138,7 +140,8 @@ def _measure_all(
     ledger: Path | None,
     tell: Callable[[str], None],
 ) -> tuple[list[GuideRow], str | None]:
-    """Return the rows, measured here where they could be predicted, and the device's name."""
+    """Return the rows with measurements on this machine, for those that could be predicted, and the device's
+    name."""
     from snugfit.measurement.measure import measure
 
     measured_rows, device = [], None

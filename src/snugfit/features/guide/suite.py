@@ -1,4 +1,4 @@
-"""The guide's experiments as data: the training runs, the published figures, and the recipes in our notation.
+"""The guide's experiments as data: training runs, published figures, and recipes in snugfit's notation.
 
 The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs). They
 are in `guide.json` with their machines. A published row belongs to a machine. If the machine names its GPU,
@@ -21,12 +21,12 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 
 VANILLA = "vanilla"
-"""Experiment that is the baseline of all comparisons."""
+"""Name of the experiment that is the baseline of all comparisons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Machine of published figures."""
+    """The machine of some published figures."""
 
     name: str
     """Name of the machine in `guide.json`."""
@@ -52,7 +52,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideExperiment:
-    """One row of the suite: a name, a recipe, and its published figures."""
+    """One experiment of the guide: a name, a recipe, and its published figures."""
 
     name: str
     """The guide's name for it."""
@@ -77,9 +77,9 @@ class Method:
     experiments: tuple[str, ...]
     """Names of the method's experiments; none where it is not predicted."""
     speed: str
-    """Effect on the speed."""
+    """The guide's words on the effect on speed."""
     memory: str
-    """Effect on memory; brackets mean `hardly`."""
+    """The guide's words on the effect on memory; brackets mean `hardly`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +87,15 @@ class WithoutFigure:
     """A method that the guide names without a figure."""
 
     chapter: str
-    """Its chapter there: `torch.compile` or `DeepSpeed`."""
+    """Chapter of the guide: `torch.compile` or `DeepSpeed`."""
     name: str
     """The guide's name for it."""
     guide: str
-    """The guide's claim about it."""
+    """The guide's claim about the technique."""
     status: str
     """`predicted`, `not predicted`, or `gone` if torch no longer has it."""
     today: str
-    """Its state today, and the reason for a missing prediction."""
+    """Present state of the technique, and the reason for a missing prediction."""
     instead: str = ""
     """Recipes that replace it today; empty where it does not concern training."""
     experiment: str = ""
@@ -109,7 +109,7 @@ class LargeModel:
     name: str
     """Model and way of training."""
     job: Mapping[str, Any]
-    """Its fields, as `job_of` takes them."""
+    """Fields of the job, as `job_of` takes them."""
     gpu: str
     """GPU that it should fit."""
     recipe: str
@@ -120,11 +120,11 @@ class LargeModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """GPU memory before any training, as published."""
+    """GPU memory at a stage before any training, as published."""
 
     machine: str
     what: str
-    """Stage of the experiment until then."""
+    """Stage of the experiment at which it was read."""
     mib: int
     """MiB as NVML reported them."""
 
@@ -163,7 +163,7 @@ def baselines() -> tuple[Baseline, ...]:
 
 
 def methods() -> tuple[Method, ...]:
-    """Return the guide's first table."""
+    """Return the lines of the guide's first table."""
     return tuple(
         Method(**{**line, "experiments": tuple(line["experiments"])}) for line in _guide()["methods"]
     )
@@ -175,7 +175,7 @@ def without_figures() -> tuple[WithoutFigure, ...]:
 
 
 def large_models() -> tuple[LargeModel, ...]:
-    """Return the jobs that take the place of the guide's chapter on DeepSpeed."""
+    """Return the jobs that replace the guide's chapter on DeepSpeed."""
     return tuple(LargeModel(**line) for line in _guide()["large_models"])
 
 
@@ -186,12 +186,12 @@ def anatomy() -> Mapping[str, Any]:
 
 
 def own_gpu() -> str:
-    """Return the GPU that the guide's own figures come from."""
+    """Return the GPU on which the guide's own figures were measured."""
     return next(machine.gpu for machine in machines().values() if machine.gpu)
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:
-    """Return the job of a few fields, with its model by name and its task as text.
+    """Return a job from some of its fields, with its model by name and its task as text.
 
     The guide builds its models in fp32.
     """

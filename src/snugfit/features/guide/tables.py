@@ -1,4 +1,4 @@
-"""The guide's suite as tables: for the terminal, Markdown and CSV."""
+"""The results of the guide's suite as tables: for the terminal, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -226,7 +226,8 @@ def _methods(result: GuideResult) -> Grid:
 
 
 def without_figures_grid(result: GuideResult) -> Grid:
-    """Return a table of one row a technique, with the reason if its experiment could not be predicted."""
+    """Return a table of the methods without published figures, with the reason if an experiment could not be
+    predicted."""
     refused = {row.name: row.why_refused for row in result.rows if row.refused}
     rows = tuple(
         (
@@ -239,11 +240,13 @@ def without_figures_grid(result: GuideResult) -> Grid:
         for line in result.without_figures
     )
     return Grid(
-        title="What the guide names and gives no figure of",
+        title="Methods in the guide without a figure",
         heads=("Named", "Here", "The guide", "Today", "Recipes today<"),
         rows=rows,
-        note="What is predicted is one of the experiments above, or with --modern a large model. No figure "
-        "is made up for the rest.",
+        note=(
+            "A prediction is that of an experiment above, or with --modern of a large model. The rest "
+            "has no figure."
+        ),
     )
 
 

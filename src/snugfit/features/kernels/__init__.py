@@ -1,1 +1,2 @@
-"""Fused kernels in the place of a model's own code: Liger's, and snugfit's."""
+"""The feature `kernels`: fused kernels in place of a model's own code, those of Liger-Kernel and of
+snugfit."""

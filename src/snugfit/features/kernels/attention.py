@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 HALVES = ("torch.bfloat16", "torch.float16")
-"""Dtypes that the kernels support."""
+"""Dtypes of queries, keys and values that the attention kernels support."""
 
 GAPS = "fused: a mask has gaps among its tokens. Take 'torch_kernels'."
 

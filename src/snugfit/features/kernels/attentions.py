@@ -6,7 +6,8 @@ from snugfit.step.wishes.own_attention import OwnAttention, PackageAttention
 from snugfit.techniques.wish import Call
 
 PADDING_FREE = "padding_free"
-"""Name of our own attention, which drops the padding of a model's inputs."""
+"""Name under which transformers finds snugfit's own attention, which drops the padding of a model's
+inputs."""
 
 _FOLDER = "snugfit.features.kernels.without_padding"
 
@@ -19,11 +20,11 @@ ATTENTION = OwnAttention(
     pieces=Call(path=f"{_FOLDER}.rows:rows_of_step"),
     on_cpu=Call(path="snugfit.features.kernels.operations.shapes_on_cpu:shapes_on_cpu"),
 )
-"""Attention within each sequence of one row."""
+"""snugfit's attention function: each token of one row attends within its own sequence."""
 
 FLASH_ATTENTION = PackageAttention(
     name="flash_attention_2",
     refuse=Call(path=f"{_FOLDER}.flash_attn:refuse_without_package"),
     on_shapes=Call(path=f"{_FOLDER}.flash_attn:on_shapes"),
 )
-"""FlashAttention-2, by transformers' name."""
+"""Name of FlashAttention-2 in transformers."""

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLoss(Technique):
-    """Computes logits, loss and gradient for some tokens at a time, and never all logits at once."""
+    """Computes logits, loss and gradient for some tokens at a time, and never
+    all logits at once."""
 
     # With 16-bit products, the head's gradient is rounded once a chunk, also for fp32 weights under autocast.
     fidelity: ClassVar = Fidelity.ROUNDS
@@ -60,7 +61,7 @@ class ChunkedLoss(Technique):
         return LogitsWish(tokens=self.tokens)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Require a head over a vocabulary."""
+        """Yield an objection to a model without a head over a vocabulary."""
         if job.trains and (why := _lacks_vocabulary(job)):
             yield f"{why}. Try 'whole_logits'."
 
@@ -72,9 +73,8 @@ class ChunkedLoss(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against a plan with it: no vocabulary, or so few logits that they are one
-        chunk.
-        """
+        """Return why no plan chooses this technique: no vocabulary, or so few logits that they are one
+        chunk."""
         vocabulary = job.model.config.get("vocab_size")
         if why := _lacks_vocabulary(job):
             return why

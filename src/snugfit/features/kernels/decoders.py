@@ -26,7 +26,7 @@ SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
 
 
 class DecoderFamily(NamedTuple):
-    """Differences between the modules of one file of transformers and Llama's."""
+    """Differences between the decoders of one modeling file of transformers and Llama's."""
 
     prefix: str
     """Prefix of the names of its classes."""
@@ -50,10 +50,10 @@ FAMILIES = {
 """Decoder families by the name of their file, `modeling_NAME.py`."""
 
 NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
-"""Names of these attributes as arguments of the attention function."""
+"""Name of each of these attributes as an argument of the attention function."""
 
 TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
-"""Supported activations by transformers' name: True for the approximation by tanh."""
+"""Supported activations by their name in transformers; True for GELU's approximation by tanh."""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
@@ -119,7 +119,8 @@ def _eps(norm: Any) -> float:
 def _add_and_norm(
     branch: torch.Tensor, stream: torch.Tensor | None, norm: Any, family: DecoderFamily
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stream with a branch added to it, and its norm in the dtype of the products to come."""
+    """Return the residual stream plus a branch (B, S, H), and its norm in the dtype of the next matrix
+    product."""
     whole = branch if stream is None else stream
     dtype = activation_dtype(whole)
     # Without autocast, transformers multiplies by the scale in the wider dtype.
@@ -161,7 +162,7 @@ def _attend(
     past_key_values: Any = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Run the forward pass of the family's attention, with its first half replaced."""
+    """Compute a decoder's attention (B, S, H), with products, norms and rotation by snugfit's kernels."""
     layers = self.q_proj, self.k_proj, self.v_proj
     # An adapter may have replaced a layer since the model was built.
     if not _are_plain(layers):
@@ -194,7 +195,7 @@ def _attend(
 def _remember(
     cache: Any, key: torch.Tensor, value: torch.Tensor, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of a layer's cache after it stores these.
+    """Store keys and values in the cache of layer `index`, and return all that it has for that layer.
 
     transformers' models create a cache in training too, and an empty one copies its inputs. Here it stores
     them without a copy.

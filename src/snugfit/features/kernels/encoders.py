@@ -21,17 +21,15 @@ from snugfit.features.kernels.operations.seeds import Seeds, checkpoint_around
 from snugfit.step.own_forward import OwnForward
 
 SITE = "fused_site"
-"""The attribute of a module that holds its `Site`."""
+"""Name of the attribute that holds a module's `Site`."""
 
 STREAM = "fused_stream"
-"""Attribute of a norm's result with the same values in fp32, for the next residual (`add_norm`).
-
+"""Name of an attribute of a norm's result: the same values in fp32, for the next residual (`add_norm`).
 Between two layers the model's own code passes the result on. If that code creates another tensor of it, that
-tensor is the residual.
-"""
+tensor is the residual."""
 
 BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
-"""Class names of GELU activations: True for the approximation by tanh."""
+"""Class names of GELU activations in transformers; True for the approximation by tanh."""
 
 
 @dataclass
@@ -53,14 +51,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Patch:
-    """Another forward pass for the modules of a class."""
+    """Replacement of the forward pass for modules of one class of transformers."""
 
     forward: Callable[..., Any] | None
     """Replacement of the forward pass; None for an encoder that only loses its mask (`attention.py`)."""
     fits: Callable[[Any], bool] = lambda module: True
-    """Check that this module of the class meets the assumptions of the forward pass."""
+    """Function that returns True if a module of the class meets the assumptions of the forward pass."""
     joins: tuple[str, ...] = ()
-    """Its linear layers that are joined into one product."""
+    """Names of the linear layers that are computed as one matrix product."""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
@@ -102,7 +100,8 @@ def patch_of(kind: type[Any]) -> Patch | None:
 
 
 def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a linear layer's output, and its bias if a kernel can add it later (else None)."""
+    """Return a linear layer's output without its bias, and the bias if a kernel can add it later (else
+    None)."""
     if is_plain(layer):
         return torch.nn.functional.linear(x, layer.weight), layer.bias
     # GPT-2's layers are transformers' Conv1D, whose weight is transposed.
@@ -167,7 +166,7 @@ def embed_bert(
     inputs_embeds: torch.Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> torch.Tensor:
-    """Return words, positions and types, normed: (B, S, H). This starts a pass of the model."""
+    """Return the normed sum (B, S, H) of embedded words, positions and token types; draw a dropout seed."""
     words = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     # RoBERTa counts positions from its padding token.
     if position_ids is None and hasattr(self, "create_position_ids_from_input_ids"):
@@ -192,7 +191,7 @@ def embed_distilbert(
     inputs_embeds: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return words and positions, normed: (B, S, H). This starts a pass of the model."""
+    """Return the normed sum (B, S, H) of embedded words and positions; draw the pass's dropout seed."""
     words = inputs_embeds if input_ids is None else self.word_embeddings(input_ids)
     assert words is not None
     return norm_embeddings(self, words, embed_positions(self, words, position_ids))
@@ -201,7 +200,7 @@ def embed_distilbert(
 def embed_positions(
     module: Any, words: torch.Tensor, position_ids: torch.Tensor | None, first: int = 0
 ) -> torch.Tensor:
-    """Return the embedded positions, (S, H) if they are those of every sequence, else (B, S, H)."""
+    """Return the position embeddings: (S, H) if all sequences share them, else (B, S, H)."""
     table = module.position_embeddings
     if position_ids is None:
         weight: torch.Tensor = table.weight[first : first + words.size(1)]
@@ -212,7 +211,7 @@ def embed_positions(
 
 
 def embeds_plainly(module: Any) -> bool:
-    """Return True if an embeddings module has torch's LayerNorm and torch's own tables."""
+    """Return True if an embeddings module consists of torch's LayerNorm and `torch.nn.Embedding` tables."""
     tables = [one for name, one in module.named_children() if name.endswith("_embeddings")]
     return is_layer_norm("LayerNorm")(module) and all(type(one) is torch.nn.Embedding for one in tables)
 
@@ -233,7 +232,7 @@ def attend_bert(
     past_key_values: Any = None,
     **keywords: Any,
 ) -> Any:
-    """Attend over one product's queries, keys and values."""
+    """Compute BERT's self-attention (B, S, H), with queries, keys and values from one matrix product."""
     # Caches are for generation, which the model's own code serves.
     if past_key_values is not None:
         return type(self).forward(
@@ -265,7 +264,7 @@ def close_bert(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tenso
 
 
 def widen_bert(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Run the feed-forward layer's first half."""
+    """Return the activated output (B, S, I) of BERT's first feed-forward layer."""
     return activate(self.dense, self.intermediate_act_fn, hidden_states)
 
 
@@ -275,7 +274,7 @@ def widen_bert(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def attend_distilbert(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
-    """Attend over one product's queries, keys and values, and multiply by the output layer."""
+    """Compute DistilBERT's attention (B, S, H), with queries, keys and values from one matrix product."""
     heads = project((self.q_lin, self.k_lin, self.v_lin), hidden_states, self.attention_head_size)
     out, scores = attend(self, heads, attention_mask, self.dropout.p, self.scaling, keywords)
     return self.out_lin(out), scores
@@ -284,7 +283,8 @@ def attend_distilbert(
 def run_distilbert_layer(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> torch.Tensor:
-    """Run a layer: each half's norm with its residual."""
+    """Run a DistilBERT layer over (B, S, H): attention and feed-forward, each with a fused residual and
+    norm."""
     attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **keywords)
     hidden = norm_with_stream(attended, hidden_states, self.sa_layer_norm)
     ffn = self.ffn
@@ -297,7 +297,7 @@ def run_distilbert_layer(
 
 
 def embed_vit(self: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Run the model's own embeddings. This starts a pass of the model."""
+    """Run the model's own embeddings of an image, and draw the pass's dropout seed."""
     getattr(self, SITE).seeds.begin()
     return type(self).forward(self, *arguments, **keywords)
 
@@ -305,7 +305,7 @@ def embed_vit(self: Any, *arguments: Any, **keywords: Any) -> Any:
 def attend_vit(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
-    """Attend over one product's queries, keys and values, and multiply by the output layer."""
+    """Compute ViT's attention (B, S, H), with queries, keys and values from one matrix product."""
     heads = project((self.q_proj, self.k_proj, self.v_proj), hidden_states, self.head_dim)
     out, scores = attend(self, heads, attention_mask, self.attention_dropout, self.scaling, keywords)
     return self.o_proj(out), scores
@@ -314,7 +314,7 @@ def attend_vit(
 def run_vit_layer(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **keywords: Any
 ) -> torch.Tensor:
-    """Run a layer: the second norm with the first residual."""
+    """Run a ViT layer over (B, S, H); the second norm is fused with the first residual."""
     normed = add_norm(hidden_states, None, self.layernorm_before)
     attended, _ = self.attention(normed, attention_mask, **keywords)
     drop = getattr(self, SITE).draw(self, self.dropout.p, hidden_states)
@@ -325,7 +325,7 @@ def run_vit_layer(
 
 
 def run_vit_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Run both halves of the feed-forward layer."""
+    """Return a ViT layer's feed-forward output (B, S, H), before dropout and residual."""
     closed: torch.Tensor = self.fc2(activate(self.fc1, self.activation_fn, hidden_states))
     return closed
 
@@ -340,7 +340,8 @@ def run_gpt2_layer(
     use_cache: bool | None = False,
     **keywords: Any,
 ) -> torch.Tensor:
-    """Run a layer without cross-attention: the second norm with the first residual."""
+    """Run a GPT-2 layer without cross-attention over (B, S, H); the second norm is fused with the first
+    residual."""
     normed = add_norm(hidden_states, None, self.ln_1)
     attended, _ = self.attn(
         normed,
@@ -355,7 +356,7 @@ def run_gpt2_layer(
 
 
 def run_gpt2_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Run both halves of the feed-forward layer."""
+    """Return a GPT-2 layer's feed-forward output (B, S, H), before dropout and residual."""
     closed: torch.Tensor = self.dropout(self.c_proj(activate(self.c_fc, self.act, hidden_states)))
     return closed
 
@@ -391,4 +392,4 @@ PATCHES: dict[tuple[str, str], Patch] = {
     ),
     ("gpt2", "GPT2MLP"): Patch(run_gpt2_mlp),
 }
-"""Patches by transformers' folder and class name."""
+"""Replacements of forward passes by folder and class name in transformers."""

@@ -1,4 +1,4 @@
-"""Fused kernels in the place of a model's own code."""
+"""The feature `kernels`, registered: its techniques, its fields and the simulation of Liger's kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ tries may spill registers to memory.
 
 
 class Kernels(Feature):
-    """Add the techniques `padding_free`, `flash`, `fused`, `liger` and `chunked_loss`, and three handlers."""
+    """The feature that adds the techniques `padding_free`, `flash`, `fused`, `liger` and `chunked_loss`."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.ATTENTION: ("flash", "padding_free"),
@@ -32,7 +32,7 @@ class Kernels(Feature):
     }
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of both fields, and of the core's field `logits`."""
+        """Return the handlers of the fields `fused`, `liger` and `logits`."""
         from snugfit.features.kernels.handlers import FusedHandler, LigerHandler, LogitsHandler
 
         return FusedHandler(), LigerHandler(), LogitsHandler()
@@ -46,5 +46,6 @@ class Kernels(Feature):
         return triton_launches(policy, recorder)
 
     def context_bytes(self, operators: Collection[str]) -> int:
-        """Return the bytes of Liger's kernels for experts."""
+        """Return the bytes that a GPU's driver adds for Liger's kernels for experts; 0 if no operator is one
+        of them."""
         return EXPERTS * any(operator.startswith(EXPERT_KERNELS) for operator in operators)

@@ -10,15 +10,16 @@ from snugfit.techniques.wish import Wish
 
 @dataclass(frozen=True, kw_only=True)
 class FusedWish:
-    """snugfit's kernels in a model's modules."""
+    """Value of the field `fused`: settings of snugfit's kernels in a model's modules."""
 
     recomputed_mlps: int = 0
-    """Number of gated MLPs, from the first, that compute the product of gate and up again."""
+    """Number of gated MLPs, from the first, whose product of gate and up is recomputed in the backward
+    pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LigerWish:
-    """Liger's kernels in a model's modules."""
+    """Value of the field `liger`: settings of Liger's kernels in a model's modules."""
 
     parts: Mapping[str, bool] = field(default_factory=dict)
     """True or False for each set part; Liger's default decides for the rest."""
@@ -32,9 +33,9 @@ FUSED = Wish[FusedWish | None](
     packages=("triton", "snugfit.features.kernels"),  # the start-up of two packages, as for Liger
     seeded_models=("bert", "distilbert", "electra", "roberta"),
 )
-"""Modules with snugfit's kernels; None leaves modules unchanged."""
+"""The field `fused`: snugfit's kernels in the model's modules; None leaves modules unchanged."""
 
 LIGER = Wish[LigerWish | None](
     "liger_kernels", LigerWish | None, None, touches=("passes",), packages=("triton", "liger_kernel")
 )
-"""Modules with Liger's kernels; None leaves modules unchanged."""
+"""The field `liger`: Liger's kernels in the model's modules; None leaves modules unchanged."""

@@ -36,7 +36,7 @@ class Flash(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flash_attention_2"}),)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Require 16 bits, and a model for which transformers calls the package."""
+        """Yield objections to a dtype other than 16 bits, and to a model that cannot call the package."""
         checkpoint = recipe[Slot.CHECKPOINTING].value
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."
@@ -48,18 +48,21 @@ class Flash(Technique):
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield the substitute that was predicted, and an equivalent choice."""
+        """Yield a warning that names the predicted substitute of the package and an equivalent technique."""
         yield (
             "it was predicted by torch's own FlashAttention-2, whose tensors are the same; to run it, the "
             "package flash-attn must be installed."
         )
         if not job.padding:
             # torch prefers cuDNN's attention on Hopper.
-            yield "without padding 'sdpa' takes the same kernels, or cuDNN's on Hopper, and needs no package."
+            yield (
+                "try 'sdpa': without padding it takes the same kernels, or cuDNN's on Hopper, and "
+                "needs no package."
+            )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield nothing: no plan searches it."""
+        """Yield nothing: no plan uses `flash`."""
         # It was measured on no GPU (`unplanned`).
         return iter(())
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
-"""Model types of transformers that `encoders.py` supports."""
+"""Model types of transformers whose encoders (and GPT-2) `encoders.py` supports."""
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
 """Model types that `decoders.py` supports."""
@@ -47,7 +47,8 @@ KNOWN = (*ENCODERS, *DECODERS)
 
 @dataclass(frozen=True, kw_only=True)
 class Fused(Technique):
-    """Runs snugfit's Triton kernels for norms, activations and dropout, and attention's products as one."""
+    """Runs snugfit's Triton kernels for norms, activations and dropout, and
+    attention's products as one."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = ("triton>=3.0",)
@@ -65,7 +66,7 @@ class Fused(Technique):
     pass."""
 
     def install(self, setup: Setup) -> Setup:
-        """Request our kernels in place of code of the model's modules."""
+        """Set the Setup's `fused` field, so that snugfit's kernels replace code of the model's modules."""
         return setup.with_fields(fused_kernels=FusedWish(recomputed_mlps=self.recomputed_mlps))
 
     def is_searched(self) -> bool:
@@ -82,16 +83,22 @@ class Fused(Technique):
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
         if recipe[Slot.ENGINE].alone.lowering is not None:
-            yield f"{recipe[Slot.ENGINE]} compiles the code that it would replace, and was not tried with it."
+            yield (
+                f"{recipe[Slot.ENGINE]} compiles the code that it would replace, and was not tried with "
+                "it. Leave one of them out."
+            )
         if recipe[Slot.ATTENTION].value not in ("sdpa", PADDING_FREE):
-            yield f"it wants torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
+            yield f"it needs torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if the model has fewer layers than recompute their product."""
         if (layers := job.model.layers) and self.recomputed_mlps > layers:
-            yield f"{job.model.name} has {layers} layers, and all of them make the product again."
+            yield (
+                f"{job.model.name} has {layers} layers, so all of them recompute the product. Give a "
+                "smaller number to recompute fewer."
+            )
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
@@ -108,7 +115,8 @@ class Fused(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why it has no effect on this job's model; empty if it has one."""
+        """Return why no plan chooses this technique: it has no effect on this job's model. Empty if it has
+        one."""
         module = job.model.module
         if module is None:
             model_type = str(job.model.config.get("model_type"))
@@ -122,5 +130,6 @@ class Fused(Technique):
 
 
 def _is_decoder(job: Job) -> bool:
-    """Return True if a decoder's MLPs are gated; a user's own module is checked when it is built."""
+    """Return True if the job's model is a decoder with gated MLPs; a user's own module is checked when
+    built."""
     return job.model.module is not None or job.model.config.get("model_type") in DECODERS

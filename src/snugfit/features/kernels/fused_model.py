@@ -21,10 +21,10 @@ from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
 
 
 def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
-    """Put these kernels in the model's modules, and in its head for a loss in chunks.
+    """Replace forward passes of the model's modules by snugfit's kernels, and set the head's loss kernel.
 
-    So many gated MLPs, from the first, compute the product of gate and up again in the backward pass. Raises
-    `RecipeError` for a model without known modules, or without such an MLP.
+    `recomputed_mlps` gated MLPs, from the first, recompute the product of gate and up in the backward pass.
+    Raises `RecipeError` for a model without known modules, or without such an MLP.
     """
     # Both run, since a model may contain an encoder and a decoder.
     if not [*encoders.fuse(model), *decoders.fuse(model)]:

@@ -1,4 +1,4 @@
-"""Other kernels and another head in a live or built model."""
+"""Handlers of the fields `fused`, `liger` and `logits`, which change modules of a live or built model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class KernelsHandler(Handler):
     slot, stage = Slot.KERNELS, InstallStage.REPLACE
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Replace kernels of a running model, as of a built one."""
+        """Apply another value of the field to a model that already trains."""
         if value is not None:
             self.wrap(value, live.model)
             yield f"kernels are those of {live.technique(self.slot)}"
 
 
 class FusedHandler(KernelsHandler):
-    """snugfit's kernels, which are plain torch on a CPU."""
+    """Handler of the field `fused`: snugfit's kernels, which are plain torch on a CPU."""
 
     wish = FUSED.name
     refused: ClassVar[Mapping[str, str]] = {"script": "its kernels are snugfit's own code"}
@@ -42,14 +42,14 @@ class FusedHandler(KernelsHandler):
             import snugfit.features.kernels.fused_model  # noqa: F401
 
     def wrap(self, value: FusedWish | None, model: Any) -> None:
-        """Give modules other forward passes."""
+        """Replace the forward passes of the model's modules."""
         if value is not None:
             from snugfit.features.kernels.fused_model import use_fused
 
             use_fused(model, value.recomputed_mlps)
 
     def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
-        """Run plain torch in a simulation of a CPU."""
+        """Return a context that simulates plain torch for a CPU; None on a GPU."""
         from snugfit.features.kernels.operations.shapes_on_cpu import shapes_on_cpu
 
         # On a CPU the operations are plain torch, which a simulation of one must record.
@@ -57,7 +57,7 @@ class FusedHandler(KernelsHandler):
 
 
 class LigerHandler(KernelsHandler):
-    """Liger's kernels, which run on GPUs alone."""
+    """Handler of the field `liger`: Liger's kernels, which run on GPUs only."""
 
     wish = LIGER.name
 
@@ -69,7 +69,7 @@ class LigerHandler(KernelsHandler):
             import_code()
 
     def set_process(self, value: LigerWish | None, device: torch.device) -> None:
-        """Refuse a device without a compiler before anything is built."""
+        """Raise `RecipeError` on a device without a Triton compiler, before anything is built."""
         if value is not None:
             from snugfit.features.kernels.liger_model import refuse_without_triton
 
@@ -83,7 +83,8 @@ class LigerHandler(KernelsHandler):
             use_liger(model, **value.parts)
 
     def script(self, value: LigerWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return a call of Liger's own function; the Trainer calls it by itself, from its arguments."""
+        """Return the lines of a script that call Liger's own function; the Trainer calls it from its
+        arguments."""
         # The Trainer applies Liger by its own argument.
         if value is None or context.trainer:
             return {}
@@ -98,7 +99,7 @@ class LigerHandler(KernelsHandler):
 
 
 class LogitsHandler(Handler):
-    """Logits that are never whole."""
+    """Handler of the field `logits`: logits that never exist as a whole."""
 
     wish, slot, stage = "logits", Slot.HEAD, InstallStage.HEAD
     refused: ClassVar[Mapping[str, str]] = {
@@ -113,7 +114,8 @@ class LogitsHandler(Handler):
             defer_logits(model, value)
 
     def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
-        """Change the head as in a new model, also if it was changed before."""
+        """Change how the head of a model that already trains computes logits, also if it was changed
+        before."""
         from snugfit.features.kernels.head.deferred_logits import defer_logits
 
         defer_logits(live.model, value)

@@ -49,7 +49,7 @@ _FLUSHES = 256 * MIB
 
 
 class Access(NamedTuple):
-    """Names of a kernel's pointer parameters that it loads from and stores to."""
+    """Names of a kernel's pointer parameters: those that it loads from, and those that it stores to."""
 
     loaded: frozenset[str]
     stored: frozenset[str]
@@ -93,7 +93,8 @@ def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
 
 
 def _time_settings(changes: Sequence[torch.Tensor]) -> None:
-    """Allocate and free the memory of timing, for a kernel that changes these tensors."""
+    """Simulate the memory of Triton's timing runs for a kernel that changes these tensors: allocate and free
+    it."""
     import torch
 
     if times_anything():
@@ -102,7 +103,8 @@ def _time_settings(changes: Sequence[torch.Tensor]) -> None:
 
 
 def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
-    """Return the autotuner's key for a kernel's settings (`Autotuner.run`, `triton/runtime/autotuner.py`)."""
+    """Return the autotuner's cache key for a kernel's arguments (`Autotuner.run`,
+    `triton/runtime/autotuner.py`)."""
     named = [given[name] for name in tuner.keys if name in given]
     # Triton's own key has the dtypes of all tensor arguments.
     dtypes = [str(given[name].dtype) for name in tuner.arg_names if hasattr(given.get(name), "dtype")]
@@ -125,7 +127,7 @@ _signature_of = functools.cache(inspect.signature)
 
 @functools.cache
 def _access(function: Any) -> Access:
-    """Return the parameters that a kernel loads from and stores to.
+    """Return the parameters that a Triton kernel loads from and stores to, read from its source.
 
     Pointers are followed through assignments; a loaded value is no longer a pointer.
     """
@@ -152,7 +154,8 @@ def _access(function: Any) -> Access:
 
 
 def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
-    """Return the pointer parameters in an expression of pointers and offsets."""
+    """Return the pointer parameters in an expression of a kernel's source; `roots` has those of each
+    variable."""
     if isinstance(value, ast.Name):
         return set(roots.get(value.id, ()))
     if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
@@ -162,7 +165,7 @@ def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
 
 @contextlib.contextmanager
 def _as_on(policy: CudaPolicy) -> Iterator[None]:
-    """Make Liger's Python decide as on this GPU, within this context."""
+    """Context in which Liger's Python code decides as on this GPU."""
     import liger_kernel.utils as liger
     import torch
 

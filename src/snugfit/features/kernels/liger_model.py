@@ -92,7 +92,7 @@ def use_liger(model: torch.nn.Module, **parts: bool) -> None:
 
 
 def _changed_functions(file: ModuleType, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the functions of a file that were replaced, by name.
+    """Return the functions of a modeling file that Liger replaced, by name.
 
     Replaced classes do not matter: they belong to models that are built later.
     """

@@ -26,10 +26,10 @@ from snugfit.job.kv_prefix import prompt_kind
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
-"""Tasks with one output for each token."""
+"""Names of tasks with one output for each token."""
 
 OF_A_TOKEN_EACH = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
-"""Ends of the names of such models."""
+"""Endings of class names of models with one output for each token."""
 
 FIRST_TOKEN_POOLED = ("bert", "roberta", "electra", "distilbert", "xlm-roberta", "camembert")
 """Model types of transformers that classify a sequence by its first token."""
@@ -39,7 +39,8 @@ HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingFree(Technique):
-    """Drops the padding of a batch and lays its sequences end to end, with attention within each."""
+    """Drops the padding of a batch and concatenates its sequences, with
+    attention within each."""
 
     fidelity: ClassVar = Fidelity.SAME
     least_capability: ClassVar = (8, 0)
@@ -52,7 +53,7 @@ class PaddingFree(Technique):
     elsewhere: ClassVar = ("varlen", "varlen_attention", "packing", "remove_padding", "unpad", "unpadding")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Require an output for each token, and attention that the kernel supports."""
+        """Yield objections to a model without an output for each token, or with unsupported attention."""
         setup = setup_of(*(recipe[slot] for slot in (Slot.PRECISION, Slot.SHARDING)))
         if not job.trains:
             yield "it drops padding in training alone. Take 'sdpa'."
@@ -73,13 +74,14 @@ class PaddingFree(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against a plan with it. Batches without padding need no import of the model."""
+        """Return why no plan chooses this technique; empty if one may. Batches without padding need no import
+        of the model."""
         return _why_not(job) if job.padding else "batches have no padding, so there is none to drop"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if it gains nothing."""
         if not job.padding:
-            yield "batches have no padding, so there is none to drop. 'sdpa' is as small."
+            yield "batches have no padding, so there is none to drop. Try 'sdpa', which is as small."
 
 
 def _why_not(job: Job) -> str:

@@ -1,1 +1,1 @@
-"""A dataset's lengths: ways of padding, their memory and their speed."""
+"""Planning for a dataset's sequence lengths: ways of padding, with their memory and speed."""

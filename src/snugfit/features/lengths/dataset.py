@@ -29,13 +29,13 @@ from snugfit.job.job import LARGEST_LENGTH
 from snugfit.user_files import load_json, refuse_no_file
 
 LARGEST_FILE = 64 << 20
-"""Bytes: ten million lengths, a line each. More samples fit a histogram."""
+"""Largest size in bytes of a file of lengths: ten million, a line each. More samples fit a histogram."""
 
 _TOO_LARGE = ' Use a histogram instead: a .json file with {"128": 5000, ...}.'
 
 MOST_SAMPLES = 10**12
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "input_length", "input_ids")
-"""Default columns and keys; `length` is the default of transformers' Trainer."""
+"""Default names of columns and keys; `length` is the default of transformers' Trainer."""
 
 FORMS = (".txt", ".csv", ".tsv", ".jsonl", ".json")
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -59,14 +59,14 @@ class Lengths:
     """Fields that `to_json` omits."""
 
     counts: tuple[tuple[int, int], ...]
-    """(tokens, samples), the shortest first."""
+    """The histogram as pairs (tokens, samples), the shortest first."""
 
     source: str = "given"
     """The file of the lengths, or another name of their origin."""
 
     def __post_init__(self) -> None:
         if not self.counts:
-            raise UsageError(f"{self.source}: it contains no lengths.")
+            raise UsageError(f"{self.source}: it contains no lengths. Give one or more.")
 
     @classmethod
     def read(cls, path: Path | str, *, column: str | None = None) -> Self:
@@ -76,7 +76,8 @@ class Lengths:
         suffix = path.suffix.lower()
         if suffix not in FORMS:
             raise UsageError(
-                f"{path}: lengths can be read from {', '.join(FORMS)}, by the end of the file's name."
+                f"{path}: lengths can be read from {', '.join(FORMS)}, by the end of the file's name. "
+                "Rename the file, or write it in one of these forms."
             )
         if column is not None and suffix in (".txt", ".json"):
             raise UsageError(f"{path}: a {suffix} file has no columns. Leave --column {column} out.")
@@ -85,7 +86,9 @@ class Lengths:
             pairs = _of_document(path) if suffix == ".json" else _of_rows(path, column)
             return cls._count(pairs, str(path))
         except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror}).") from None
+            raise UsageError(
+                f"{path}: cannot be read ({error.strerror}). Check its name and its permissions."
+            ) from None
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Mapping[int, int], *, source: str = "given") -> Self:
@@ -151,7 +154,8 @@ class Lengths:
         raise AssertionError("there are lengths")
 
     def cut(self, at: int) -> Lengths:
-        """Truncate each sample to at most `at` tokens. Raises `UsageError` for an invalid length."""
+        """Return the lengths with each sample truncated to at most `at` tokens. Raises `UsageError` for an
+        invalid length."""
         longest = _length(at, "truncation")
         pairs = ((min(length, longest), samples) for length, samples in self.counts)
         return Lengths._count(pairs, f"{self.source}, cut at {longest}")
@@ -192,7 +196,10 @@ def _length(value: object, where: str) -> int:
             f"{where}: {_short(value)} is not a length; it must be a whole number of tokens.{hint}"
         )
     if not 1 <= value <= LARGEST_LENGTH:
-        raise UsageError(f"{where}: {value} is not a length; a sequence has 1 to {LARGEST_LENGTH:,} tokens.")
+        raise UsageError(
+            f"{where}: {value} is not a length; a sequence has 1 to {LARGEST_LENGTH:,} tokens. Correct "
+            "it, or remove it."
+        )
     return value
 
 
@@ -245,7 +252,8 @@ def _column(heads: list[str], asked: str | None, where: str) -> str:
         known = heads[0]
         if _NUMBER.fullmatch(known):
             raise UsageError(
-                f"{where}: the first line is {known}; a table must begin with the names of its columns."
+                f"{where}: the first line is {known}; a table must begin with the names of its columns. "
+                "Add that line."
             )
     if known is None or known not in heads:
         listed = ", ".join(heads[:12]) or "none"

@@ -1,14 +1,14 @@
-"""Interpolation of a step's kernels at any length, from those of three lengths.
+"""Interpolation of a step's kernels at any sequence length, from those of three lengths.
 
-A step at another sequence length runs the same list of operators; only their sizes change. Each operand
-size is linear in the length (samples x length, length, or neither). A kernel's work and traffic are at
-most quadratic (attention's scores are length x length). The kernels of three rehearsed lengths therefore
-determine those of any other, tile by tile and wave by wave. An interpolation of seconds would instead cut
-the corners off the stairs.
+A step at another sequence length runs the same list of operators; only their sizes change. Each operand size
+is linear in the length (samples x length, length, or neither). A kernel's work and traffic are at most
+quadratic (attention's scores are length x length). The kernels of three rehearsed lengths therefore determine
+those of any other, tile by tile and wave by wave. An interpolation of seconds would instead cut the corners
+off the stairs.
 
-A model whose operators change with the length raises `NotInterpolable`. Sizes with internal rounding, such
-as the rows of eight in which a mask is stored, are slightly off between the lengths. The caller rehearses
-a fourth length and compares.
+A model whose operators change with the length raises `NotInterpolable`. Sizes with internal rounding, such as
+the rows of eight in which a mask is stored, are slightly off between the lengths. The caller rehearses a
+fourth length and compares.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 
 class NotInterpolable(Exception):
-    """Steps of two lengths differ in more than sizes."""
+    """Error: the steps of two lengths differ in more than sizes."""
 
 
 class LengthSample(NamedTuple):
-    """A rehearsal of one length."""
+    """The simulated kernels of one sequence length."""
 
     length: int
     """Tokens of a sequence."""
@@ -37,7 +37,7 @@ class LengthSample(NamedTuple):
 
 
 class KernelInterpolator:
-    """Interpolated steady step at any length."""
+    """Interpolates the kernels of a steady step at any sequence length."""
 
     def __init__(self, samples: Sequence[LengthSample]) -> None:
         """Interpolate between three lengths, the shortest first. Raises `NotInterpolable`."""
@@ -62,13 +62,13 @@ class KernelInterpolator:
 
 
 def _alike(kernels: Sequence[Kernel]) -> bool:
-    """Return whether these kernels differ in sizes only."""
+    """Return whether these kernels, of several lengths, differ in sizes only."""
     plain = {kernel._replace(module="", shapes=(), flops=0, nbytes=0, leading=()) for kernel in kernels}
     return len(plain) == 1 and len({tuple(map(len, kernel.shapes)) for kernel in kernels}) == 1
 
 
 def _lagrange(known: Sequence[int], at: int) -> list[float]:
-    """Return the weight of the value at each known length, for the parabola's value at `at`."""
+    """Return the weight of each known length's value in the value at `at`, on the parabola through three."""
     weights = []
     for one in known:
         weight = 1.0

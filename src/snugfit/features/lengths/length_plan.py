@@ -27,7 +27,7 @@ SIMPLEST = ("random", "grouped", "fixed")
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The same job on truncated sequences, which is another job."""
+    """Results for the same job on truncated sequences, which change the learned model."""
 
     at: int
     """Greatest number of tokens in a sequence."""
@@ -44,7 +44,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthPlan:
-    """Results of a dataset's lengths for a job under a recipe on a GPU."""
+    """Results of each way to pad a dataset, for a job under a recipe on a GPU."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "what": (Literal["lengths"], "Name of the document."),
@@ -94,7 +94,7 @@ class LengthPlan:
     """Number of steps that were drawn for each way."""
 
     rehearsed: int = 0
-    """Number of lengths that were rehearsed; the seconds of all others are interpolated."""
+    """Number of lengths that were simulated; the seconds of all others are interpolated."""
 
     off: float = 0.0
     """Greatest relative error found in interpolated seconds."""
@@ -152,11 +152,11 @@ class LengthPlan:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != "lengths" or document.get("schema") != SCHEMA:
-            raise UsageError("This is not an answer about lengths of this version of snugfit.")
+            raise UsageError("This is not an answer about lengths of this version of snugfit. Plan again.")
         try:
             return decode_fields(cls, document)
         except (KeyError, TypeError, ValueError) as damaged:
-            raise UsageError(f"This answer about lengths is damaged: {damaged}.") from None
+            raise UsageError(f"This answer about lengths is damaged: {damaged}. Plan again.") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,24 +40,25 @@ SOME_PADDING = 0.5
 """Share of padding in a padded batch. Its value changes no shape; only its presence matters."""
 
 FEW = 4
-"""Number of lengths up to which all are rehearsed: interpolation needs three and a test."""
+"""Largest number of lengths that are all simulated: interpolation needs three and a test."""
 
 TOLERANCE = 1e-3
 """Greatest relative error of the test length's seconds."""
 
 ROW = 8
-"""Elements in a row of a mask that is stored whole (`pad_bias`, `native/transformers/attention.cpp`)."""
+"""Number of elements to which a row of a stored attention mask is padded (`pad_bias`,
+`native/transformers/attention.cpp`)."""
 
 MOST_KNOTS = 9
-"""Number of rehearsed lengths of a line, for kernels that cannot be interpolated."""
+"""Number of lengths to simulate if kernels cannot be interpolated; seconds between them are linear."""
 
 TIMED_PER_CLASS = 32
-"""Number of timed lengths per alignment; seconds between them are linear."""
+"""Number of lengths of one alignment that are timed; seconds between them are linear."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Memory of the step at one length."""
+    """Peak bytes of the step at one length."""
 
     requested_bytes: int
     """Peak of the bytes that tensors and kernels request."""
@@ -102,7 +103,7 @@ class LengthSeconds(NamedTuple):
 
 @dataclass
 class LengthProfiler:
-    """Rehearse one job under one recipe at the requested lengths, each once."""
+    """Simulates one job under one recipe at the requested lengths, each once."""
 
     job: Job
     """The training job; its own length is ignored."""
@@ -117,7 +118,7 @@ class LengthProfiler:
     """Training loop by its name."""
 
     tell: Callable[[str], None] = lambda what: None
-    """Receives messages on the progress."""
+    """Function that receives progress messages."""
 
     rates: Rates = field(init=False)
     """Rates of the GPU. Raises `GpuError` if they are unknown."""
@@ -146,7 +147,8 @@ class LengthProfiler:
         return dict.fromkeys(doubt for size in self._bytes.values() for doubt in size.doubts)
 
     def at(self, length: int, padded: bool) -> Job:
-        """Return the job at this length. Raises `JobError` if the model has no such positions."""
+        """Return the job at this length, with padding or without. Raises `JobError` if the model has no such
+        positions."""
         return replace(self.job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
 
     def bytes(self, length: int, padded: bool) -> Bytes:
@@ -271,7 +273,7 @@ def without_alignment_cost(rates: Rates) -> Rates:
 
 
 def _between(lengths: Sequence[int], known: dict[int, LengthSeconds]) -> dict[int, LengthSeconds]:
-    """Return linear interpolations between the known seconds."""
+    """Return the seconds at these lengths by linear interpolation between the known ones."""
     import numpy as np
 
     both = [
@@ -285,8 +287,8 @@ def _trace(sample: LengthSample) -> Trace:
 
 
 def _spread(lengths: Sequence[int], count: int) -> list[int]:
-    """Return `count` of these lengths, evenly spaced by value, with the first and the last; one is the
-    middle."""
+    """Return `count` of these lengths, evenly spaced by value, with the first and the last; for a count of
+    one the middle."""
     if len(lengths) <= count:
         return list(lengths)
     if count == 1:

@@ -14,7 +14,7 @@ from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes
 
 ORDERS = {"fixed": "one length", "random": "at random", "grouped": "grouped"}
-"""Name of each order of the batches."""
+"""Words for each order of the samples."""
 
 ASSUMPTION = (
     "Assumed, not measured on this GPU: the speed of a matmul whose rows are not a multiple of 16 bytes. "
@@ -24,7 +24,8 @@ ASSUMPTION = (
 
 
 def render(plan: LengthPlan) -> Page:
-    """Return the best padding, the needs of each way of padding, and the inefficient sizes."""
+    """Return the report of a dataset's lengths: the best padding, the needs of each way, and the inefficient
+    sizes."""
     return Page(
         [Sentence(question(plan), "heading"), dataset(plan.lengths)],
         [Sentence(answer(plan), "good" if plan.best else "bad")],
@@ -36,13 +37,13 @@ def render(plan: LengthPlan) -> Page:
 
 
 def question(plan: LengthPlan) -> str:
-    """Return the job, the recipe and the GPU in one line."""
+    """Return a line with the job, the recipe and the GPU."""
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
     return f"{job_line(plan.job)} · {plan.recipe} · {plan.gpu.name}{memory}"
 
 
 def dataset(lengths: Lengths) -> str:
-    """Return the dataset in one line."""
+    """Return a line with the dataset's number of samples and lengths."""
     return (
         f"{lengths.samples:,} samples of {lengths.shortest:,} to {lengths.longest:,} tokens, half of them up "
         f"to {lengths.median:,}, {lengths.mean:,.1f} on average ({lengths.source})."
@@ -50,7 +51,7 @@ def dataset(lengths: Lengths) -> str:
 
 
 def answer(plan: LengthPlan) -> str:
-    """Return the best padding in one line."""
+    """Return a line with the best way of padding and its figures."""
     best = plan.best
     if not plan.ways:
         return f"The longest sequence is too long for the model: {plan.lengths.longest:,} tokens."
@@ -78,7 +79,7 @@ def tightness(plan: LengthPlan) -> Iterator[str]:
 
 
 def _how(way: Way) -> str:
-    """Return a way of padding in words, with the names of transformers' arguments."""
+    """Return a way of padding as text, with the names of transformers' arguments."""
     text = {
         "fixed": "to the longest sample of the dataset",
         "random": "to its own longest sample",
@@ -91,7 +92,7 @@ def _how(way: Way) -> str:
 
 
 def tables(plan: LengthPlan) -> Iterator[Grid]:
-    """Yield the ways of padding, those of a cut, and the inefficient sizes."""
+    """Yield tables: the ways of padding, those of a truncation, and the inefficient sizes."""
     if plan.ways:
         title = (
             f"Predicted for {plan.steps:,} steps drawn from the dataset, each micro-batch padded on its own"
@@ -159,7 +160,7 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
 
 
 def how_known(plan: LengthPlan) -> str:
-    """Return the origin of the figures."""
+    """Return a sentence on the origin of the figures: simulated and interpolated lengths."""
     off = f" (error at most {100 * plan.off:.2g} %)" if plan.off else ""
     return (
         f"{plan.rehearsed} lengths were simulated, the others are interpolated{off}. All figures are "
@@ -168,7 +169,7 @@ def how_known(plan: LengthPlan) -> str:
 
 
 def sizes(costly: Sequence[Size]) -> Grid:
-    """Return inefficient sizes, each with a better one."""
+    """Return a table of inefficient sizes, each with a better one."""
     rows = tuple(
         (
             size.what,
@@ -194,7 +195,7 @@ def _cuts(size: Size) -> bool:
 
 
 def _means(size: Size) -> str:
-    """Return the effect of a changed size, and the means to change it."""
+    """Return a sentence on the effect of a changed size, and on how to change it."""
     if size.what == "vocabulary":
         multiple = 64 if (size.instead or 0) % 64 == 0 else 8
         return f"add unused rows with resize_token_embeddings, to a multiple of {multiple}"

@@ -1,9 +1,8 @@
-"""Search over ways to pad a dataset: peak bytes of each way, and its average seconds.
+"""Comparison of ways to pad a dataset: peak bytes of each way, and its average seconds.
 
-A run must survive its longest batch. Bytes are those of a step whose sequences all have the greatest
-possible length, rehearsed and replayed as in `predict`. Seconds are those of all batches. The batches are
-drawn (`batches.py`), and each length has separate seconds (`length_profile.py`). `padding.py` combines
-them.
+A run must survive its longest batch. Bytes are those of a step whose sequences all have the greatest possible
+length, rehearsed and replayed as in `predict`. Seconds are those of all batches. The batches are drawn
+(`batches.py`), and each length has separate seconds (`length_profile.py`). `padding.py` combines them.
 
 Truncated sequences change the learned model. Truncation is another job: it is shown separately on request,
 and never proposed.
@@ -36,7 +35,10 @@ def job_of(job: Job, lengths: Lengths) -> Job:
     Raises `JobError` for a task without sequences, and for a sample longer than the model's positions.
     """
     if not has_sequence(job.task):
-        raise JobError(f"Lengths are for sequences of tokens, but the task {job.task} has none.")
+        raise JobError(
+            f"Lengths are for sequences of tokens, but the task {job.task} has none. Leave the lengths "
+            "out, or choose another task."
+        )
     padding = 1 - lengths.mean / lengths.longest
     try:
         return replace(job, sequence_length=lengths.longest, padding=padding)
@@ -156,16 +158,22 @@ def _cut(lengths: Lengths, shorter: Lengths, ways: tuple[Way, ...]) -> Cut:
 
 def _doubts(profiler: LengthProfiler, lengths: Lengths) -> Iterable[str]:
     if not profiler.rates.measured:
-        yield f"For this GPU no rates were measured: seconds are {profiler.rates.source}."
+        yield (
+            f"For this GPU no rates were measured: seconds are {profiler.rates.source}. snugfit "
+            "calibrate on such a GPU measures them."
+        )
     if profiler.lines:
         yield (
             "Seconds: this model runs other kernels at other lengths, so seconds between the simulated "
-            "lengths are interpolated linearly."
+            "lengths are interpolated linearly. snugfit measure shows them."
         )
     if lengths.shortest < lengths.longest and not profiler.recipe.setup().expandable_segments:
         yield (
             "Bytes are for a run in which every batch is the longest. Batches of many lengths fragment the "
-            "memory, so a run can reserve more. Expandable segments keep that low."
+            "memory, so a run can reserve more. Add 'expandable' to keep that low."
         )
     if has_target(profiler.job.task):
-        yield f"The lengths are those of the inputs; every target has {profiler.job.target_length} tokens."
+        yield (
+            f"The lengths are those of the inputs; every target has {profiler.job.target_length} tokens. "
+            "Set target_length for others."
+        )

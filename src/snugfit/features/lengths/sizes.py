@@ -30,10 +30,10 @@ from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 
 WORTH = 0.01
-"""Least gain in samples per second that is listed, as a share."""
+"""Smallest gain in samples per second that is listed, as a share."""
 
 FREE = 0.005
-"""Share of a step's seconds by which a larger batch may be slower and still count as free."""
+"""Share of a step's seconds by which a larger batch may be slower and still count as equally fast."""
 
 MULTIPLES = (8, 64)
 STEEP = 2
@@ -43,12 +43,12 @@ Attention alone makes shorter sequences slightly faster, token by token.
 """
 
 NEAR = 4
-"""Divisor of the job's batch that limits the distance of alternative batches: a fourth."""
+"""Divisor of the job's batch size that gives the largest distance of listed batch sizes: a fourth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A costly size, and an alternative to it."""
+    """A size that is slow on the device, and a faster one."""
 
     what: str
     """`vocabulary`, `sequence length`, `batch` or `width`."""
@@ -91,14 +91,14 @@ def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size,
 
 @dataclass(frozen=True)
 class _At:
-    """The reference step for comparisons of sizes."""
+    """A simulated step of one job and length, to compare with steps of other sizes."""
 
     profiler: LengthProfiler
     length: int
     padded: bool
 
     def instead(self, what: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
-        """Return a comparison of this step with another one, by samples or by tokens."""
+        """Return the comparison of this step with another one as a `Size`, by samples or by tokens."""
         needed = other.profiler.bytes(other.length, other.padded).needed_bytes
         return Size(
             what=what,
@@ -123,11 +123,12 @@ class _At:
         return work * self.seconds(rates) / other.seconds(rates) - 1
 
     def steep(self, other: _At, share: float) -> bool:
-        """Return whether the other step, with `share` less work than this one, saves far more than that."""
+        """Return whether the other step, with `share` less length than this one, saves far more seconds than
+        that."""
         return 1 - other.seconds() / self.seconds() > STEEP * share
 
     def with_changes(self, **changes: Any) -> _At:
-        """Return the same length of a changed job."""
+        """Return the simulated step of the same length for a job with these fields changed."""
         profiler = self.profiler
         job = replace(profiler.job, **changes)
         return replace(
@@ -136,7 +137,7 @@ class _At:
 
 
 def up(size: int, multiple: int) -> int:
-    """Return the next multiple, or the size itself."""
+    """Return the smallest multiple of `multiple` that is not below `size`."""
     return -(-size // multiple) * multiple
 
 
@@ -144,7 +145,7 @@ def up(size: int, multiple: int) -> int:
 
 
 def _vocabulary(at: _At) -> Iterator[Size]:
-    """Yield rows added to the embedding, as by `resize_token_embeddings(pad_to_multiple_of=64)`."""
+    """Yield larger vocabularies that are faster, as by `resize_token_embeddings(pad_to_multiple_of=64)`."""
     rows = at.profiler.job.model.vocabulary
     best: Size | None = None
     for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
@@ -185,7 +186,7 @@ def _length(at: _At) -> Iterator[Size]:
 
 
 def _batch(at: _At) -> Iterator[Size]:
-    """Yield a smaller batch with more samples per second, and the largest batch at no extra time.
+    """Yield a smaller batch with more samples per second, and the largest batch whose step is as fast.
 
     Both are at the end of a wave.
     """
@@ -207,8 +208,8 @@ def _batch(at: _At) -> Iterator[Size]:
 
 
 def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
-    """Return seconds of every batch between these, from their kernels; empty if they cannot be
-    interpolated."""
+    """Return the seconds of every batch size between the simulated `steps`, from their kernels; empty if they
+    cannot be interpolated."""
     low, high = sorted(steps)
     by_size = {
         size: step.profiler.sample(at.length, at.padded)._replace(length=size)

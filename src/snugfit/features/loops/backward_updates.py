@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @final
 class BackwardWatch:
-    """A comparison of the weights with such a hook before and after a run's first backward pass."""
+    """Detects weights that a hook updates during a run's first backward pass, by comparing them before and
+    after."""
 
     def __init__(self) -> None:
         self._before: list[tuple[str, torch.nn.Parameter, int, float]] | None = None

@@ -18,10 +18,8 @@ from snugfit.training.checkpoint.facts import CONTENT, Facts, settings_of
 from snugfit.training.rng import preserve_rng
 
 READ = 8
-"""Number of samples in a fingerprint. A choice.
-
-Other data differs in nearly all samples, and reading pictures takes time.
-"""
+"""Number of samples in a dataset's fingerprint (chosen). Other data differs in nearly all samples, and
+reading pictures takes time."""
 
 
 def loader_facts(loader: Any) -> Facts:
@@ -66,13 +64,13 @@ def dataset_facts(dataset: Any) -> Facts:
 
 
 def _same_twice(dataset: Any, index: int) -> list[tuple[str, str]]:
-    """Return names and fingerprints of a sample's values that are equal in two reads."""
+    """Return names and fingerprints of a sample's values that are the same in two reads."""
     first, second = (dict(_values(_sample(dataset, index))) for _ in range(2))
     return sorted((name, value) for name, value in first.items() if second.get(name) == value)
 
 
 def _sample(dataset: Any, index: int) -> Any:
-    """Read a sample with the host's generators in a fixed state."""
+    """Return a sample, read with the host's generators in a fixed state."""
     import numpy
     import torch
 

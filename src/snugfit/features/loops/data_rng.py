@@ -24,14 +24,15 @@ from snugfit.training.rng import (
 )
 
 LOOKS = 5
-"""Number of state reads at an epoch's start, until its second batch, that search for new generators."""
+"""Number of reads of the states, from an epoch's start to its second batch, that also search for new
+generators."""
 
 
 class DataRngStates(NamedTuple):
     """States of all generators of the data."""
 
     host: HostRngStates
-    """States of the process's generators."""
+    """States of the process's generators for the data."""
 
     own: State
     """States of the data's own generators, and its counters."""
@@ -49,15 +50,16 @@ def states_from_json(document: list[Any]) -> DataRngStates:
 
 @final
 class DataRng:
-    """The generators of one loader's data: the process's, during `drawing`, and the data's own."""
+    """The random generators of one loader's data: states for the process's, which are set during `drawing`,
+    and the data's own."""
 
     def __init__(self, loader: Any = None) -> None:
         self._own, self._looks = OwnState(loader), 0
         self.now = self.at_epoch_start = self.states()
-        """States for the next fetch, and those that gave this epoch's order."""
+        """States for the next fetch, and those from which this epoch's order was drawn."""
 
     def watch(self, loader: Any) -> None:
-        """Switch to the data of this loader."""
+        """Use the generators inside the objects of this loader from now on."""
         self._own = OwnState(loader)
         self.now = self.now._replace(own=self._own.state())
 
@@ -80,7 +82,7 @@ class DataRng:
 
     @property
     def between_epochs(self) -> DataRngStates:
-        """States at the start of a new epoch.
+        """Return the states at the start of a new epoch.
 
         The data's own generators may have advanced since the last batch. An evaluation has the same collator,
         and a counter may be set.
@@ -88,13 +90,13 @@ class DataRng:
         return self.now._replace(own=self.states().own)
 
     def resume(self, at_epoch_start: DataRngStates, now: DataRngStates) -> None:
-        """Restore the states of another process."""
+        """Restore the states of a run that another process started."""
         self.at_epoch_start, self.now, self._looks = at_epoch_start, now, LOOKS
         self._own.set(now.own)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Restore the data's own generators after draws outside of training.
+        """Context for draws outside of training, after which the data's own generators are restored.
 
         An evaluation may have the same collator, for example.
         """
@@ -106,7 +108,8 @@ class DataRng:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Set the process's generators to the data's states within the context, then to the model's again."""
+        """Context in which the process's generators have the data's states; the model's states are restored
+        at its end."""
         models = host_rng_states()
         set_host_rng_states(self.now.host)
         try:

@@ -44,7 +44,7 @@ it.
 
 
 class BatchMark(NamedTuple):
-    """States of the generators before a batch, and its fingerprint."""
+    """States of the random generators before a batch, and a fingerprint of the batch."""
 
     before: DataRngStates
     fingerprint: str
@@ -191,14 +191,14 @@ def batches_from(
 
 
 def name_of(loader: Any) -> str:
-    """Describe a loader by its dataset or class, for messages."""
+    """Return a loader's description for messages, by its dataset or class."""
     dataset = getattr(loader, "dataset", None)
     return f"the {type(loader).__name__}" if dataset is None else f"the dataset {type(dataset).__name__}"
 
 
 @final
 class _Named:
-    """A batch sampler that exposes its iterator."""
+    """A batch sampler that keeps the iterator over it."""
 
     def __init__(self, real: Iterable[Any]) -> None:
         self._real = real
@@ -216,7 +216,7 @@ ONCE = Fraction(1)
 
 @final
 class DataPosition:
-    """Position of a run in its data.
+    """The position of a run in its data, with the generators to continue from it.
 
     It consists of the epoch, its trained batches, and the states of the random generators before each
     remaining batch.
@@ -305,7 +305,7 @@ class DataPosition:
         self.used += batches
 
     def unuse(self, batches: int) -> None:
-        """Return `batches` batches of a step that is not taken; they are yielded again."""
+        """Return `batches` batches of a rejected step to the epoch; they are yielded again."""
         self.used -= batches
 
     # ---- state for checkpoints ---------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def _states_of(saved: Mapping[str, Any], now: str) -> dict[str, DataRngStates]:
 
 @final
 class _WatchedLoader:
-    """A loader whose epochs start at the run's position."""
+    """A wrapper of a loader whose epochs begin at the run's position."""
 
     def __init__(self, loader: Any, batches: Callable[[Any], Iterator[Any]]) -> None:
         self._loader, self._batches = loader, batches

@@ -1,13 +1,12 @@
-"""State of a user's data in objects of its own: random generators and counters.
+"""Random generators and counters inside the objects of a user's data, saved and restored with a run.
 
 A dataset may draw from `self.rng`. A collator may create a generator with its first batch, and a sampler may
 receive one. A stream may count its epochs to seed them. The process's generator states contain none of these.
 So the objects reachable from a loader are searched once an epoch. Attributes with these values are saved and
 restored:
 
-    a generator        torch's, Python's `random.Random`, numpy's `Generator` and `RandomState`.
-    None               a possible later generator.
-    a plain number     of the user's own classes: libraries' objects are controlled by `set_epoch`.
+a generator torch's, Python's `random.Random`, numpy's `Generator` and `RandomState`. None a possible later
+generator. a plain number of the user's own classes: libraries' objects are controlled by `set_epoch`.
 
 A closure's cell is found and cannot be replaced, but the state of its generator can be set. Anything hidden
 elsewhere (a module's global, the clock, the system's entropy) is not found. A comparison of batches detects
@@ -25,19 +24,20 @@ from typing import Any, final
 from snugfit.errors import SnugfitError
 
 DEEPEST = 5
-"""Most references between the loader and a searched object."""
+"""Largest number of references from the loader to an object that is searched."""
 
 LARGEST = 64
-"""Most entries of a searched list or mapping, since a larger one contains samples."""
+"""Largest number of entries of a list or mapping that is searched, since a larger one contains samples."""
 
 MOST = 2_000
-"""Most objects of a search."""
+"""Largest number of objects that are searched."""
 
 LIBRARIES = frozenset({"accelerate", "datasets", "logging", "numpy", "torch", "torchvision", "transformers"})
-"""Packages whose objects contain no counters of a user."""
+"""Packages whose objects are not searched for counters, since they contain none of the user's."""
 
 State = dict[str, Any]
-"""Values by attribute path, such as `dataset.rng`: a JSON value, or [kind, state] of a generator."""
+"""The type of the states by attribute path, such as `dataset.rng`: a JSON value, or [kind, state] of a
+generator."""
 
 
 @final
@@ -53,7 +53,7 @@ class OwnState:
         self._numbers = {path: value for path, value in values.items() if _kind_of(value) is None}
 
     def look(self) -> None:
-        """Search the objects again, since they may have changed."""
+        """Search the loader's objects again, since they may have changed."""
         self._held = dict(_attributes(self._loader))
 
     def state(self) -> State:
@@ -83,7 +83,7 @@ class OwnState:
 
 
 class _Attribute:
-    """One place that contains a generator or a number."""
+    """An attribute, entry or cell of an object that contains a generator or a number."""
 
     def __init__(self, owner: Any, name: str, value: Any = None) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -92,7 +92,8 @@ class _Attribute:
         return self._value if self._owner is None else vars(self._owner).get(self._name)
 
     def set(self, state: Any) -> None:
-        """Set a generator's state; replace a number, or a value that is not a generator of that kind."""
+        """Set the state of the generator in this place; replace a number, or a value that is not a generator
+        of that kind."""
         before = self.value()
         if isinstance(state, list) and _kind_of(before) == state[0]:
             _SET[state[0]](before, state[1])
@@ -203,7 +204,7 @@ def _kinds() -> dict[str, type[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a numpy state with its arrays as lists."""
+    """Return a numpy generator's state with its arrays as lists."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

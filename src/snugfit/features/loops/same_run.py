@@ -1,4 +1,4 @@
-"""Compare live objects with the run of a checkpoint, for both `fit` and `accelerate`.
+"""Comparison of a live run with the run that a checkpoint belongs to, for both `fit` and `accelerate`.
 
 `snugfit.train` builds its run from a description and compares that (`training/run/run.py`). Here a run is
 defined by its facts (`training/checkpoint/facts.py`) and its recipe. Recipes may differ in slots that do not

@@ -1,1 +1,2 @@
-"""Pictures and sounds: their tasks, synthetic batches, files, processors and samples."""
+"""The feature `media`: pictures and sounds, with their tasks, synthetic batches, files, processors and
+samples."""

@@ -1,4 +1,4 @@
-"""Datasets of pictures and sounds."""
+"""The feature `media`, registered: datasets of pictures and sounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Media(Feature):
-    """Read rows of pictures or sounds, and folders of pictures."""
+    """The feature that reads rows of pictures or sounds, and folders of pictures."""
 
     column_roles: ClassVar[tuple[str, ...]] = ("image", "audio")
 
@@ -26,7 +26,7 @@ class Media(Feature):
         return partial(ClassFolders, folders=folders) if holds_pictures(folders) else None
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
-        """Return samples for a task of pictures or sounds."""
+        """Return samples for a task of pictures or sounds; None for other tasks."""
         from snugfit.features.media.samples import INPUTS, read_samples
 
         return read_samples(rows, job, processor, tokenizer, **how) if job.task in INPUTS else None

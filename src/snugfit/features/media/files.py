@@ -22,7 +22,8 @@ from snugfit.errors import UsageError
 
 
 def path_in(value: Any, folder: Path) -> str | None:
-    """Return the path in a value that contains no file itself; a relative one begins in `folder`."""
+    """Return the path that a row's value gives; None if the value contains the file itself. A relative path
+    begins in `folder`."""
     # A mapping with bytes contains the file itself, and its path is only a name.
     if isinstance(value, Mapping) and value.get("bytes") is None:
         value = value.get("path")
@@ -54,7 +55,7 @@ class MediaEntry:
 
     @property
     def name(self) -> str:
-        """Row and path for error messages."""
+        """The row and the file's path, as text for error messages."""
         path = self.path
         return self.where if path is None or path in self.where else f"{self.where}: {path}"
 
@@ -75,7 +76,7 @@ class MediaEntry:
 
     def missing_error(self) -> UsageError:
         """Return the error for a path without a file."""
-        return UsageError(f"{self.name}: no such file.{self._hint()}")
+        return UsageError(f"{self.name}: no such file; correct the path.{self._hint()}")
 
     def _hint(self) -> str:
         path = str(self.value.get("path") if isinstance(self.value, Mapping) else self.value)

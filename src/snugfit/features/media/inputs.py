@@ -37,17 +37,18 @@ if TYPE_CHECKING:
     import torch
 
 USUAL_PIXELS = 224
-"""Height and width of ImageNet's pictures as networks are fed them."""
+"""Height and width of ImageNet's pictures as networks take them."""
 
 SECONDS = 30
 FRAMES = 100 * SECONDS
-"""Frames of a spectrogram whose hop is 10 ms, as all extractors of transformers for speech have it."""
+"""Number of frames of a spectrogram of 30 s with a hop of 10 ms, as all extractors of transformers for speech
+have it."""
 
 SAMPLE_RATE = 16_000
 """Samples per second of the extractors for speech, unless a config names another rate."""
 
 BINS_FIRST = frozenset({"glmasr", "qwen3_asr", "voxtral_realtime"})
-"""Architectures that begin with convolutions along time, and whose configs name no source positions."""
+"""Architectures whose spectrograms have mel bins first, and whose configs name no source positions."""
 
 STACKED_FRAMES = 6
 """FunASR's extractor stacks seven frames, one stack for every sixth frame (`stride_lfr`)."""
@@ -68,7 +69,7 @@ A text token and codes share each codec frame.
 
 @dataclass(frozen=True)
 class PictureInput(SampleInputs):
-    """One sample of pictures."""
+    """The synthetic input of a model for pictures."""
 
     shape: tuple[int, ...]
     """The shape (C, H, W), or (P, D) of patches."""
@@ -90,7 +91,7 @@ class PictureInput(SampleInputs):
 
 @dataclass(frozen=True)
 class SoundInput(SampleInputs):
-    """Input of a sound model for one sample."""
+    """The synthetic input of a model for sounds."""
 
     name: str
     """Name of the argument of `forward`."""
@@ -104,8 +105,8 @@ class SoundInput(SampleInputs):
     token: int = 0
     """Id of the placeholder token."""
     added: bool = False
-    """True if the sound is added to the tokens, one for one, instead of replacing placeholders between
-    them."""
+    """True if the sound is added to the tokens' embeddings, one for one, instead of replacing placeholders
+    between them."""
 
     codes: int = 0
     """Upper bound of a codec's codes, which replace the wave; 0 without a codec."""
@@ -205,12 +206,12 @@ def sound(config: Any) -> SoundInput | None:
 
 
 def hears_in_place_of_tokens(model_type: str) -> bool:
-    """Return True for a language model that takes sound in the place of tokens."""
+    """Return True for a language model that takes sound at the places of placeholder tokens."""
     return model_type in _TOKENS
 
 
 _ENCODERS = ("audio_config", "encoder_config", "encoder", "acoustic_tokenizer_encoder_config", "asr_config")
-"""Keys of the configs of sound encoders."""
+"""Keys of configs that contain the config of a sound encoder."""
 
 
 def _encoder(config: Any) -> Any:
@@ -284,14 +285,15 @@ _MASKS = {
     "granite_speech": "", "granite_speech_plus": "", "voxtral": "", "voxtral_realtime": "",
     "qwen2_audio": "feature_attention_mask", "vibevoice": "padding_mask", "vibevoice_asr": "",
 }  # fmt: skip
-"""Argument for the mask of the frames, if it is not the usual one; empty for none."""
+"""Name of the argument for the mask of the frames, by architecture, if it is not the usual one; empty for
+none."""
 
 ADDED = "voxtral_realtime"
-"""Architecture that adds a sound to its tokens, one for one, instead of inserting it."""
+"""Architecture that adds a sound to its tokens' embeddings, one for one, instead of inserting it."""
 
 
 class Pictures(ModelInputs):
-    """Pictures in place of tokens."""
+    """The kind of inputs of models for pictures."""
 
     task = tasks.PICTURES.name
     has_classes = True
@@ -302,17 +304,18 @@ class Pictures(ModelInputs):
 
 
 class Sounds(ModelInputs):
-    """Sounds in place of tokens, or among them."""
+    """The kind of inputs of models for sounds, alone or among tokens."""
 
     task = tasks.SOUNDS.name
     has_target = True
 
     def serves(self, task: str, architecture: str) -> bool:
-        """Return True for models with sound input, in a task with a text to learn."""
+        """Return True for a model with sound input, in a task with text labels."""
         return task == self.task or (task == Task.SEQ2SEQ_LM and architecture in _TOKENS)
 
     def complete(self, config: Any) -> None:
-        """Set a token for sounds if missing: the hub's configs have one, and no byte depends on its value."""
+        """Set the config's placeholder token for sounds if it is missing: the hub's configs have one, and no
+        byte depends on its value."""
         if config.model_type in _TOKENS and getattr(config, "audio_token_id", 0) is None:
             config.audio_token_id = 0
 

@@ -31,7 +31,8 @@ def holds_pictures(folders: Sequence[Path]) -> bool:
 
 @final
 class ClassFolders(Rows):
-    """A picture's path, as `image`, and the name of its folder, as `label`."""
+    """Rows of pictures in folders named by class: the picture's path as `image`, and the name of its folder
+    as `label`."""
 
     columns = ("image", "label")
 
@@ -63,7 +64,9 @@ class ClassFolders(Rows):
         self._other_files += [entry.path for entry in entries if not _is_picture(entry.name)]
         pictures = [entry.name for entry in entries if _is_picture(entry.name)]
         if not pictures:
-            raise UsageError(f"{folder}: no image of this class ({', '.join(PICTURES)}).")
+            raise UsageError(
+                f"{folder}: no image of this class ({', '.join(PICTURES)}). Add one, or remove the folder."
+            )
         return pictures
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""A picture as the model's input: opened by Pillow, and prepared by the model's own image processor.
+"""Preparation of a picture as the model's input, by Pillow and the model's own image processor.
 
 It is rotated by its EXIF tag and converted to the model's channels, as in `datasets` and transformers'
 pipelines. The processor sets size, scale and normalisation. Nothing is random: a sample is the same in every
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's mode by the number of channels of 8 bits."""
+"""Pillow's mode with 8 bits a channel, by the number of channels."""
 
 DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes of more than 8 bits a pixel, which it would clip at 255."""
@@ -32,7 +32,7 @@ ORIENTATION, UPRIGHT = 0x0112, 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class PicturePreprocessor:
-    """Builds the inputs of samples, a picture at a time."""
+    """Prepares the inputs of samples, one picture at a time."""
 
     processor: Any
     """The model's image processor of transformers."""
@@ -49,7 +49,10 @@ class PicturePreprocessor:
         try:
             pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
         except Exception as error:  # a user's processor may raise any exception
-            raise UsageError(f"{entry.name}: the image processor fails on it ({one_line(error)}).") from error
+            raise UsageError(
+                f"{entry.name}: the image processor fails on it ({one_line(error)}). Replace the file, "
+                "or remove its row."
+            ) from error
         if tuple(pixels.shape) != self.shape:
             raise UsageError(
                 f"{entry.name}: the image processor makes {shape_text(pixels.shape)} of it, but the job "
@@ -95,7 +98,9 @@ def _open(entry: MediaEntry) -> Image:
         return ImageOps.exif_transpose(picture) if turned else picture
     except Exception as error:  # each of Pillow's formats has its own
         said = "not a format that Pillow knows" if "cannot identify" in str(error) else one_line(error)
-        raise UsageError(f"{entry.name}: this image cannot be read ({said}).") from None
+        raise UsageError(
+            f"{entry.name}: this image cannot be read ({said}). Replace the file, or remove its row."
+        ) from None
 
 
 def _array(entry: MediaEntry) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Search of the model's image processor or feature extractor, and its settings for a checksum.
+"""Loading of the model's image processor or feature extractor, and its settings for a checksum.
 
 It is found in a folder or in the hub's cache, like a tokenizer (`tokens.py`). Image processors have several
 implementations that differ in the last bits. The one that needs Pillow alone is used, so that a run is the
@@ -90,7 +90,8 @@ def _load_image_processor(name: str, **options: Any) -> Any:
 
 
 def _by_its_class(folder: Path) -> Any:
-    """Return a processor of the class that a folder names, in the implementation that needs Pillow alone."""
+    """Return a processor of the class that a folder's config names, in the implementation that needs Pillow
+    alone."""
     import transformers
 
     named = json.loads((folder / FILES[0]).read_text())["image_processor_type"].removesuffix("Fast")

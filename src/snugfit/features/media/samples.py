@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from snugfit.data.rows import Rows
 
 INPUTS = {Task(PICTURES.name): (("image",),), Task(SOUNDS.name): (("audio", "text"),)}
-"""Roles that each task reads, as `data/columns.py` has them for texts."""
+"""Roles of columns that each task reads, as `data/columns.py` has them for texts."""
 
 USUAL = {
     ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
@@ -52,7 +52,7 @@ USUAL = {
         ("text", "sentence", "transcription", "transcript", "normalized_text"),
     )),
 }  # fmt: skip
-"""Usual names of their columns."""
+"""Usual names of the columns with these roles."""
 
 LABELS = {Task(PICTURES.name): ("label", "labels", "class", "category", "fine_label")}
 """Usual names of the label's column."""
@@ -67,7 +67,7 @@ class MediaSamples(IndexedSamples):
     """Samples of pictures or sounds, with a class, a number, or the tokens of the spoken text."""
 
     media: Rows
-    """Rows with only the columns of a sample."""
+    """The dataset's rows with only the columns of a sample."""
 
     column: str
     """The column of pictures or sound."""
@@ -227,7 +227,7 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
 
 
 def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the class of each row, or the number of a regression: fields of `MediaSamples`."""
+    """Return the classes of the rows, or the numbers of a regression, as fields of `MediaSamples`."""
     values = [rows.value(row, column, index) for index, row in enumerate(rows)]
     if job.labels == 1:
         return {"label": regression_values(values, rows.where)}
@@ -239,7 +239,7 @@ def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> M
 
 
 def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[str, Any]:
-    """Return the tokens of each row's text: fields of `MediaSamples`.
+    """Return the tokens of the rows' texts, as fields of `MediaSamples`.
 
     The decoder's start token is removed if a tokenizer adds it, because the model adds it itself.
     """
@@ -263,7 +263,8 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
     labels = lists.build()
     if (empty := labels.lengths == 0).any():
         raise UsageError(
-            f"{rows.where(int(empty.argmax()))}: {column!r} is empty, so there is nothing to learn."
+            f"{rows.where(int(empty.argmax()))}: {column!r} is empty, so there is nothing to learn. Add "
+            "text, or remove the row."
         )
     refuse_unknown_tokens(labels, config.get_text_config().vocab_size, job, rows.where)
     return {"labels": labels, "cut": cut, "cut_tokens": lost}

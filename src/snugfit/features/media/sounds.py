@@ -1,4 +1,5 @@
-"""A sound as the model's input: decoded, and converted to features by the model's own feature extractor.
+"""Preparation of a sound as the model's input: it is decoded, and converted by the model's own feature
+extractor.
 
 Python itself reads PCM `.wav`, and soundfile reads other files where it is installed. Several channels are
 averaged. A sound at another sampling rate is refused, with advice. At the wrong rate a model gets other
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Sound(NamedTuple):
-    """A sound of one channel."""
+    """A decoded sound of one channel."""
 
     samples: np.ndarray
     """Samples in [-1, 1], (N) of fp32."""
@@ -37,7 +38,7 @@ class Sound(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SoundPreprocessor:
-    """Builds the inputs of samples, a sound at a time."""
+    """Prepares the inputs of samples, one sound at a time."""
 
     extractor: Any
     """The model's feature extractor of transformers."""
@@ -61,12 +62,13 @@ class SoundPreprocessor:
             features: np.ndarray = extracted[self.input_name][0]
         except Exception as error:  # a user's extractor may raise any exception
             raise UsageError(
-                f"{entry.name}: the feature extractor fails on it ({one_line(error)})."
+                f"{entry.name}: the feature extractor fails on it ({one_line(error)}). Replace the "
+                "file, or remove its row."
             ) from error
         if self.shape is not None and features.shape != self.shape:
             raise UsageError(
                 f"{entry.name}: the feature extractor makes {shape_text(features.shape)} of it, but the "
-                f"model takes {shape_text(self.shape)}. Is the feature extractor from another model?"
+                f"model takes {shape_text(self.shape)}. Use the model's own feature extractor."
             )
         return features.astype("float32", copy=False)
 
@@ -89,7 +91,7 @@ class SoundPreprocessor:
                 f"does not resample. Do it once for all files: ffmpeg -i IN -ac 1 -ar {model_rate} OUT.wav."
             )
         if not count:
-            raise UsageError(f"{entry.name}: the audio is empty.")
+            raise UsageError(f"{entry.name}: the audio is empty. Replace the file, or remove its row.")
         most = getattr(self.extractor, "n_samples", None)
         if most and count > most:
             raise UsageError(
@@ -99,7 +101,7 @@ class SoundPreprocessor:
 
 
 def _decode(entry: MediaEntry) -> Sound:
-    """Return the sound in a file or in memory, with a rate that is a number."""
+    """Return the decoded sound of a row, from a file or from memory."""
     content = entry.content()
     if content is not None:
         return _read(content, entry)
@@ -124,7 +126,7 @@ def _in_memory(entry: MediaEntry) -> Sound:
 
 
 def _array(value: Any, entry: MediaEntry) -> np.ndarray:
-    """Return samples in memory, (N) of floats or of 16 bits, as fp32."""
+    """Return an array in memory, (N) of floats or of 16-bit integers, as fp32."""
     import numpy as np
 
     try:
@@ -152,10 +154,10 @@ def _read(content: bytes, entry: MediaEntry) -> Sound:
     except (wave.Error, EOFError) as error:
         said = str(error) or "it ends too early"
     if not content:
-        raise UsageError(f"{entry.name}: the file is empty.")
+        raise UsageError(f"{entry.name}: the file is empty. Replace it, or remove its row.")
     # A RIFF file of a known format is broken; other formats may be soundfile's.
     if content.startswith(b"RIFF") and not said.startswith("unknown format"):
-        raise UsageError(f"{entry.name}: this .wav is broken ({said}).")
+        raise UsageError(f"{entry.name}: this .wav is broken ({said}). Replace it, or remove its row.")
     return _by_soundfile(content, entry, said)
 
 
@@ -166,8 +168,8 @@ def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
     content = file.readframes(count)
     if len(content) != count * channels * width:
         raise UsageError(
-            f"{entry.name}: the file ends too early: {len(content) // (channels * width):,} of {count:,} "
-            "samples."
+            f"{entry.name}: the file ends too early: {len(content) // (channels * width):,} of "
+            f"{count:,} samples. Replace it, or remove its row."
         )
     if width == 3:  # as the upper three bytes of four
         wide = np.zeros((len(content) // 3, 4), dtype=np.uint8)
@@ -192,5 +194,8 @@ def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
     try:
         sound, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except Exception as error:  # libsndfile's
-        raise UsageError(f"{entry.name}: this audio cannot be read ({one_line(error)}).") from None
+        raise UsageError(
+            f"{entry.name}: this audio cannot be read ({one_line(error)}). Replace the file, or remove "
+            "its row."
+        ) from None
     return Sound(sound.mean(axis=1), int(rate))

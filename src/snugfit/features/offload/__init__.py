@@ -1,1 +1,1 @@
-"""Activations offloaded to the host's memory."""
+"""The feature `offload`: activations are offloaded to the host's memory."""

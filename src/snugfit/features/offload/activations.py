@@ -34,18 +34,15 @@ if TYPE_CHECKING:
     from snugfit.step.host_link import Extent
 
 LEAST_BYTES = 1 << 20
-"""Least size of an offloaded storage (chosen).
-
-Up to this size CUDA's allocator uses blocks of 2 MiB for all. Also, the host takes longer to launch a copy
-than most kernels.
-"""
+"""Smallest size in bytes of an offloaded storage (chosen). Up to this size CUDA's allocator uses blocks of 2
+MiB for all. Also, the host takes longer to launch a copy than most kernels."""
 
 CHECKPOINTS = "torch.utils.checkpoint"
-"""The module that saves the inputs of checkpoints."""
+"""Name of the module that saves the inputs of checkpoints."""
 
 
-class Arrival:
-    """A pending copy to the device, which is awaited once."""
+class PendingCopy:
+    """A pending copy from the host to the device, which later launches wait for once."""
 
     __slots__ = ("event", "link", "over")
 
@@ -59,10 +56,10 @@ class Arrival:
             self.over = True
 
 
-class Travelling:
-    """An offloaded storage, on the host or being copied; `base` is its tensor while it is on the device."""
+class OffloadedStorage:
+    """A storage that is offloaded to the host; `base` is its tensor while it is on the device."""
 
-    __slots__ = ("__weakref__", "arrival", "base", "dtype", "extent", "link", "version")
+    __slots__ = ("__weakref__", "base", "dtype", "extent", "link", "pending", "version")
 
     def __init__(self, link: Link, base: torch.Tensor) -> None:
         self.link = link
@@ -70,42 +67,42 @@ class Travelling:
         self.dtype, self.version = base.dtype, base._version
         self.extent: Extent | None = None
         """Memory on the host; None before the first copy."""
-        self.arrival: Arrival | None = None
+        self.pending: PendingCopy | None = None
         """The copy to the device that created `base`; None without one."""
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor on the device, to be read by later launches."""
         assert self.base is not None
-        if self.arrival is not None:
-            self.arrival.wait()
+        if self.pending is not None:
+            self.pending.wait()
         return self.base
 
     def __del__(self) -> None:
         """Free the extent on the host, and the memory on the device once nothing is written there."""
-        if self.arrival is not None:
-            self.arrival.wait()
+        if self.pending is not None:
+            self.pending.wait()
         # The allocator may reuse the memory, so a pending copy into it must have ended.
         if self.extent is not None:
             self.link.slabs.give_back()
 
 
 class Region:
-    """Storages that are copied together, held by weak references."""
+    """Storages that are copied together, those of one layer, held by weak references."""
 
     def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
         """Regions to fetch when the backward pass reaches this one."""
         # Weak references: autograd alone decides how long a storage is needed.
-        self.members: dict[int, weakref.ref[Travelling]] = {}  # by identity
+        self.members: dict[int, weakref.ref[OffloadedStorage]] = {}  # by identity
         self.sent: Any = None
         """Event to await before the region's storages may leave the device."""
 
-    def alive(self) -> list[Travelling]:
-        """Return the storages that are still needed."""
+    def alive(self) -> list[OffloadedStorage]:
+        """Return the storages that autograd still needs."""
         return [one for member in self.members.values() if (one := member()) is not None]
 
     def leave_device(self) -> None:
-        """Release the device's memory of its storages once their copies are done."""
+        """Release the device memory of the region's storages, once their copies to the host are done."""
         members = self.alive()
         if members and self.sent is not None:
             # The copies of a region run in order, so one event is the end of all.
@@ -115,9 +112,9 @@ class Region:
 
 
 class SavedTensor(NamedTuple):
-    """Autograd's record of an offloaded tensor."""
+    """Autograd's record of an offloaded tensor: its storage, and the geometry of the tensor in it."""
 
-    travelling: Travelling
+    offloaded: OffloadedStorage
     region: Region
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -138,8 +135,8 @@ class KeptTensor:
 
 
 class Window:
-    """Times at which the regions of each stack's first layers leave the device, and at which their fetch
-    starts.
+    """Schedule of the copies of each stack's first layers: when their regions leave the device, and when they
+    return.
 
     All activations of the other layers are on the device when the backward pass begins. So a region may stay
     while as many layers as these, less one, run after its own. The peak does not rise.
@@ -169,7 +166,7 @@ class Window:
         return self._index >= self.first
 
     def enter(self, layer: Any) -> None:
-        """Record that this layer is called; a stack may run several times."""
+        """Record the call of a layer; a stack may run several times."""
         stack, index = self._indices[id(layer)]
         # The same layer or an earlier one: the stack begins again.
         if stack != self._stack or index <= self._index:
@@ -177,12 +174,12 @@ class Window:
         self._stack, self._index, self.is_inside = stack, index, True
 
     def leave(self) -> None:
-        """Record that the layer is done."""
+        """Record that the current layer has returned."""
         self.is_inside = False
         self._leave_device(self._index - self._lengths[self._stack])
 
     def end(self) -> None:
-        """Record that the stack is done."""
+        """Record that all layers of the stack have returned."""
         self._leave_device(self._index)
         self._filled = {}
 
@@ -201,7 +198,7 @@ class Window:
 
 
 class ActivationOffload:
-    """Hooks on one model's saved tensors, which offload the `first` layers of a stack, or all."""
+    """Hooks that offload the saved tensors of a model's `first` layers of each stack, or of all layers."""
 
     def __init__(self, what: str, first: int | None = None) -> None:
         from torch.autograd.graph import saved_tensors_hooks
@@ -244,12 +241,12 @@ class ActivationOffload:
             add(layer.register_forward_hook(self._leave_layer, always_call=True))
 
     def detach(self) -> None:
-        """Restore the model's earlier state."""
+        """Stop offloading, and restore the model's earlier forward methods."""
         for handle in self._handles:
             handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
-        """Return hooks without effect for a copy of the model, which has a Setup of its own."""
+        """Return hooks without effect for a copy of the model, which has its own Setup."""
         return ActivationOffload("nothing")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -313,14 +310,15 @@ class ActivationOffload:
         return KeptTensor(tensor, before) if before else tensor
 
     def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
-        """Return the record of an offloaded tensor; a checkpoint's input gets a region of its own."""
+        """Save a tensor for the backward pass by offloading its storage, and return autograd's record; a
+        checkpoint's input gets its own region."""
         if checkpointed:
             # The region of a checkpoint has nothing but its input.
             self._fill_up()
         if self._region is None:
             self._region = Region(self._before())
         saved = SavedTensor(
-            self._travelling(tensor, self._region),
+            self._storage_of(tensor, self._region),
             self._region,
             tuple(tensor.shape),
             tensor.stride(),
@@ -342,7 +340,7 @@ class ActivationOffload:
             return saved  # type: ignore[no-any-return]
         for region in (saved.region, *saved.region.before):
             self._bring(region)
-        base = saved.travelling.tensor()
+        base = saved.offloaded.tensor()
         # A storage is copied whole, and each tensor returns with its old strides.
         return base.as_strided(saved.size, saved.stride, saved.offset)
 
@@ -355,21 +353,22 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._weights
 
-    def _travelling(self, tensor: torch.Tensor, region: Region) -> Travelling:
-        """Return this tensor's storage as a member of this region; its copy may have started already."""
+    def _storage_of(self, tensor: torch.Tensor, region: Region) -> OffloadedStorage:
+        """Return this tensor's storage as an offloaded storage of this region; its copy may have started
+        already."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.dtype
         held, known = self._known.get(key, (_nothing, _nothing))
         # A tensor saved by several operators is copied once.
-        travelling: Travelling | None = known()
+        offloaded: OffloadedStorage | None = known()
         # The address may belong to a newer storage, and a write makes an earlier copy stale.
-        if travelling is None or held() is not storage or travelling.version != tensor._version:
+        if offloaded is None or held() is not storage or offloaded.version != tensor._version:
             # A tensor with a gradient would keep its graph alive.
             base = tensor.detach() if tensor.requires_grad else tensor
-            travelling = Travelling(self._link(tensor.device), base)
-            self._known[key] = weakref.ref(storage), weakref.ref(travelling)
-        region.members[id(travelling)] = weakref.ref(travelling)
-        return travelling
+            offloaded = OffloadedStorage(self._link(tensor.device), base)
+            self._known[key] = weakref.ref(storage), weakref.ref(offloaded)
+        region.members[id(offloaded)] = weakref.ref(offloaded)
+        return offloaded
 
     def _link(self, device: torch.device) -> Link:
         if device not in self._links:
@@ -379,7 +378,8 @@ class ActivationOffload:
     # ---- regions -----------------------------------------------------------------------------------------
 
     def _fill_up(self) -> None:
-        """Close the region: its copies start, and the one before it leaves the device."""
+        """Close the current region: its copies to the host start, and the region before it leaves the
+        device."""
         region, self._region = self._region, None
         members = region.alive() if region is not None else []
         if region is None or not members:
@@ -404,7 +404,7 @@ class ActivationOffload:
         return () if self._last is None else (self._last,)
 
     def _decide(self, window: Window) -> None:
-        """Assign the inputs that a checkpoint has just saved to the layer that is entered."""
+        """Decide on offloading the inputs that a checkpoint has just saved, for the layer that is entered."""
         for entry in self._undecided:
             if window.stays or entry.tensor is None:
                 entry.before = window.before()
@@ -413,20 +413,20 @@ class ActivationOffload:
         self._undecided.clear()
 
     def _bring(self, region: Region) -> None:
-        """Start the copies of a region's storages that are not on the device; without any, do nothing."""
+        """Start the copies of a region's storages back to the device, for those that are not there."""
         away = [one for one in region.alive() if one.base is None]
         if not away:
             return
         link = away[0].link
         extents = [one.extent for one in away if one.extent is not None]
         bases, event = link.fetch(extents, [one.dtype for one in away])
-        arrival = Arrival(link, event)
+        pending = PendingCopy(link, event)
         for one, base in zip(away, bases, strict=True):
-            one.base, one.arrival = base, arrival
+            one.base, one.pending = base, pending
 
 
 def _nothing() -> None:
-    """Return None, as the weak reference of a storage without an entry."""
+    """Return None: the weak reference of a storage without an entry."""
 
 
 def _is_saved_by_a_checkpoint() -> bool:

@@ -1,4 +1,5 @@
-"""Offloading of activations to the host's memory until the backward pass uses them."""
+"""The feature `offload`, registered: activations are kept in the host's memory until the backward pass uses
+them."""
 
 from __future__ import annotations
 
@@ -14,18 +15,19 @@ if TYPE_CHECKING:
 
 
 class Offload(Feature):
-    """Add the technique `host` and its handler."""
+    """The feature that adds the technique `host` and its handler."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.ACTIVATION_OFFLOAD: ("host",)}
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handler that copies saved tensors."""
+        """Return the handler that offloads saved tensors."""
         from snugfit.features.offload.handler import OffloadHandler
 
         return (OffloadHandler(),)
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the whole depth if only the first layers are offloaded."""
+        """Return the number of all layers if only the first ones are offloaded, since no shorter period
+        repeats."""
         wish = OFFLOAD.of(setup)
         # The first layers differ from the rest, so nothing repeats.
         return 1 if wish is None or wish.first is None else layers

@@ -1,4 +1,4 @@
-"""The field of `Setup` that this feature adds."""
+"""The field of `Setup` that the feature `offload` adds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from snugfit.techniques.wish import Wish
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadWish:
-    """Setting of activations in the host's memory until the backward pass."""
+    """Value of the field `offload`: the activations that are kept in the host's memory until the backward
+    pass."""
 
     what: str = "all"
     """`all` saved tensors of layers, or `checkpoints` for the inputs of checkpoints alone."""
 
     first: int | None = None
-    """Number of layers of each stack that send theirs, from the first; None takes all. A span of layers that
-    is recomputed belongs to its last layer."""
+    """Number of layers of each stack whose activations are offloaded, from the first; None takes all. A span
+    of layers that is recomputed belongs to its last layer."""
 
 
 OFFLOAD = Wish[OffloadWish | None]("activation_offload", OffloadWish | None, None, touches=("passes",))
-"""Activations to offload; None leaves all on the device."""
+"""The field `offload`: activations to offload; None leaves all on the device."""

@@ -1,4 +1,4 @@
-"""Offloading of the saved tensors of a running or built model."""
+"""Handler of the field `offload`, for built and live models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OffloadHandler(Handler):
-    """Handler of offloaded activations."""
+    """Handler of the field `offload`."""
 
     wish, slot, stage = OFFLOAD.name, Slot.ACTIVATION_OFFLOAD, InstallStage.SAVE
     refused: ClassVar[Mapping[str, str]] = {
@@ -24,7 +24,7 @@ class OffloadHandler(Handler):
     }
 
     def wrap(self, value: OffloadWish | None, model: Any) -> None:
-        """Add hooks on saved tensors."""
+        """Add hooks that offload the model's saved tensors."""
         from snugfit.features.offload.activations import offload_activations
 
         if value is not None:

@@ -65,7 +65,7 @@ class Host(Technique):
     all of them."""
 
     def install(self, setup: Setup) -> Setup:
-        """Request copies of these activations to the host and back."""
+        """Set the Setup's field for offloaded activations."""
         return setup.with_fields(activation_offload=OffloadWish(what=self.what, first=self.layers))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -74,34 +74,40 @@ class Host(Technique):
         The compiler decides which tensors its layers save. A layer that is not recomputed has no saved input.
         """
         if recipe[Slot.ENGINE].alone.lowering is not None:
-            yield f"what layers of {recipe[Slot.ENGINE]} keep is not moved. Try 'uncompiled'."
+            yield f"activations of layers under {recipe[Slot.ENGINE]} are not moved. Try 'uncompiled'."
         if self.what == "checkpoints" and recipe[Slot.CHECKPOINTING].value is None:
-            yield "no layer is recomputed, so there are no inputs of such. Try 'host(all)', or 'every_layer'."
+            yield (
+                "no layer is recomputed, so there are no inputs of recomputed layers to move. Try "
+                "'host(all)', or 'every_layer'."
+            )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if `layers` is at least the model's number of layers."""
         most = job.model.layers
         if self.layers and most and self.layers >= most:
-            yield f"{job.model.name} has {most} layers, so all of them send what they keep."
+            yield (
+                f"{job.model.name} has {most} layers, so the activations of all move to the host. Give "
+                "a smaller number to move fewer."
+            )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return an objection if the number of layers is unknown, because there is no choice then."""
+        """Return why no plan can choose the layers: their number is unknown. Empty if it is known."""
         if job.model.layers > 1:
             return ""
-        return f"its config says of no layers (--keep '{cls.last_resort}' plans with all of them)"
+        return f"its config has no number of layers (--keep '{cls.last_resort}' plans with all of them)"
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return the offloads of one layer and more, up to all but one."""
+        """Return this technique for 1 to L - 1 of the model's L layers."""
         return cls(what="all").lesser(job)
 
     def lesser(self, job: Job) -> Sequence[Self]:
-        """Return the offloads of fewer layers: of one layer up to all but one."""
+        """Return this technique for fewer layers: for 1 to L - 1 of L."""
         return [replace(self, layers=k) for k in range(1, job.model.layers)] if self.layers is None else ()
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the offload of all activations; if every layer is recomputed, these are the layers'
+        """Yield the technique for all activations; if every layer is recomputed, these are the layers'
         inputs."""
         yield cls(what="all")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Link:
-    """Copies between device and host, in order. This base class is the CPU's: its copies are synchronous."""
+    """Copies between a device and host memory, in order. This base class is for the CPU: its copies are
+    synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -29,14 +30,16 @@ class Link:
         self._memory: list[torch.Tensor] = []
 
     def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Extent], Any]:
-        """Copy the storages of these tensors to the host; return their extents, and an event to wait for."""
+        """Start copies of these tensors' storages to the host; return their extents there, and an event to
+        wait for."""
         extents = [self.slabs.take(tensor.untyped_storage().nbytes()) for tensor in tensors]
         return extents, self._send(tensors, extents)
 
     def fetch(
         self, extents: Sequence[Extent], dtypes: Sequence[torch.dtype]
     ) -> tuple[list[torch.Tensor], Any]:
-        """Copy these extents back into new tensors; return the tensors and an event to wait for."""
+        """Start copies of these extents into new device tensors; return the tensors and an event to wait
+        for."""
         import torch
 
         tensors = [
@@ -57,20 +60,21 @@ class Link:
             _bytes_of(tensor).copy_(self._host(extent), non_blocking=True)
 
     def _host(self, extent: Extent) -> torch.Tensor:
-        """Return the host's bytes at this extent, in slabs that are allocated at their first use."""
+        """Return the host's bytes at this extent as a tensor; slabs are allocated at their first use."""
         for nbytes in self.slabs.sizes[len(self._memory) :]:
             self._memory.append(self._take(nbytes))
         return self._memory[extent.slab][extent.start : extent.start + extent.nbytes]
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        """Allocate host memory outside of torch's allocator, which represents the device's memory."""
+        """Return host memory that is allocated outside of torch's allocator, which represents the device's
+        memory."""
         import torch
 
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 class CudaLink(Link):
-    """A stream of a GPU that only copies."""
+    """Copies on a CUDA stream that only copies."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -105,7 +109,7 @@ class CudaLink(Link):
 
 
 class ObservedLink(Link):
-    """Takes extents and copies nothing."""
+    """Copies on `meta`: extents are assigned, an observer is notified, and nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -136,7 +140,7 @@ def link_to_host(device: torch.device) -> Link:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor's storage, as bytes."""
+    """Return all bytes of a tensor's storage as a tensor."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,1 +1,1 @@
-"""Optimizers beside torch's AdamW and SGD."""
+"""The feature `optimizers`: optimizers in addition to torch's AdamW and SGD."""

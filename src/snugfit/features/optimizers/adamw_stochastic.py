@@ -26,7 +26,8 @@ class AdamWStochastic(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     keeps_small_updates: ClassVar = True
     unplanned: ClassVar = (
-        "it is for what bfloat16 weights learn, which is not predicted, so no plan chooses it by itself"
+        "it changes the training result of bfloat16 weights, which is not predicted, so no plan "
+        "chooses it by itself"
     )
     caveat: ClassVar = (
         "the seconds of its update follow from the bytes it moves. One step was measured, BERT-large on "

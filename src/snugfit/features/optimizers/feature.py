@@ -1,4 +1,4 @@
-"""Optimizers beside torch's AdamW and SGD: small, paged, projected and orthogonal ones."""
+"""The feature `optimizers`, registered: small, paged, projected and orthogonal optimizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITH_OBJECTS = "has objects in its state, which checkpoints cannot contain, so t
 
 
 class Optimizers(Feature):
-    """Add the techniques, the rates of their kernels and the states in managed memory."""
+    """The feature that adds further optimizers, the rates of their kernels, and states in managed memory."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.OPTIMIZER: (
@@ -39,13 +39,13 @@ class Optimizers(Feature):
     }
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
-        """Return a sentence about states in managed memory."""
+        """Return a warning about states in managed memory."""
         from snugfit.features.optimizers.updates.bitsandbytes_states import doubt_about_pages
 
         return [sentence] if (sentence := doubt_about_pages(optimizer)) else []
 
     def rate_names(self, kernel: Any) -> Sequence[str]:
-        """Return the rate of bitsandbytes' updates with one state."""
+        """Return the name of the rate for bitsandbytes' updates with one state; empty for other kernels."""
         is_small = kernel.operator == "bitsandbytes::optimizer_update_8bit_blockwise"
         # The operator is the same for one state and for two; only the number of tensors differs.
         if is_small and kernel.tensors < TENSORS_OF_TWO_STATES:
@@ -53,13 +53,13 @@ class Optimizers(Feature):
         return ()
 
     def managed_bytes(self) -> int:
-        """Return bytes of bitsandbytes' pages."""
+        """Return bytes of bitsandbytes' paged states in this process."""
         from snugfit.features.optimizers.updates.bitsandbytes_states import paged_bytes
 
         return paged_bytes()
 
     def place_state(self, optimizer: Any, weight: Any) -> None:
-        """Move moments into bitsandbytes' pages."""
+        """Move a weight's restored moments into bitsandbytes' managed memory."""
         from snugfit.features.optimizers.updates.bitsandbytes_states import place_in_pages
 
         place_in_pages(optimizer, weight)

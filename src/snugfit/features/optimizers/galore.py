@@ -28,7 +28,7 @@ OTHERWISE = (
     "snugfit's own GaLore is meant. galore-torch, which TrainingArguments run, keeps all singular vectors of "
     "weights in fp32 and so takes more memory than is predicted, and its checkpoints do not resume"
 )
-"""Difference to the GaLore that `TrainingArguments` run."""
+"""Note on the difference to the GaLore that `TrainingArguments` run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,9 @@ class Galore(Projected):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield one warning: the time and the workspace of a decomposition are not predicted."""
         yield (
-            "its singular value decompositions, one after the other in the first step and every "
-            f"{self.update_proj_gap} steps, take seconds that are not predicted (minutes of large models), "
-            "and a workspace of cuSOLVER's that is not counted; their results and a copy of the matrix are. "
-            "On an H100 the first step of BERT-large (rank 64) took 10.0 s, and others 112.3 ms, where 109.0 "
-            "are predicted."
+            f"its singular value decompositions run in the first step and every {self.update_proj_gap} "
+            "steps. Their seconds (minutes for large models) and cuSOLVER's workspace are not "
+            "predicted; their results and a copy of the matrix are. On an H100 the first step of "
+            "BERT-large (rank 64) took 10.0 s. Others took 112.3 ms, where 109.0 are predicted. "
+            "Measure a few steps before a long run."
         )

@@ -1,4 +1,4 @@
-"""Optimizers of matrices beside AdamW, which need no plan by themselves."""
+"""Base classes of optimizers with their own update for matrices, which no plan chooses by itself."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ UPDATES = "snugfit.features.optimizers.updates"
 
 @dataclass(frozen=True, kw_only=True)
 class OfMatrices(Technique):
-    """Another update for the matrices of hidden layers, AdamW for everything else."""
+    """Base class of optimizers with another update for the matrices of hidden layers, and AdamW for
+    everything else."""
 
     fidelity: ClassVar = Fidelity.LEARNS
     unplanned: ClassVar = (
-        "it is for what a step learns, which is not predicted, so no plan chooses it by itself"
+        "it changes the training result, which is not predicted, so no plan chooses it by itself"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projected(OfMatrices):
-    """An update by projections of gradients onto fewer dimensions."""
+    """Base class of optimizers that project gradients onto fewer dimensions."""
 
     rank: int = between(1, 65_536, default=64)
     """Dimensions of a projection; matrices with no more rows or columns stay AdamW's."""
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the default's rank, and a small one."""
+        """Yield the technique with the default rank, and with a small one."""
         yield from (cls(), cls(rank=8))

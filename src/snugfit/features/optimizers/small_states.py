@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 STEPS = "snugfit.features.optimizers.updates.bitsandbytes_states"
 
 LION: Mapping[str, Any] = {"betas": [0.9, 0.99]}
-"""The arguments of each Lion."""
+"""Arguments of each Lion's constructor."""
 
 LION_RATE = "it needs a third to a tenth of AdamW's learning rate, so no plan exchanges them by itself"
-"""The reason why no plan chooses a Lion: it keeps the job's learning rate, which is AdamW's."""
+"""Reason why no plan chooses a Lion: the job's learning rate suits AdamW."""
 
 
 def bitsandbytes_wish(
     name: str, trainer_name: str, arguments: Mapping[str, Any], embeddings: Literal[32, 8] | None = None
 ) -> OptimizerWish:
-    """Return the setting for this class of `bitsandbytes.optim`.
+    """Return the `OptimizerWish` for this class of `bitsandbytes.optim`.
 
     The width for `embeddings` is set before the optimizer is created; the Trainer's own is 32 bits.
     """
@@ -41,7 +41,7 @@ def bitsandbytes_wish(
 
 
 def lion_counterparts(name: str, settings: Mapping[str, Any]) -> tuple[Counterpart, ...]:
-    """Return the arguments of transformers for a Lion with these settings."""
+    """Return the transformers arguments that mean a Lion with these settings."""
     note = "TrainingArguments give it AdamW's second beta unless adam_beta2 is 0.99"
     return (
         Counterpart(arguments={"optim": name, "adam_beta2": 0.99}, settings=settings),
@@ -51,7 +51,7 @@ def lion_counterparts(name: str, settings: Mapping[str, Any]) -> tuple[Counterpa
 
 @dataclass(frozen=True, kw_only=True)
 class OfBitsandbytes(Technique):
-    """An optimizer of bitsandbytes."""
+    """Base class of techniques with an optimizer of bitsandbytes."""
 
     needs: ClassVar = ("bitsandbytes>=0.50",)
     extra: ClassVar = "bnb"
@@ -74,7 +74,7 @@ class OfBitsandbytes(Technique):
 
 @dataclass(frozen=True, kw_only=True)
 class EightBitStates(OfBitsandbytes):
-    """Moments in 8 bits."""
+    """Base class of techniques with moments in 8 bits."""
 
     embeddings: Literal[32, 8] = 32
     """Bits of the moments of embedding tables."""
@@ -87,10 +87,10 @@ class EightBitStates(OfBitsandbytes):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedStates(OfBitsandbytes):
-    """Moments in managed memory."""
+    """Base class of techniques with moments in managed memory."""
 
     unplanned: ClassVar = (
-        "how much of its states goes to the host and back is not predicted, so no plan chooses it"
+        "the bytes of its states that go to the host and back are not predicted, so no plan chooses it"
     )
     on_cpu: ClassVar = "pages nothing: its states are in the host's memory already"
 
@@ -101,7 +101,7 @@ class PagedStates(OfBitsandbytes):
     """Bits of the moments of embedding tables, where the others have 8."""
 
     def paged_wish(self, name: str, arguments: Mapping[str, Any]) -> OptimizerWish:
-        """Return the setting for this class of bitsandbytes, with its states in pages."""
+        """Return the `OptimizerWish` for this class of bitsandbytes, with paged states."""
         arguments = {**arguments, "optim_bits": self.bits, "is_paged": True}
         trainer_name = f"paged_{name.lower()}_{self.bits}bit"
         return bitsandbytes_wish(name, trainer_name, arguments, self.embeddings)

@@ -16,7 +16,7 @@ from snugfit.results.step_seconds import PhaseSpan
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Bytes of one kind at each position of a step."""
+    """Bytes of one kind at each position of a step, a layer of the memory chart."""
 
     kind: str
     bytes: Sequence[int]
@@ -24,7 +24,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCurve:
-    """Bytes by kind through the steady step, the lowest layer first."""
+    """The memory chart: bytes by kind through the steady step, the lowest layer first."""
 
     positions: Sequence[float]
     """Shares of the step's events, in [0, 1]."""
@@ -32,7 +32,7 @@ class MemoryCurve:
     reserved: Sequence[int]
     """Bytes that the allocator reserves, with the context."""
     limit: int | None
-    """Bytes that may be used; None if they are unknown or far above the curve."""
+    """Bytes that may be used, drawn as a line; None if they are unknown or far above the curve."""
     phases: Sequence[Passage]
     micro_batches: Sequence[Passage]
     peak: int
@@ -41,25 +41,25 @@ class MemoryCurve:
 
     @property
     def meanings(self) -> list[str]:
-        """The meanings of its colours and lines."""
+        """The entries of the legend: kinds of bytes and lines."""
         lines = [RESERVED, *([LIMIT] if self.limit else [])]
         return [*(layer.kind for layer in self.layers), *lines]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleMap:
-    """Bytes at the peak by module and kind, in descending order."""
+    """The chart of bytes at the peak by module and kind, in descending order."""
 
     lines: Sequence[ModuleLine]
 
     @property
     def meanings(self) -> list[str]:
-        """The kinds that it shows."""
+        """The entries of the legend: kinds of bytes."""
         return [line.kind for line in self.lines]
 
 
 class BarFigure(NamedTuple):
-    """One figure of a group of bars."""
+    """One bar of a group, with its value and label."""
 
     value: float
     label: str
@@ -71,7 +71,7 @@ class BarFigure(NamedTuple):
 
 
 class BarGroup(NamedTuple):
-    """The bars of one name."""
+    """The bars of one name, one for each series."""
 
     name: str
     bars: Sequence[BarFigure | None]
@@ -82,7 +82,7 @@ class BarGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Figures of several names, as bars of one scale."""
+    """A bar chart: figures of several names on one scale."""
 
     series: Sequence[str]
     groups: Sequence[BarGroup]
@@ -99,13 +99,13 @@ class Bars:
 
     @property
     def meanings(self) -> list[str]:
-        """The series, and the limit."""
+        """The entries of the legend: the series, and the limit."""
         return [*self.series, *([LIMIT] if self.limit else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The times at which the host launches and the device runs each phase of the steady step."""
+    """The chart of a step's timeline: when the host launches and the device runs each phase."""
 
     spans: Sequence[PhaseSpan]
     end_seconds: float
@@ -113,7 +113,7 @@ class Timeline:
 
 
 class RecipePoint(NamedTuple):
-    """One recipe of a plan's front."""
+    """One recipe of a plan's Pareto front, as a point."""
 
     number: int
     recipe: str
@@ -127,14 +127,14 @@ class RecipePoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Front:
-    """Memory against speed, one point a recipe."""
+    """The chart of a Pareto front: memory against speed, one point for each recipe."""
 
     points: Sequence[RecipePoint]
     limit: int | None
 
     @property
     def meanings(self) -> list[str]:
-        """The limit, and the ring around the best recipe."""
+        """The entries of the legend: the limit, and the ring around the best recipe."""
         best = [BEST] if any(point.best for point in self.points) else []
         return [*([LIMIT] if self.limit else []), *best]
 
@@ -158,19 +158,19 @@ class Chart:
 
 
 class Figure(NamedTuple):
-    """One of the large numbers at the top of a page."""
+    """One of the large numbers at the top of a page, with its label."""
 
     name: str
     value: str
     remark: str = ""
     share: float | None = None
-    """Part of a whole that it uses, for a meter; None without one."""
+    """Share from 0 to 1 for a meter below the number; None without one."""
     tone: str = ""
     """`good`, `tight` or `bad`; empty for a neutral number."""
 
 
 class PageParts(NamedTuple):
-    """The parts of a result on a page, a plot or in a notebook's cell."""
+    """The title, charts and texts of a result, for a page, a plot or a notebook's cell."""
 
     title: str
     """The verdict in everyday words."""
@@ -180,12 +180,12 @@ class PageParts(NamedTuple):
     report: RenderableType
     """The whole result in words and tables."""
     doubts: Sequence[str] = ()
-    """Sentences on the uncertain parts of the result."""
+    """Warnings about the uncertain parts of the result."""
     figures: Sequence[Figure] = ()
     tone: str = ""
     """`good`, `tight` or `bad`; empty for a result without a verdict."""
 
     @property
     def meanings(self) -> Iterable[str]:
-        """The meanings of all colours and lines, in the order of their first use."""
+        """Entries of the legend for all colours and lines, in the order of their first use."""
         return dict.fromkeys(meaning for chart in self.charts for meaning in chart.drawing.meanings)

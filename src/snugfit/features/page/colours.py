@@ -1,4 +1,4 @@
-"""One colour for each meaning, the same in every picture of a page, a plot and a notebook's cell."""
+"""Colours by meaning, the same in every picture of a page, a plot and a notebook's cell."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FURTHER = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#
 LIMIT, RESERVED, BEST = "memory limit", "reserved by the allocator", "the best that fits"
 
 LINES = {LIMIT: "limit", RESERVED: "reserved", BEST: "best"}
-"""Meanings of lines and rings, which have the page's own colours in light and in dark."""
+"""Names of lines and rings, which have the page's own colours in light and in dark."""
 
 PHASES = {
     "build": "#f7f8fa",
@@ -50,7 +50,7 @@ PAPER = {"ink": "#1b1f24", "faint": "#5b6470", "rule": "#d9dde2", "bad": "#b3261
 
 
 def colours_of(meanings: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each meaning. Those without a colour of their own take the next free one."""
+    """Return a colour for each entry of a legend. Entries without their own colour get the next free one."""
     table: dict[str, str] = {}
     further = iter(_FURTHER)
     for meaning in dict.fromkeys(meanings):

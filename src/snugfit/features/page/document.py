@@ -74,9 +74,8 @@ def _shorten(svg: bytes) -> bytes:
 
 
 def _shorten_path(path: str) -> str:
-    """Return a path with coordinates of one decimal, a tenth of a point, and without points inside of
-    horizontal lines.
-    """
+    """Return an SVG path with coordinates of one decimal, a tenth of a point, and without points inside of
+    horizontal lines."""
     steps = [step.strip() for step in re.sub(r"(\.\d)\d+", r"\1", path).split("\n")]
     heights = [step.split()[-1] if step.startswith("L ") else "" for step in steps]
     return "".join(
@@ -87,7 +86,8 @@ def _shorten_path(path: str) -> str:
 
 
 def _fill(template: str, parts: PageParts, **further: Any) -> str:
-    """Return a filled template. Foreign words lose their control characters there."""
+    """Return a template filled with a page's parts. Words from foreign files lose their control
+    characters."""
     return (
         _templates()
         .get_template(template)

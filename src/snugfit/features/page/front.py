@@ -1,4 +1,4 @@
-"""The front of a plan: memory against speed, one point a recipe."""
+"""The chart of a plan's Pareto front: memory against speed, one point for each recipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from snugfit.units import show_bytes, show_mib, show_seconds
 
 
 def draw_front(plan: Plan) -> Chart:
-    """Return the recipes of the front, the best one, and the memory limit. Numbers are those of the table."""
+    """Return the chart of the front's recipes, the best one, and the memory limit. Numbers are those of the
+    table."""
     front = plan.fitting_first
     speeds = [plan.speed(choice) for choice in front]
     points = [

@@ -26,7 +26,7 @@ EXACT = 0.005
 
 
 class Headline(NamedTuple):
-    """A title, and its tone: `good`, `tight`, `bad`, or empty for no verdict."""
+    """A title, and its tone for colours: `good`, `tight`, `bad`, or empty for no verdict."""
 
     title: str
     tone: str = ""
@@ -89,7 +89,8 @@ def of_gpu_plans(several: GpuPlans) -> Headline:
 
 
 def figures_of_prediction(one: Prediction) -> list[Figure]:
-    """Return the memory, the spare bytes, the seconds of a step and the samples per second."""
+    """Return the large numbers of a page: the memory, the spare bytes, the seconds of a step and the samples
+    per second."""
     tone = of_prediction(one).tone
     per_gpu = ", on each GPU" if one.gpus > 1 else ""
     return [
@@ -99,7 +100,8 @@ def figures_of_prediction(one: Prediction) -> list[Figure]:
 
 
 def figures_of_plan(plan: Plan) -> list[Figure]:
-    """Return the same numbers of the best recipe, or of the nearest miss."""
+    """Return the large numbers of a page for the best recipe, or the nearest miss: memory, spare bytes,
+    seconds and throughput."""
     shown = plan.best_or_nearest
     source = "predicted" if plan.best else "predicted, of the nearest miss"
     memory = _memory(shown.needed_bytes, plan.memory_bytes, of_plan(plan).tone, source, plan.headroom_bytes)
@@ -163,7 +165,7 @@ def figures_of_comparison(one: Comparison) -> list[Figure]:
 
 
 def _error(error: float) -> str:
-    """Return a relative error in words: `11.6 % below the measured`."""
+    """Return a relative error as text: `11.6 % below the measured`."""
     return f"{100 * abs(error):.1f} % {'below' if error < 0 else 'above'} the measured"
 
 

@@ -1,4 +1,4 @@
-"""Bytes by kind through the steady step, with its phases and micro-batches."""
+"""The chart of bytes by kind through the steady step, with its phases and micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FURTHEST_LIMIT = 3.0
 """Largest ratio of the GPU's memory to the highest bytes at which the memory limit is drawn."""
 
 NARROWEST_BATCH = 0.032
-"""Share of the step of a micro-batch from which each gets its number."""
+"""Smallest share of the step of a micro-batch at which each gets its number."""
 
 
 def memory_over_step(

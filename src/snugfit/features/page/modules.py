@@ -1,4 +1,4 @@
-"""Bytes by module at the peak, and the phases of host and device."""
+"""Charts of the bytes by module at the peak, and of the phases of host and device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from snugfit.results.step_seconds import PhaseSpan
 from snugfit.units import show_bytes, show_mib, show_seconds
 
 LOOP = "(the loop)"
-"""The name of tensors without a module."""
+"""The name for tensors that no module allocated."""
 
 
 def modules_at_peak(modules: Sequence[ModuleLine]) -> Chart:
-    """Return a map of the bytes at the peak by the module that allocated them, and by kind."""
+    """Return the chart of the bytes at the peak by the module that allocated them, and by kind."""
     whole = sum(line.bytes for line in modules) or 1
     first = modules[0]
     return Chart(
@@ -39,7 +39,7 @@ def modules_at_peak(modules: Sequence[ModuleLine]) -> Chart:
 
 
 def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Chart:
-    """Return the times at which the host launches and the device runs each phase of the steady step."""
+    """Return the chart of when the host launches and the device runs each phase of the steady step."""
     return Chart(
         title=f"Host and GPU in one step, {show_seconds(step_seconds)} from step to step",
         about="The times at which the host and the GPU work in one steady step.",

@@ -106,7 +106,8 @@ def _of_prediction(one: Prediction) -> PageParts:
 
 
 def _of_recipes(compared: RecipeComparison) -> PageParts:
-    """Return each recipe's need side by side, and the bytes through the step of each."""
+    """Return the page of a comparison: each recipe's need side by side, and the bytes through the step of
+    each."""
     several = compared.predictions
     groups = [BarGroup(str(one.recipe), [_size(one.needed_bytes)]) for one in several]
     charts = [draw_bars("GPU memory needed, by recipe", groups, [PREDICTED], several[0].memory_bytes)]
@@ -200,7 +201,7 @@ def _size(size: float) -> BarFigure:
 
 
 def _seconds(seconds: float, speed: StepSpeed | None = None) -> BarFigure:
-    """Return a bar of seconds, with the spread of a predicted speed."""
+    """Return a bar of seconds, with the range of a predicted speed."""
     if speed is None or speed.low_seconds is None or speed.high_seconds is None:
         return BarFigure(seconds, show_seconds(seconds))
     low, high = speed.low_seconds, speed.high_seconds

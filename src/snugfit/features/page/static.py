@@ -39,23 +39,23 @@ COARSE = 120
 """Largest number of positions of a curve in a notebook's picture."""
 
 APART = 0.02
-"""Distance between two points, as a share of the picture, from which both get a number."""
+"""Smallest distance between two points, as a share of the picture, at which both get a number."""
 
 
 class PlotBlock(NamedTuple):
-    """A part of the column, with the edges of its drawing area in inches."""
+    """A block of the picture, with the heights of its parts in inches."""
 
     height: float
     draw: Callable[[Axes], None]
     left: float = 0.0
     above: float = 0.0
-    """Room for a title."""
+    """Height for a title above the drawing area."""
     below: float = 0.0
-    """Room for the names below an axis."""
+    """Height for the names below an axis."""
 
 
 def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool = False) -> bytes:
-    """Return a file with the verdict, the charts and the doubts.
+    """Return a picture of a result as a file: the verdict, the charts and the warnings.
 
     Without `with_words` it has the charts alone. A `coarse` file has fewer points, and texts as text.
     """
@@ -80,7 +80,8 @@ def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool =
 
 
 def _thin(shape: Any) -> Any:
-    """Return a curve with the highest position of each short stretch; return other drawings unchanged."""
+    """Return a curve with only the highest position of each short stretch; return other drawings
+    unchanged."""
     if not isinstance(shape, MemoryCurve) or len(shape.positions) <= COARSE:
         return shape
     totals = [sum(sizes) for sizes in zip(*(layer.bytes for layer in shape.layers), strict=True)]
@@ -246,7 +247,8 @@ def _memory(axes: Axes, curve: MemoryCurve, colours: dict[str, str]) -> None:
 
 
 def _passages(axes: Axes, passages: Sequence[Passage], room: float, *, minor: bool) -> None:
-    """Write the names of passages below those wide enough for them, micro-batches below the phases."""
+    """Write the names of phases below an axis where they are wide enough, and those of micro-batches below
+    the phases."""
     shown = [one for one in passages if LETTER * len(one.name) <= (one.end - one.start) * room]
     middles = [(one.start + one.end) / 2 for one in shown]
     axes.set_xticks(middles, [one.name for one in shown], minor=minor, fontsize=SMALL)
@@ -272,7 +274,7 @@ def _mark_peak(axes: Axes, x: float, y: float, label: str) -> None:
 
 
 def _modules(shape: ModuleMap, colours: dict[str, str]) -> PlotBlock:
-    """Return bars of the largest modules, each in parts by kind."""
+    """Return a bar chart of the largest modules, each bar split by kind."""
     by_module: dict[str, list[ModuleLine]] = {}
     for line in shape.lines:
         by_module.setdefault(line.module or "(the loop)", []).append(line)
@@ -302,13 +304,13 @@ def _modules(shape: ModuleMap, colours: dict[str, str]) -> PlotBlock:
 
 
 def _tail(name: str) -> str:
-    """Return the last letters of a module's name that fit next to its bar."""
+    """Return the end of a module's name that fits next to its bar."""
     clean = harmless(name)
     return clean if len(clean) <= LONGEST_NAME else f"…{clean[-LONGEST_NAME + 1 :]}"
 
 
 def _bars(shape: Bars, colours: dict[str, str]) -> PlotBlock:
-    """Return a name and a bar for each series, for each group, with the figure at the right of each bar."""
+    """Return the bars of each group, one for each series, with the figure at the right of each bar."""
     room = WIDTH - 2 * MARGIN
     labels = [bar.label for group in shape.groups for bar in group.bars if bar]
     # The axis exceeds the longest bar by the room for the widest label.
@@ -359,7 +361,8 @@ def _timeline(axes: Axes, shape: Timeline) -> None:
 
 
 def _front(axes: Axes, shape: Front) -> None:
-    """Draw the recipes of a front. A point too close to a numbered one has no number; the best has one."""
+    """Draw the recipes of a Pareto front as points. A point too close to a numbered one has no number; the
+    best has one."""
     unit = _byte_axis(axes, max(*(point.bytes for point in shape.points), shape.limit or 0))
     # Without seconds all speeds are 0, and the axis still needs a length.
     fastest = 1.08 * max(point.speed for point in shape.points) or 1.0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def eight_bit_products(policy: Policy) -> Iterator[None]:
-    """Run products with 8-bit weights on shapes as on the policy's device, within this context.
+    """Context in which products with 8-bit weights run on `meta` as on the policy's device.
 
     Without an imported bitsandbytes the context has no effect.
     """
@@ -40,17 +40,17 @@ def eight_bit_products(policy: Policy) -> Iterator[None]:
 
 
 def _product_of(functions: Any) -> Any:
-    """Return bitsandbytes' product with a forward pass on shapes."""
+    """Return bitsandbytes' autograd function for products, with a forward pass on shapes."""
     import torch
 
     ops: Any = torch.ops.bitsandbytes
 
     class Product(functions.MatMul8bitLt):  # type: ignore[misc]
-        """Product whose inputs have no columns of outliers."""
+        """bitsandbytes' autograd function of a product whose inputs have no columns of outliers."""
 
         @staticmethod
         def forward(ctx: Any, A: Any, B: Any, out: Any = None, bias: Any = None, state: Any = None) -> Any:
-            """Return the product, with the tensors of the kernels for a GPU."""
+            """Return the product, after allocating the tensors of the kernels for a GPU."""
             shape = A.shape
             if len(shape) == 3:
                 A = A.reshape(-1, shape[-1])

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 LEAST = 64 * MIB
-"""Bytes from which unquantized experts are worth a sentence."""
+"""Size in bytes from which unquantized experts are mentioned."""
 
 _FUSED = re.compile(r"experts$")
-"""Modules that hold their experts in parameters of their own."""
+"""Class names of modules that hold their experts in fused parameters."""
 
 _WRAPPED = re.compile(r"(?:\.base_layer)+$")
 _ADAPTER = re.compile(r"(?:\.base_layer)*\.lora_\w+(?:\.\w+)?$")
 
 
 def doubts_on_experts(setup: Setup, blocks: Sequence[Block], missing: int) -> list[str]:
-    """Return sentences on unquantized experts and on their adapters.
+    """Return warnings about unquantized experts and about their adapters.
 
     `missing` is the number of bytes that do not fit.
     """
@@ -55,7 +55,7 @@ def doubts_on_experts(setup: Setup, blocks: Sequence[Block], missing: int) -> li
 
 
 def _about_adapters(blocks: Sequence[Block], experts: set[str], missing: int) -> Iterator[str]:
-    """Yield a sentence on the adapters of experts, with targets that leave them out."""
+    """Yield a warning about large adapters of experts, with targets that leave them out."""
     nbytes, attention = 0, dict[str, None]()
     for block in blocks:
         module, adapters = _ADAPTER.subn("", block.module)

@@ -1,4 +1,5 @@
-"""Products in 8-bit floats by torchao, and frozen weights in 4 or 8 bits by bitsandbytes."""
+"""The feature `quantized`, registered: products in 8-bit floats by torchao, and frozen weights in 4 or 8 bits
+by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Quantized(Feature):
-    """Add the techniques `fp8` and `qlora`, and their handlers."""
+    """The feature that adds the techniques `fp8` and `qlora`, and their handlers."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.PRECISION: ("fp8",),
@@ -25,7 +26,7 @@ class Quantized(Feature):
     needs: ClassVar[Mapping[str, str]] = {"qlora": "adapters"}
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of both fields."""
+        """Return the handlers of the fields `quantize` and `float8`."""
         from snugfit.features.quantized.float8 import Float8Handler
         from snugfit.features.quantized.quantize import QuantizeHandler
 
@@ -42,7 +43,7 @@ class Quantized(Feature):
         return eight_bit_products(policy) if wish and wish.bits == 8 else four_bit_products(policy)
 
     def timing_doubts(self, setup: Setup) -> Sequence[str]:
-        """Return a sentence on products with 8-bit weights."""
+        """Return a warning about the predicted seconds of products with 8-bit weights."""
         wish = QUANTIZE.of(setup)
         if wish is None or wish.bits != 8:
             return ()
@@ -52,17 +53,17 @@ class Quantized(Feature):
         )
 
     def packed_dtype(self, tensor: Any) -> str:
-        """Return the type of bitsandbytes' 4-bit numbers."""
+        """Return `nf4` or `fp4` for a tensor that packs bitsandbytes' 4-bit numbers; empty for others."""
         return getattr(tensor, "quant_type", "") if getattr(tensor, "quant_state", None) is not None else ""
 
     def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
-        """Return a sentence on experts that stay in 16 or 32 bits, and one on their adapters."""
+        """Return a warning about experts that stay in 16 or 32 bits, and one about their adapters."""
         from snugfit.features.quantized.experts import doubts_on_experts
 
         return doubts_on_experts(setup, blocks, missing)
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
-        """Return the scales and code books of a 4-bit weight."""
+        """Return owner and attribute of the scales and code books of a 4-bit weight."""
         from snugfit.features.quantized.quantized_weights import scales_in_order
 
         return scales_in_order(weight)

@@ -1,4 +1,4 @@
-"""The fields of `Setup` that this feature adds."""
+"""The fields of `Setup` that the feature `quantized` adds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLOAT8_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeWish:
-    """Weights of linear layers in 4 or 8 bits, which do not train."""
+    """Value of the field `quantize`: frozen weights of linear layers in 4 or 8 bits."""
 
     bits: int = 4
     """Bits of a weight."""
@@ -23,15 +23,15 @@ class QuantizeWish:
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Wish:
-    """Products of linear layers in 8-bit floats."""
+    """Value of the field `float8`: products of linear layers in 8-bit floats."""
 
     recipe: str = "tensorwise"
     """torchao's name for the range of one scale: a whole matrix, or each of its rows."""
 
 
 QUANTIZE = Wish[QuantizeWish | None]("quantize", QuantizeWish | None, None)
-"""Linear layers with quantized weights; None leaves them in `weights_dtype`."""
+"""The field `quantize`: linear layers with quantized weights; None leaves them in `weights_dtype`."""
 
 FLOAT8 = Wish[Float8Wish | None]("float8", Float8Wish | None, None, touches=("passes",))
-"""Linear layers whose products are computed in 8-bit floats; None computes them in
-the dtype of their inputs."""
+"""The field `float8`: linear layers whose products are computed in 8-bit floats; None computes them in the
+dtype of their inputs."""

@@ -1,4 +1,4 @@
-"""The setting for products in 8-bit floats: linear layers that torchao computes (`torchao.float8`).
+"""Conversion of linear layers to torchao's, which multiply in 8-bit floats (`torchao.float8`).
 
 The linear layers of the model's repeated layers are converted. The head and the modules around the layers
 stay unchanged, as in torchtitan. A converted layer has the same parameter under the same name, so optimizers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Float8Handler(Handler):
-    """Linear layers whose products are computed in 8-bit floats."""
+    """Handler of the field `float8`."""
 
     wish, slot, stage = FLOAT8.name, Slot.PRECISION, InstallStage.REPLACE
 
@@ -44,14 +44,15 @@ class Float8Handler(Handler):
             convert(model, value)
 
     def change(self, value: Float8Wish | None, live: LiveTraining) -> Iterator[str]:
-        """Convert a running model as at its construction, after undoing the conversion of another recipe."""
+        """Convert a live model's linear layers, after undoing the conversion of another recipe."""
         put_back(live.model)
         self.wrap(value, live.model)
         if value is not None:
             yield f"products of linear layers are those of {live.technique(self.slot)}"
 
     def script(self, value: Float8Wish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the script's lines: a call of torchao's own function, on the layers of the same names."""
+        """Return an exported script's lines: a call of torchao's own function, on the layers of the same
+        names."""
         if value is None:
             return {}
         return {"converting": script_lines(value, context.job)}
@@ -102,13 +103,13 @@ def why_unconverted(model: torch.nn.Module) -> str:
     if any(convertible(model)):
         return ""
     return (
-        f"{type(model).__name__} has no torch.nn.Linear that trains in a stack of layers that are alike, "
-        f"with sizes that are multiples of {FLOAT8_MULTIPLE}, so no product would be computed in 8-bit floats"
+        f"{type(model).__name__} has no torch.nn.Linear that trains in a stack of equal layers. Its sizes "
+        f"must be multiples of {FLOAT8_MULTIPLE}, else no product is computed in 8-bit floats"
     )
 
 
 def put_back(model: torch.nn.Module) -> None:
-    """Undo the conversion of this module. Layers that a user has converted stay converted."""
+    """Restore the original layers of a converted model. Layers that a user has converted stay converted."""
     if "torchao" not in sys.modules:
         return
     # A list, since the modules change meanwhile.
@@ -119,11 +120,11 @@ def put_back(model: torch.nn.Module) -> None:
 
 
 _BEFORE: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
-"""Each converted layer with the original layer that it replaced."""
+"""The original layer of each converted layer."""
 
 
 def script_lines(wish: Float8Wish, job: Job) -> tuple[str, ...]:
-    """Return Python that converts the same layers of this job's `model`, for scripts without snugfit."""
+    """Return Python lines that convert the same layers of this job's `model`, for scripts without snugfit."""
     return (
         "from dataclasses import replace",
         "",

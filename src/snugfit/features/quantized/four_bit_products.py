@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 _CHOICE = "_gemm_4bit_use_custom_cuda"
 _LEAST_ROWS, _MOST_ROWS = "_GEMM_4BIT_CUSTOM_FLOOR_M", "_gemm_4bit_custom_max_m"
 _NESTED_BLOCK = 256
-"""Scales that share one scale of their own."""
+"""Number of scales that share one scale of their own."""
 
 
 @contextlib.contextmanager
 def four_bit_products(policy: Policy) -> Iterator[None]:
-    """Run products with 4-bit weights on shapes as on the policy's device, within this context.
+    """Context in which products with 4-bit weights run on `meta` as on the policy's device.
 
     Without an imported bitsandbytes the context has no effect. The products are registered as a kernel of
     torch's dispatcher. `torch.ops.bitsandbytes.gemm_4bit.default` must not be replaced. The dispatcher caches
@@ -97,7 +97,7 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_fused(policy: CudaPolicy, dtype: Any, rows: int, shape: tuple[int, int], blocksize: int) -> bool:
-    """Return True if one kernel computes the product.
+    """Return True if one kernel computes the product with a 4-bit weight.
 
     Raises `PoliciesDiffer` where GPUs that are simulated together differ.
     """
@@ -121,7 +121,8 @@ def fuses(
 
 @functools.cache
 def _bitsandbytes_choice() -> dict[str, Any]:
-    """Return bitsandbytes' function and the names that it needs, run from bitsandbytes' source.
+    """Return bitsandbytes' function that chooses the kernel, with the names that it needs, from executing a
+    part of its source.
 
     Raises `AttributeError` where the source has another form.
     """

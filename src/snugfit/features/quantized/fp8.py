@@ -63,7 +63,7 @@ class Fp8(Technique):
     """Range of one scale: a whole matrix, or each of its rows."""
 
     def install(self, setup: Setup) -> Setup:
-        """Choose autocast as with bf16, and converted linear layers."""
+        """Set autocast as with bf16, and the conversion of linear layers."""
         return setup.with_precision(products="bfloat16").with_fields(float8=Float8Wish(recipe=self.recipe))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -102,4 +102,4 @@ def _why_unconverted(job: Job) -> str:
 
 
 _ANSWERS: dict[str, str] = {}
-"""Objections by task and config, cached because building a model without data takes up to a second."""
+"""Cached objections by task and config, because building a model without data takes up to a second."""

@@ -73,7 +73,7 @@ class Qlora(LowRank):
     """Bits of a frozen weight."""
 
     def install(self, setup: Setup) -> Setup:
-        """Request weights that are quantized as the model is built, and peft's wrapper around it."""
+        """Set the quantization of weights while the model is built, and peft's wrapper around it."""
         return setup.with_fields(
             quantize=QuantizeWish(bits=self.bits, double=self.double), adapt=self.adapters()
         )
@@ -105,6 +105,6 @@ class Qlora(LowRank):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield ranks in use, on every matrix, as in the paper."""
+        """Yield common ranks, on every matrix, as in the paper."""
         if job.model.module is None:
             yield from (cls(r=rank, targets=(ALL_LINEAR,)) for rank in (8, 64))

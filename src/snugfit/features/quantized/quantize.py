@@ -1,4 +1,4 @@
-"""The setting for frozen weights in 4 or 8 bits: bitsandbytes quantizes them while the model is built."""
+"""Handler of frozen weights in 4 or 8 bits: bitsandbytes quantizes them while the model is built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LIVE = (
 
 
 class QuantizeHandler(Handler):
-    """Linear layers whose weights are numbers of 4 or 8 bits."""
+    """Handler of the field `quantize`."""
 
     wish, slot, stage = QUANTIZE.name, Slot.ADAPTERS, InstallStage.BUILD
     refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
@@ -46,7 +46,7 @@ class QuantizeHandler(Handler):
         )
 
     def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the setting as `quantization_config` of `from_pretrained`.
+        """Return an exported script's `quantization_config` of `from_pretrained`.
 
         Unquantized weights are loaded in the dtype of the computation. They are widened afterwards where
         autocast narrows them again.
@@ -60,7 +60,7 @@ class QuantizeHandler(Handler):
         widens = weights == "float32" != computed
         if not widens and weights != computed:
             raise context.refusal(
-                self.slot, f"peft widens what is not quantized to float32, and not to {weights}"
+                self.slot, f"peft casts unquantized weights to float32, and not to {weights}"
             )
         options = {
             "load_in_4bit": "True", "bnb_4bit_quant_type": '"nf4"',

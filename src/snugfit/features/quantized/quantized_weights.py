@@ -23,12 +23,12 @@ SPREAD = 0.02
 """Standard deviation of random weights where a config names none (`initializer_range`)."""
 
 HEADS = ("classifier", "score")
-"""transformers' names of the heads of classification models."""
+"""Names of the heads of classification models in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedConstruction(Construction):
-    """Construction of a model with quantized linear layers: NF4 in blocks of 64, or integers of 8 bits."""
+    """Construction of a model whose linear layers are quantized: NF4 in blocks of 64, or 8-bit integers."""
 
     bits: int
     """Bits of a weight: 4 or 8."""
@@ -182,7 +182,7 @@ def _without_initialization() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_code_books(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give a model on `meta` an 8-bit code book of its own within this context.
+    """Context in which a model on `meta` gets its own 8-bit code book.
 
     bitsandbytes caches the first 8-bit code book for the rest of a process, on its first device. A code book
     without data would then be used by a real model. The book of a `meta` model is left unwritten:

@@ -1,1 +1,1 @@
-"""Metrics of a run for TensorBoard, Weights & Biases and other trackers."""
+"""The feature `trackers`: metrics of a run for TensorBoard, Weights & Biases and other trackers."""

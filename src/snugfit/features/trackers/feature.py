@@ -1,4 +1,4 @@
-"""Metrics of a run for the trackers of transformers (`report_to`)."""
+"""The feature `trackers`, registered: metrics of a run for the trackers of transformers (`report_to`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from snugfit.techniques.feature import Feature
 
 
 class Trackers(Feature):
-    """Pass the events of a run to trackers."""
+    """The feature that passes the events of a run to trackers."""
 
     def trackers(self) -> Any:
         """Return the module with the callbacks of trackers."""

@@ -90,7 +90,8 @@ class Reports:
             )
 
     def open(self, model: torch.nn.Module, step: int, steps: int) -> None:
-        """Begin a run of `steps` steps after step `step`, in a new process or after a rewind in this one."""
+        """Begin a run of `steps` steps after step `step` in the trackers, in a new process or after a rewind
+        in this one."""
         if not self._callbacks:
             return
         self._state.global_step, self._state.max_steps = step, steps
@@ -212,7 +213,7 @@ def _copy(more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unused_name(folder: Path) -> Path:
-    """Return this name, or with a number if it exists: the name is the time in seconds."""
+    """Return this path, or the path with a number if it exists: the name is the time in seconds."""
     if not folder.exists():
         return folder
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
@@ -238,7 +239,7 @@ def _arguments(run: Run) -> Any:
 
 @cache
 def _description() -> type[Any]:
-    """Return a class of the Trainer's arguments with a recipe, which describes a run and sets nothing up.
+    """Return a subclass of the Trainer's arguments that describes a run to trackers and sets nothing up.
 
     The original chooses a device and resets accelerate's state, which may be a user's own.
     """
@@ -249,7 +250,7 @@ def _description() -> type[Any]:
 
     @dataclass
     class Description(TrainingArguments):  # type: ignore[misc]
-        """The arguments of a run."""
+        """The arguments of a run, with its recipe, for trackers."""
 
         recipe: str = ""
 

@@ -24,8 +24,8 @@ SCHEMA = 1
 
 
 class WatchResult:
-    """The measured values of a watched block; set when the block ends. `samples` may be set inside or after
-    it."""
+    """The measured values of a watched block, which are set when the block ends. `samples` may be set inside
+    or after it."""
 
     def __init__(self, samples: int | None = None) -> None:
         self.samples = samples
@@ -47,7 +47,7 @@ class WatchResult:
 
     @samples.setter
     def samples(self, count: int | None) -> None:
-        """Raise `UsageError` for a value that is no whole number above 0."""
+        """Set the number of samples. Raises `UsageError` for a value that is not a whole number above 0."""
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise UsageError(f"samples is {count!r}; it must be a whole number above 0, or None.")
         self._samples = count
@@ -150,8 +150,8 @@ IDLE = 0.8
 """Share of the time with running kernels below which the GPU counts as idle. A choice."""
 
 BUSY, WAITING = 0.7, 0.4
-"""Shares of the time in which the thread computed. Above `BUSY` the thread delays the GPU; below `WAITING` it
-waits too. Between them the readings do not decide. Choices."""
+"""Shares of the time in which the thread computed: above `BUSY` it delays the GPU, below `WAITING` it waits
+too (chosen). Between them the readings do not decide."""
 
 FRAGMENTED, FRAGMENTED_BYTES = 0.15, GIB
 """Limits for reserved and unallocated memory, as a share of reserved bytes and in bytes. Above both, advice
@@ -209,15 +209,16 @@ def _about_memory(gpu: WatchedGpu) -> Iterator[str]:
 def _about_time(gpu: WatchedGpu, thread_share: float | None) -> Iterator[str]:
     if gpu.utilization is None:
         yield (
-            "It is not known if the GPU waited: its utilization was not read"
-            f"{f' ({gpu.utilization_fault})' if gpu.utilization_fault else ''}."
+            "It is not known if the GPU waited: its utilization was not "
+            f"read{f' ({gpu.utilization_fault})' if gpu.utilization_fault else ''}. Install "
+            "nvidia-ml-py, or read nvidia-smi."
         )
         return
     if gpu.utilization >= IDLE:
         return
     idle = f"For {1 - gpu.utilization:.0%} of the time no kernel ran on the GPU"
     if thread_share is None:
-        yield f"{idle}; why is not known."
+        yield f"{idle}; the cause is not known. torch.profiler shows it."
     elif thread_share < WAITING:
         yield (
             f"{idle}, and Python waited too ({1 - thread_share:.0%} of the time): for data, a disk or a "

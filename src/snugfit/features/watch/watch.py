@@ -61,7 +61,7 @@ class _Utilization:
 
 
 class _SampledCard(NamedTuple):
-    """A GPU with the thread that samples it."""
+    """A GPU with the thread that samples its memory."""
 
     card: Card
     sampler: Sampler
@@ -139,16 +139,16 @@ class Watch:
         self._result.host_bytes = peak_resident_bytes()
 
     def _choose(self) -> list[int]:
-        """Return the indices to watch. Without a GPU, and without a request for one, store the reason and
-        return none."""
+        """Return the CUDA indices of the GPUs to watch. Without a GPU, and without a request for one, store
+        the reason and return none."""
         if self._gpus is not None:
             indices = list(self._gpus) if isinstance(self._gpus, Iterable) else []
             if not indices or any(type(index) is not int or index < 0 for index in indices):
                 raise GpuError(f"gpus is {self._gpus!r}; it must be a list of CUDA indices, such as [0, 1].")
             if self._in_use() and max(indices) >= self._cuda.device_count():
                 raise GpuError(
-                    f"gpus is {indices}, but this process sees {self._cuda.device_count()} GPUs, counted "
-                    "from 0."
+                    f"gpus is {indices}, but this process sees {self._cuda.device_count()} GPUs, "
+                    "counted from 0. Name some of them."
                 )
             return list(dict.fromkeys(indices))
         if torch_cuda() is None:
@@ -179,8 +179,8 @@ class Watch:
             self._refuse(str(self._watched[self._indices[0]]))
 
     def _refuse(self, reason: str) -> None:
-        """Store the reason why there is no NVML. GPUs that were requested, or are in use, are still watched
-        by torch's own counters."""
+        """Store the reason why NVML is not available. GPUs that were requested, or are in use, are still
+        watched by torch's own counters."""
         if self._gpus is None and not self._in_use():
             self._result.without_gpu, self._indices, self._watched = reason, [], {}
         else:
@@ -200,7 +200,7 @@ class Watch:
         return card_at(nvml, os.environ, index)
 
     def _finish_work(self) -> str | None:
-        """Wait for the watched GPUs; return the error of a broken context as text."""
+        """Wait for the watched GPUs; return the error of a broken CUDA context as text, or None."""
         if not self._in_use():
             return None
         try:

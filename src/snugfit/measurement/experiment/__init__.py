@@ -1,1 +1,1 @@
-"""One experiment: its request, its processes, and the combination of their results."""
+"""One experiment: its request, its processes, and their combined results."""

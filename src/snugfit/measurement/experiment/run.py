@@ -1,4 +1,4 @@
-"""Runs one experiment, one process for each GPU, and combines their results.
+"""The run of one experiment: a process for each GPU, and their combined results.
 
 The bytes are those of the rank that needs the most, the seconds those of the slowest rank.
 `Measurement.ranks` has the values of all ranks.
@@ -157,7 +157,7 @@ def _environments(request: MeasurementRequest, targets: Sequence[Target]) -> lis
 
 
 def _first_cause(children: Children, runs: Sequence[RankRun]) -> int:
-    """Return the rank that decides the outcome: the first that failed, or any when none did."""
+    """Return the rank that decides the outcome: the first that failed, or any if none did."""
     cause = children.first_cause(lambda rank: runs[rank].result.failed_at)
     if cause is not None:
         return cause
@@ -204,7 +204,7 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
 
 
 def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | None:
-    """Return the first of the reasons, with its GPU where there are several."""
+    """Return the first of the ranks' reasons, with the rank's GPU if there are several; None without any."""
     if len(runs) == 1:
         return reasons[0]
     return next((f"GPU {runs[rank].target.index}: {why}" for rank, why in enumerate(reasons) if why), None)
@@ -239,7 +239,8 @@ GRACE_SECONDS = 1.0
 
 
 class Children:
-    """Child processes that end together; a context manager that leaves no process behind."""
+    """Child processes of one experiment that end together, as a context manager that leaves no process
+    behind."""
 
     def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
         self._children = [
@@ -316,7 +317,7 @@ class Children:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRun:
-    """The request, device, report and exit of one process."""
+    """The request, device, result and exit of one rank's process."""
 
     request: MeasurementRequest
     target: Target

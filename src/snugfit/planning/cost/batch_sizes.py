@@ -1,18 +1,18 @@
-"""Profiles of passes with several micro-batch sizes, from one rehearsal. They precede full simulations.
+"""Bytes and kernels of passes with several micro-batch sizes, from one simulation.
 
 One model is built and runs two steps. The first has the whole batch in one piece, the second has
-micro-batches of different sizes. The very first pass makes the permanent allocations (workspaces, a
-gradient scaler). They count as if they had always existed. The whole batch finds no gradients. Every later
-micro-batch adds its own to the existing ones, as all but the first of a step do.
+micro-batches of different sizes. The very first pass makes the permanent allocations (workspaces, a gradient
+scaler). They count as if they had always existed. The whole batch finds no gradients. Every later micro-batch
+adds its own to the existing ones, as all but the first of a step do.
 
 One micro-batch of each size is therefore enough. Three figures are kept: the rise of the live bytes, the
 bytes left at its end, and its kernels. The kernels of a step's first micro-batch are the same without the
-additions. The comparison with the whole batch identifies the additions. Without the whole batch, or with
-one size alone, the smallest size runs twice.
+additions. The comparison with the whole batch identifies the additions. Without the whole batch, or with one
+size alone, the smallest size runs twice.
 
 An update, recorded alone (`splice.py`), gives the same three figures. Together they give the live bytes at
-the worst moment of a steady step: a sum and a maximum. They omit only the first step, in which less is
-alive. The result therefore never exceeds the true value.
+the worst moment of a steady step: a sum and a maximum. They omit only the first step, in which less is alive.
+The result therefore never exceeds the true value.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 
 ADDITIONS = ("aten::add", "aten::add_")
-"""Operators by which autograd accumulates into an existing gradient."""
+"""Names of operators by which autograd accumulates into an existing gradient."""
 
 
 class PassProfile(NamedTuple):
-    """The passes of one step with micro-batches of one size."""
+    """Bytes and kernels of one step's passes, with micro-batches of one size."""
 
     peak_increase: Mapping[str, int]
     """Peak of live bytes above those between steps, by phase and module of the allocations. Layers of one
     stack count as one module."""
     residual_bytes: int
-    """Live bytes at the start of the update, above those between steps."""
+    """Live bytes at the start of the update, above those between steps: the gradients."""
     first: Work
     """Work of the first micro-batch."""
     further: Work
@@ -67,7 +67,7 @@ class PassProfile(NamedTuple):
 
 @dataclass(frozen=True)
 class PassProfiles:
-    """Passes of several sizes on one model."""
+    """Profiles of the passes of several micro-batch sizes on one model."""
 
     whole: PassProfile | None
     """Profile of the whole batch in one piece, if requested."""
@@ -82,7 +82,7 @@ class PassProfiles:
 
 
 class UpdateProfile(NamedTuple):
-    """The update of a steady step."""
+    """Bytes and kernels of the update of a steady step."""
 
     peak_increase: int
     """Peak of live bytes above those at its start."""
@@ -134,12 +134,12 @@ class _StepsOfSizes(PlainStep):
     """The plain loop without an update, with a separate size for each micro-batch."""
 
     sizes: Sequence[Sequence[int]] = ()
-    """Samples of each micro-batch, by step."""
+    """Number of samples of each micro-batch, by step."""
     gradients_stand = False
-    """True if a step adds to the gradients of the previous one."""
+    """True if a step adds to the gradients of the previous one instead of dropping them."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build the model and run all steps, each announced as the first; there is no loss."""
+        """Build the model and run all steps, each of which is reported as the first; there is no loss."""
 
         with run_context(self.setup):
             observer.phase("build")
@@ -230,7 +230,7 @@ def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
 
 
 def update_of(part: Part) -> UpdateProfile:
-    """Return the figures of an update that was recorded alone.
+    """Return the bytes and kernels of an update that was recorded alone.
 
     Allocations before it belong to the passes, except for the gradients, which are dropped here. In a
     recorded update, the second step allocates most, and the last one repeats from then on.
@@ -255,7 +255,7 @@ def _work(moves: Sequence[Move]) -> Work:
 
 
 def _change(move: Move) -> int:
-    """Return the change of live bytes by this move."""
+    """Return the bytes by which this move changes the live bytes."""
     if isinstance(move, Alloc):
         return move.nbytes
     return -move.stack.nbytes if isinstance(move, Free) else 0

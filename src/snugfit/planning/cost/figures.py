@@ -1,4 +1,4 @@
-"""Figures of a recipe on one GPU: first its lower bound, then its exact values."""
+"""Bytes and seconds of a recipe on one GPU: a lower bound, or exact values."""
 
 from __future__ import annotations
 
@@ -6,47 +6,50 @@ from typing import NamedTuple
 
 
 class BelowLowerBound(Exception):
-    """A Setup took less than its lower bound: layers do not grow as two depths of the model suggested."""
+    """Error: a recipe took less than its lower bound, since layers do not grow as two depths of the model
+    suggested."""
 
 
 class Bound(NamedTuple):
-    """Lower bound of a Setup's cost on one GPU."""
+    """Lower bound of a recipe's bytes and seconds on one GPU."""
 
     needed_bytes: int
     """Live bytes at the worst moment, plus the context."""
     seconds: float
     """Seconds of a step with its share of the start-up."""
     resting_bytes: int = 0
-    """Bytes of `needed_bytes` that are live in an update. Recomputed activations do not change them."""
+    """The part of `needed_bytes` that is live in an update. Recomputing does not change it."""
     layers_bytes: int = 0
-    """Peak of bytes that are live in an update or while a layer runs. No other loss changes them."""
+    """Largest bytes that are live in an update or while a layer runs. A loss in chunks does not change
+    them."""
     unkept_bytes: int = 0
     """Bytes that would be live if no layer kept tensors for the backward pass."""
     device_seconds: float = 0.0
-    """Seconds of `seconds` in which the device works; 0 if unknown."""
+    """Seconds of a step in which the device works; 0 if unknown."""
     gradient_bytes: int = 0
-    """Bytes that the passes leave to the update."""
+    """Bytes of gradients at the end of the passes."""
     outside_bytes: int = 0
     """Peak of live bytes while no layer runs, without tensors kept by layers that are not recomputed."""
     compiled_bytes: int = 0
     """Lower bound of live bytes with compiled layers."""
     compiled_seconds: float = 0.0
-    """Seconds of `device_seconds` that remain with compiled layers; 0 if unknown."""
+    """Seconds of a step in which the device works, as far as they remain with compiled layers; 0 if
+    unknown."""
 
     def at_least(self, other: Bound) -> Bound:
-        """Return the larger bytes and seconds of both."""
+        """Return a bound with the larger bytes and the larger seconds of both."""
         return Bound(max(self.needed_bytes, other.needed_bytes), max(self.seconds, other.seconds))
 
 
 class Figures(NamedTuple):
-    """Exact figures of a Setup on one GPU."""
+    """Exact bytes and seconds of a recipe on one GPU."""
 
     requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
     context_bytes: int
     seconds: float
-    """Seconds of a step with its share of the start-up, the figure that comparisons of recipes use."""
+    """Seconds of a step with its share of the start-up, by which recipes are compared."""
     once: float = 0.0
     """Seconds of the run's start-up."""
     share: float = 0.0

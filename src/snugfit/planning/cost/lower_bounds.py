@@ -49,37 +49,37 @@ if TYPE_CHECKING:
 
 
 def in_layers(module: str) -> bool:
-    """Return whether a name of `PassProfile.peak_increase` denotes a repeated module."""
+    """Return whether a module of `PassProfile.peak_increase` is a repeated layer or in one."""
     return "*" in module
 
 
 def outside_layers(module: str) -> bool:
-    """Return whether such a name denotes a module that does not repeat."""
+    """Return whether a module of `PassProfile.peak_increase` is outside of repeated layers."""
     return not in_layers(module)
 
 
 @dataclass(frozen=True)
 class DepthFit:
-    """Extrapolation from rehearsals of some depths to the whole depth."""
+    """Linear extrapolation from simulations of few layers to the whole depth."""
 
     depths: Sequence[ShallowJob]
     layers: int
     """Number of layers of the whole depth."""
 
     def extrapolate(self, values: Sequence[Any]) -> Any:
-        """Return the value at the whole depth, on the line through the values at these depths."""
+        """Return the value at the whole depth, on the line through `values` at the simulated depths."""
         return self.value_at(self.layers, values)
 
     def value_at(self, layers: int, values: Sequence[Any]) -> Any:
-        """Return the value with so many layers, on the line through the values at these depths."""
+        """Return the value with so many layers, on the line through `values` at the simulated depths."""
         return linear_extrapolate([shallow.layers for shallow in self.depths], values, layers)
 
 
 class StepBounds(NamedTuple):
-    """Lower bound of a step's cost."""
+    """Lower bound of the bytes and seconds of a step, without the context."""
 
     live_bytes: int
-    """Bytes at the worst moment."""
+    """Live bytes of the allocator at their largest moment."""
     seconds: Sequence[float]
     """Seconds of the step, by GPU."""
     resting_bytes: int
@@ -102,16 +102,16 @@ class StepBounds(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Lower bounds of the cost of some Setups."""
+    """Lower bounds of some Setups that share their passes."""
 
     per_setup: Sequence[StepBounds | UnsupportedStep]
-    """The bounds of each Setup, or the reason why its step cannot run so."""
+    """The bounds of each Setup, or the reason why its step cannot run."""
     attention: tuple[str, ...]
     """Names of the chosen attention kernels."""
 
 
 class LowerBounds:
-    """Lower bounds of the cost of one job's Setups."""
+    """Computes lower bounds of one job's Setups from simulations of few layers."""
 
     def __init__(
         self, shallow_jobs: ShallowJobs, policy: CudaPolicy, timer: Timer, startup: StartupShares
@@ -145,11 +145,11 @@ class LowerBounds:
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
 
     def depth_fit(self, setup: Setup) -> DepthFit:
-        """Return the depths on which such a step is rehearsed."""
+        """Return the depths at which a step under this Setup is simulated."""
         return DepthFit(self.shallow_jobs.of(setup), self.shallow_jobs.layers(setup))
 
     def update(self, setup: Setup, shallow: ShallowJob, passes: PassProfiles | None = None) -> UpdateProfile:
-        """Return this Setup's update at this depth, after `passes` at the same depth, if given."""
+        """Return the update's profile at this depth, simulated after `passes` if given."""
         # Weights that get no gradient have no optimizer state, so the update depends on the passes.
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
@@ -186,7 +186,7 @@ class LowerBounds:
 
 
 class _PassesBounds:
-    """The passes of some Setups on few layers, and the steps that contain them."""
+    """Bounds of steps that share their passes, from simulations of few layers."""
 
     def __init__(self, bounds: LowerBounds, setups: Sequence[Setup]) -> None:
         job, first = bounds.shallow_jobs.job, setups[0]
@@ -208,7 +208,7 @@ class _PassesBounds:
         self._left: dict[int, tuple[Work, Work]] = {}
 
     def bounds_of(self, setup: Setup, seconds: Sequence[float]) -> StepBounds:
-        """Return the lower bounds of such a step, whose seconds are given."""
+        """Return the lower bounds of a step under this Setup, whose seconds are given."""
         resting = self.resting(setup)
         return StepBounds(
             live_bytes=max(self.rise(setup), resting),
@@ -224,7 +224,7 @@ class _PassesBounds:
         )
 
     def why_unsupported(self, setup: Setup) -> UnsupportedStep | None:
-        """Return the reason why such a step cannot run in the way of its Setup, or None."""
+        """Return the reason why a step under this Setup cannot run, or None."""
         parts = parts_of(setup)
         try:
             for profile in self._profiles(setup):
@@ -238,7 +238,7 @@ class _PassesBounds:
     # ---- bytes -------------------------------------------------------------------------------------------
 
     def rise(self, setup: Setup) -> int:
-        """Return live bytes at the worst moment of the passes."""
+        """Return the peak of live bytes in the passes, with those between steps."""
         return int(self._standing(setup) + self._rise(setup))
 
     def in_layers(self, setup: Setup) -> int:
@@ -263,7 +263,7 @@ class _PassesBounds:
         return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
 
     def in_programs(self, setup: Setup) -> int:
-        """Return live bytes at the start of the layers' backward pass, if these were compiled."""
+        """Return live bytes at the start of the backward pass, if the layers were compiled."""
         left_bytes = [
             sum(n for name, n in one.kept_bytes.items() if lowered_kinds().is_left(name))
             for one in self._profiles(setup)
@@ -277,18 +277,18 @@ class _PassesBounds:
         return int(self._standing(setup) + self._gradient_bytes(setup) + in_update)
 
     def _gradient_bytes(self, setup: Setup) -> float:
-        """Return live bytes that the passes leave to the update."""
+        """Return bytes of the gradients at the end of the passes."""
         return float(self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)]))
 
     def _standing(self, setup: Setup) -> float:
-        """Return live bytes between steps."""
+        """Return live bytes between steps: weights, states and permanent allocations."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         # Passes and update have their own depths, so each has its own line.
         standing = self.fit.extrapolate([passes.baseline_bytes for passes in self.by_depth])
         return float(standing + self.update_fit.extrapolate([update.state_bytes for update in updates]))
 
     def _profiles(self, setup: Setup) -> list[PassProfile]:
-        """Return the passes of such a step, by depth."""
+        """Return the profiles of the passes under this Setup, by simulated depth."""
         samples, count = self.batch_size // setup.micro_batches, setup.micro_batches
         profiles = [passes.by_samples[samples] if count > 1 else passes.whole for passes in self.by_depth]
         return [profile for profile in profiles if profile is not None]
@@ -296,8 +296,8 @@ class _PassesBounds:
     def _rise(
         self, setup: Setup, among: Callable[[str], bool] | None = None, *, layers: int | None = None
     ) -> float:
-        """Return the minimum rise of the live bytes in such passes: the maximum over the lines of all
-        modules.
+        """Return the least increase of live bytes in the passes: the maximum over the modules of each one's
+        extrapolation.
 
         `among` selects modules by name. The value is that of the whole depth, or of `layers` layers.
         """
@@ -328,13 +328,13 @@ class _PassesBounds:
             yield [seconds + share for seconds in known.get(number) or self._by_depth(setup)]
 
     def device_seconds(self, setup: Setup) -> Sequence[float]:
-        """Return the seconds in which each GPU works in such a step; empty if the timer lacks them."""
+        """Return the seconds in which each GPU works in a step; empty if the timer does not give them."""
         return self._device_seconds(setup, _whole_work)
 
     def compiled_seconds(self, setup: Setup) -> Sequence[float]:
         """Return the seconds of kernels that remain with compiled layers, by GPU.
 
-        Empty if the timer lacks them, and for a step that is itself compiled or recorded.
+        Empty if the timer does not give them, and for a step that is itself compiled or recorded.
         """
         if setup.lowering is not None or launches_otherwise(setup):
             return ()
@@ -365,7 +365,7 @@ class _PassesBounds:
 
     def _left_by_compilers(self, work: Work) -> Work:
         """Return the kernels that compiled layers launch too. The result is cached, since timers identify
-        works by id."""
+        work by its id."""
         if id(work) not in self._left:
             # The entry holds the original too, so that its id is not reused by another object.
             self._left[id(work)] = work, left_by_lowering(work)
@@ -374,12 +374,14 @@ class _PassesBounds:
     def _works_of(
         self, setup: Setup, profile: PassProfile, shallow: ShallowJob, passes: PassProfiles | None = None
     ) -> list[Work]:
-        """Return the work of a step of one depth: its first micro-batch, each further one, and its update."""
+        """Return the work of a step at one simulated depth: its first micro-batch, each further one, and its
+        update."""
         update = self.bounds.update(setup, shallow, passes)
         return [self._under(setup, work) for work in (profile.first, profile.further, update.work)]
 
     def _by_segments(self, setups: Sequence[Setup], timer: ComposableTimer) -> Mapping[int, Sequence[float]]:
-        """Return seconds from the segments of passes and updates at the whole depth.
+        """Return the seconds of steps by Setup, from the queue segments of passes and updates at the whole
+        depth.
 
         Setups whose waits differ between depths are omitted.
         """
@@ -407,7 +409,7 @@ class _PassesBounds:
         return seconds
 
     def _by_depth(self, setup: Setup) -> Sequence[float]:
-        """Return seconds from the steps of each depth."""
+        """Return the seconds of a step by GPU, extrapolated from the seconds of whole steps of each depth."""
         counts, depths = few(setup.micro_batches), []
         for shallow, profile, passes in zip(
             self.fit.depths, self._profiles(setup), self.by_depth, strict=True
@@ -432,7 +434,8 @@ def _whole_work(work: Work) -> Work:
 
 
 def few(micro_batches: int) -> tuple[int, ...]:
-    """Return the numbers of micro-batches from which the seconds of this number are extrapolated."""
+    """Return one or two small numbers of micro-batches, from which the seconds of `micro_batches` are
+    extrapolated."""
     few_are_enough = micro_batches > MICRO_BATCHES + 1
     return (MICRO_BATCHES, MICRO_BATCHES + 1) if few_are_enough else (micro_batches,)
 

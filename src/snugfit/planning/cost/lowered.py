@@ -1,4 +1,4 @@
-"""Lower bounds of candidates whose layers a compiler lowers, before it does so.
+"""Lower bounds of candidates with compiled layers, before a compiler lowers them.
 
 A feature with a `Lowering` has a subclass (`Feature.lowered_kinds`). Without one, no candidate is lowered.
 """
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from snugfit.planning.plan import Exclusion
 
 CACHE_SHARE = 0.1
-"""Greatest share by which recomputing may reduce the seconds of a step."""
+"""Largest share of a step's seconds that recomputing may save, by disabling a cache of keys and values."""
 
 
 class LoweredKinds:
-    """Lowered candidates of a space. They wait until a search needs them. Here there are none.
+    """The candidates of a space with compiled layers, which wait until a search needs them. The base class
+    has none.
 
     `saves_nothing` maps a recomputing candidate to the same one without recomputing. `least_of` returns the
     bounds of a waiting candidate by GPU. `everywhere` includes candidates that are idle.
     """
 
     waiting: Sequence[int] = ()
-    """Candidates without recomputing and with whole logits."""
+    """Candidates with compiled layers that save no memory: without recomputing and with whole logits."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class LoweredKinds:
 
     @staticmethod
     def is_left(operator: str) -> bool:
-        """Return whether a lowered layer runs this operator too, and keeps outputs that its backward pass
+        """Return whether a compiled layer runs this operator too, and keeps outputs that its backward pass
         reads."""
         return True
 
@@ -53,47 +54,49 @@ class LoweredKinds:
         return False
 
     def alike(self, number: int) -> int | None:
-        """Return the same candidate, not lowered."""
+        """Return the candidate that differs only by not being compiled; None for one that is not compiled."""
         return None
 
     def bare(self, number: int) -> int:
-        """Return the same candidate, not lowered, without recomputing and with whole logits."""
+        """Return the candidate that is not compiled, does not recompute, and has whole logits."""
         return number
 
     def bounded_by(self, number: int) -> Iterable[int]:
-        """Return the candidates that bound this one; none for a candidate that is not lowered."""
+        """Return the candidates that give lower bounds of this one; none for a candidate that is not
+        compiled."""
         return ()
 
     def least(self, number: int) -> Bound | None:
-        """Return the lower bound of this candidate; None for one that is not lowered."""
+        """Return the lower bound of this candidate; None for one that is not compiled."""
         return None
 
     def again_seconds(self, number: int) -> float:
-        """Return the least seconds of its recomputation; 0 if unknown."""
+        """Return the least seconds of the candidate's recomputation; 0 if unknown."""
         return 0.0
 
     def saved_share(self, number: int) -> float:
-        """Return the greatest share of its seconds that recomputing may save."""
+        """Return the largest share of the candidate's seconds that recomputing may save."""
         return CACHE_SHARE
 
     def is_idle(self, number: int) -> bool:
-        """Return whether this candidate saves memory without need: it fits on each GPU without."""
+        """Return whether this candidate saves memory without need, since it fits on each GPU without the
+        saving."""
         return False
 
     def left_out(self, numbers: Iterable[int]) -> Iterable[Exclusion]:
-        """Return exclusions for the idle ones among these candidates."""
+        """Return exclusions for those of these candidates that save memory without need."""
         return ()
 
 
 @cache
 def lowered_kinds() -> type[LoweredKinds]:
-    """Return the class of a feature that lowers layers, or the one without lowered candidates."""
+    """Return the feature's class for compiled candidates, or the base class."""
     kinds = [kind for classes in hooks("lowered_kinds") for kind in classes()]
     return kinds[0] if kinds else LoweredKinds
 
 
 def left_by_lowering(work: Work) -> Work:
-    """Return the kernels of a step that lowered layers launch too. Nothing outside layers changes."""
+    """Return the kernels of a step that remain with compiled layers. Nothing outside layers changes."""
     is_left = lowered_kinds().is_left
     kernels = (
         one

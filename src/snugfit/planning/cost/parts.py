@@ -1,14 +1,14 @@
-"""Cache of rehearsed parts of steps, the interface from a search to the rehearsal.
+"""Evaluation of recipes for a search: lower bounds and exact figures, from cached parts of simulated steps.
 
-`screen` computes the *lower bound* of a Setup's cost. It rehearses the passes on models of few layers,
-with all sizes of micro-batch in one rehearsal, and the update likewise. `lower_bounds.py` derives the
-lower bound of the whole depth. Models whose layers do not repeat are rehearsed in full.
+`screen` computes the *lower bound* of a Setup's cost. It rehearses the passes on models of few layers, with
+all sizes of micro-batch in one rehearsal, and the update likewise. `lower_bounds.py` derives the lower bound
+of the whole depth. Models whose layers do not repeat are rehearsed in full.
 
 `judge` computes the *exact* cost. It rehearses passes and update at the whole depth and splices them. The
 trace goes through the timer and the allocator. Every figure of a plan comes from this function.
 
-Rehearsing dominates the cost, and GPUs with the same decisions share it. Each Setup has one answer per
-GPU, with a separate context and separate seconds.
+Rehearsing dominates the cost, and GPUs with the same decisions share it. Each Setup has one answer per GPU,
+with a separate context and separate seconds.
 """
 
 from __future__ import annotations
@@ -63,39 +63,37 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 REMEMBERED_PARTS = 48
-"""Maximum number of cached whole parts, at some ten megabytes each.
-
-It exceeds the number of kinds of passes in most spaces. Recipes that share passes are evaluated far apart.
-"""
+"""Largest number of cached parts, at some ten megabytes each. It exceeds the number of kinds of passes in
+most spaces. Recipes that share passes are evaluated far apart."""
 
 
 class _Replays(NamedTuple):
     trace: Trace
     """Trace of the steady step, perhaps with fewer micro-batches."""
     by_segments: dict[bool, AllocatorPeaks]
-    """Peaks of the allocator, with expandable segments and without."""
+    """Peaks of the allocator's bytes, by whether segments are expandable."""
 
 
 class _OwnTrace(NamedTuple):
     policy: CudaPolicy
-    """Policy of the rehearsal."""
+    """Policy of the simulation."""
     sizes: Mapping[CudaPolicy, Mapping[tuple[str, int], int] | None]
     """Sizes of the buffers on other GPUs (`ComparedPolicy`)."""
     trace: Trace
 
 
 class FullCheck(NamedTuple):
-    """Result of the full simulation of a recipe."""
+    """A comparison of a recipe's figures with its full simulation."""
 
     is_same: bool
-    """True if it gave the same figures."""
+    """True if the full simulation gave the same figures."""
     doubts: tuple[str, ...]
     timing: StepSeconds | None
     """Seconds of the step, if the GPU's rates are known."""
 
 
 class Parts:
-    """Rehearse parts of one job's steps for GPUs with the same decisions as the first of them."""
+    """Evaluates recipes of one job, for GPUs with the same kernels as the first of them."""
 
     def __init__(
         self,
@@ -114,15 +112,15 @@ class Parts:
         self._redundant: dict[Hashable, bool] = {}
         self._whole: OrderedDict[Hashable, Any] = OrderedDict()
         self._steady: set[Hashable] = set()
-        """Keys of the traces whose third step equals the second."""
+        """Keys of the traces whose third step equals the second, so that two steps are enough."""
 
     # ---- lower bounds ------------------------------------------------------------------------------------
 
     def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...] | UnsupportedStep]:
-        """Return the lower bounds of these Setups on each GPU, or the reason why a step cannot run so.
+        """Return the lower bounds of these Setups on each GPU, or the reason why a step cannot run.
 
-        They may differ in micro-batches, optimizer, matrix products, loading, allocator and recording
-        only. Raises `SnugfitError` if one of them cannot be rehearsed.
+        They may differ in micro-batches, optimizer, matrix products, loading, allocator and recording only.
+        Raises `SnugfitError` if one of them cannot be rehearsed.
         """
         # A job without an update is rehearsed as a whole, which gives its exact bound.
         if not self.job.trains:
@@ -177,7 +175,8 @@ class Parts:
         ]
 
     def _replays(self, setup: Setup, kinds: Collection[bool]) -> _Replays:
-        """Return the results of the step's replay through the allocator."""
+        """Return the peaks of the step's replay through the allocator, with its trace; `kinds` are with
+        expandable segments or without."""
         run = self.run(setup) if self.job.trains else None
         if run is not None:
             requests = Requests(run)
@@ -241,7 +240,8 @@ class Parts:
         return traces
 
     def _own_trace(self, setup: Setup, policy: CudaPolicy, *, steady: bool) -> _OwnTrace:
-        """Return the whole trace by this policy, with the buffer sizes of all other GPUs for later calls."""
+        """Return the whole trace by this policy, with the buffer sizes on all other GPUs, which later calls
+        reuse."""
         policies = dict.fromkeys(policy_for(gpu, Software()) for gpu in self.gpus)
         module = self.job.model.module is not None  # the module's code may read the GPU's compute capability
         further = [] if module else [other for other in policies if other != policy]
@@ -253,8 +253,8 @@ class Parts:
         return model_peak_seconds(trace.kernels, device) if device else 0.0
 
     def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> FullCheck:
-        """Return whether a full simulation of this recipe on this GPU gives these figures, with its
-        doubts."""
+        """Simulate this recipe in full on this GPU, and return whether the result equals `figures`, with its
+        warnings."""
         prediction = predict(self.job, recipe, gpu=self.gpus[gpu])
         footprint = prediction.footprint
         # The first four fields of the figures are bytes.
@@ -267,7 +267,7 @@ class Parts:
         return FullCheck(same, prediction.doubts, prediction.timing)
 
     def run(self, setup: Setup) -> PeriodicRun | None:
-        """Return the training run under this Setup; None if its parts cannot be spliced.
+        """Return the simulated run under this Setup; None if its parts cannot be spliced.
 
         Raises `UnsupportedStep` if the step cannot run so.
         """
@@ -299,10 +299,10 @@ class Parts:
         return self._remember(("passes", passes_key(setup), samples, setup.micro_batches > 1), make)
 
     def _second_step_is_redundant(self, setup: Setup) -> bool:
-        """Return whether a short rehearsal of such passes is exact, tested on few layers and one sample each.
+        """Return whether one recorded step of such passes is enough, tested on few layers and one sample
+        each.
 
-        The memory that a step leaves behind is the same for any set of recomputed layers that is not
-        empty.
+        The memory that a step leaves behind is the same for any set of recomputed layers that is not empty.
         """
         count = min(setup.micro_batches, MICRO_BATCHES)
         kind = replace(setup, checkpoint=setup.checkpoint and EVERY_LAYER)
@@ -332,10 +332,9 @@ class Parts:
 
 
 def _bounds_on_gpus(step: StepBounds, contexts: Sequence[int], least: Sequence[int]) -> tuple[Bound, ...]:
-    """Return the bounds of a step on each GPU, with its context.
+    """Return the bounds of a step with the context of each GPU.
 
-    `least` are the contexts with recomputation, which may choose another attention without cuDNN's
-    libraries.
+    `least` are the contexts with recomputation, which may choose another attention without cuDNN's libraries.
     """
     unknown = [0.0] * len(contexts)
     return tuple(

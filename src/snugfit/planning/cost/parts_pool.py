@@ -1,7 +1,7 @@
-"""Worker processes of a plan. Each has separate `Parts`, which cache their rehearsals.
+"""The worker processes of a plan. Each has its own `Parts`, with a cache of simulated parts.
 
-The parts stay in this process if a plan cannot be sent to another one. Reasons are a user's own module,
-and a timer that is a closure.
+The parts stay in this process if a plan cannot be sent to another one. Reasons are a user's own module, and a
+timer that is a closure.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _Result = TypeVar("_Result")
 def load_ahead(
     job: Job, gpus: Sequence[Gpu | None], timer: object, workers: int, *, ahead: Iterable[str] = ()
 ) -> None:
-    """Import all modules that the workers need, while this process continues.
+    """Start to import all modules that the workers need, in the fork server.
 
-    `timer` is the workers' timer, or the source from which it is made. `ahead` lists modules that
-    techniques import.
+    `timer` is the workers' timer, or the source from which it is made. `ahead` lists modules that techniques
+    import.
     """
     modules = [*_preload(job), *ahead]
     if workers > 1 and can_travel(job):
@@ -50,10 +50,9 @@ def parts_pool(
     apart: bool = False,
     spare: SpareProcesses | None = None,
 ) -> Iterator[WorkerPool]:
-    """Yield so many workers, each with separate parts of this job.
+    """Yield a pool of `workers` workers, each with its own `Parts` of this job.
 
-    A single worker runs in this process unless it works `apart`. `spare` are processes that may help
-    later.
+    A single worker runs in this process unless it works `apart`. `spare` are processes that may help later.
     """
     make, modules = partial(_parts, job, gpus, timer, shallow=shallow, run=run), _preload(job)
     workers = workers if can_travel(job) else 1
@@ -73,8 +72,8 @@ def with_pool(
     apart: bool = False,
     spare: SpareProcesses | None = None,
 ) -> _Result:
-    """Return the result of `search` with models of few layers; if these do not represent the job, with whole
-    models."""
+    """Return the result of `search`, run with models of few layers; if these do not represent the job, run it
+    with whole models."""
     for shallow in (True, False):
         with parts_pool(
             job, gpus, timer, workers=workers, shallow=shallow, run=run, apart=apart, spare=spare
@@ -87,19 +86,20 @@ def with_pool(
 
 
 def _parts(job: Job, gpus: Sequence[Gpu | None], timer: Timer, *, shallow: bool, run: PlannedRun) -> Parts:
-    """Make the parts in the worker, so that the parent process imports none of their modules."""
+    """Return new `Parts`, created in the worker, so that the parent process imports none of their modules."""
     from snugfit.planning.cost.parts import Parts
 
     return Parts(job, gpus, timer, shallow=shallow, run=run)
 
 
 def can_travel(job: Job) -> bool:
-    """Return whether the job can be sent to another process."""
+    """Return whether the job can be pickled for another process."""
     return job.model.module is None
 
 
 def _preload(job: Job) -> list[str]:
-    """Return the modules of a plan's workers. The last one is ignored if transformers has no such file."""
+    """Return the modules that a plan's workers import first. The last one is ignored if transformers has no
+    such file."""
     name = job.model.architecture
     return [
         "snugfit.planning.cost.parts",

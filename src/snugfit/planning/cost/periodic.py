@@ -1,11 +1,11 @@
-"""Replay of a step with many micro-batches through the allocator, reduced to a few of them.
+"""Replay of a step with many micro-batches through the allocator, without repetitions that change nothing.
 
 All micro-batches of a step but its first and its last are the same list of requests. The steps after the
-first repeat likewise. Once a micro-batch begins in the same state as an earlier one, those between them
-are a period. The state covers all blocks and addresses. Each further period leaves the allocator
-unchanged, and no peak moves any more. Often a single micro-batch is the period. If the blocks of one batch
-are still alive at the start of the next, it is two or three. Whole periods are left out, and the result is
-still exact to the byte. Without a period, all micro-batches are replayed.
+first repeat likewise. Once a micro-batch begins in the same state as an earlier one, those between them are a
+period. The state covers all blocks and addresses. Each further period leaves the allocator unchanged, and no
+peak moves any more. Often a single micro-batch is the period. If the blocks of one batch are still alive at
+the start of the next, it is two or three. Whole periods are left out, and the result is still exact to the
+byte. Without a period, all micro-batches are replayed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MANY = 16
 
 
 class AllocatorPeaks(NamedTuple):
-    """Peaks of the allocator's bytes in a run."""
+    """Largest requested, allocated and reserved bytes in a run."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -38,15 +38,13 @@ class AllocatorPeaks(NamedTuple):
 
 
 Request = tuple[int, Any]
-"""A stack's number with an allocation's bytes, or with the position of the freed block.
-
-The position counts from the stack's top: -1 and down. The number -1 precedes the name of an action of the
-driver, or the mark of an emptied cache.
-"""
+"""The type of an allocator request. It has the number of a stack of blocks. The second entry is the bytes to
+allocate, or the position of the block to free. The position counts from the stack's top: -1 and down. The
+number -1 precedes the name of an action of the driver, or the mark of an emptied cache."""
 
 
 class Requests:
-    """Allocator requests of a run, prepared for replays."""
+    """Allocator requests of a run, in a form for fast replays."""
 
     def __init__(self, run: PeriodicRun) -> None:
         self._stacks: dict[Alloc, int] = {}
@@ -65,7 +63,7 @@ class Requests:
 
     @property
     def leaves_as_many(self) -> bool:
-        """True if the last of several steps leaves as many live blocks on each stack as it found."""
+        """True if the last of several steps leaves the number of live blocks on each stack unchanged."""
         left: Counter[int] = Counter()
         for some, times in self.recorded[-1]:
             for stack, what in some:
@@ -95,7 +93,7 @@ class Requests:
         return requests
 
     def _driver(self, alloc: Alloc) -> Iterator[Request]:
-        """Yield the driver's actions before this block is allocated, each once."""
+        """Yield requests for the driver's actions before this block is allocated, each once."""
         for word in (*self._due, alloc.phase, alloc.operator):
             if word in self._pending:
                 self._pending.remove(word)
@@ -104,7 +102,7 @@ class Requests:
 
 
 def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
-    """Return the allocator's peaks after such a run."""
+    """Replay these requests through the allocator and return its peaks."""
     allocator = Allocator(expandable=expandable)
     stacks: list[list[Any]] = [[] for _ in range(requests.stacks)]
     memory = [Memory.OWN] * requests.stacks
@@ -113,7 +111,7 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
     actions = actions_by_word(allocator.addresses)
 
     def state() -> Hashable:
-        """Return the state that determines all later requests."""
+        """Return the allocator's state, on which all later requests depend."""
         handed_out = tuple([tuple([block.address for block in stack]) for stack in stacks])
         return handed_out, allocator.state()
 
@@ -144,11 +142,11 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
 
 
 def _nothing() -> None:
-    """Replace an action of the driver that already happened."""
+    """Do nothing: the replacement of a driver's action that already happened."""
 
 
 def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable]) -> None:
-    """Replay this so many times, without whole periods once one is found."""
+    """Call `replay` `times` times, without whole periods once `state` repeats."""
     begins: dict[Hashable, int] = {}
     left = times
     while left:

@@ -1,21 +1,21 @@
-"""Closed form of the queue of host and device: four numbers per GPU replace all kernels between two waits.
+"""A closed form of the queue of host and device: four numbers per GPU replace all kernels between two waits.
 
 `a` is the time until the first kernels up to this one have been launched. `w` is the device's time for all
 kernels before it. The device ends a segment at
 
-    all its work + max(when it was free, when the host began + max(a - w))
+all its work + max(when it was free, when the host began + max(a - w))
 
 The device never stops except to wait for a kernel, and the last such wait determines the end. Two segments
 without a wait between them form one segment again. The cost of a piece of a step is thus computed once,
 regardless of its position.
 
-A step may wait more than once, for example if its optimizer reads a value for each parameter. Host and
-device then begin together after each wait. All segments between the first wait and the last are a sum,
-independent of earlier ones. Any piece of a step is therefore three segments at most.
+A step may wait more than once, for example if its optimizer reads a value for each parameter. Host and device
+then begin together after each wait. All segments between the first wait and the last are a sum, independent
+of earlier ones. Any piece of a step is therefore three segments at most.
 
-The numbers of deeper models follow from those of two shallow ones. Launches and work grow linearly with
-the layers. `max(a - w)` is a maximum of linear functions. The line through two depths therefore never
-exceeds it, and neither do results simulated with it.
+The numbers of deeper models follow from those of two shallow ones. Launches and work grow linearly with the
+layers. `max(a - w)` is a maximum of linear functions. The line through two depths therefore never exceeds it,
+and neither do results simulated with it.
 
 All arrays are seconds, float64, and their last axis is the GPU.
 """
@@ -54,7 +54,7 @@ class QueueSegment(NamedTuple):
 
 
 def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
-    """Return these consecutive pieces of a step, joined without waits between them."""
+    """Return consecutive pieces of a step as one list of segments, joined without waits between them."""
     first, *rest = pieces
     segments = list(first)
     for piece in rest:
@@ -137,7 +137,7 @@ def _is_empty(segment: QueueSegment) -> bool:
 
 
 def stack(alternatives: Sequence[Sequence[QueueSegment]]) -> list[QueueSegment]:
-    """Return the segments with all alternatives stacked along a new first axis of each array."""
+    """Return the segments of several alternatives as arrays, stacked along a new first axis."""
     return [
         QueueSegment(*(np.stack(values) for values in zip(*same, strict=True)))
         for same in zip(*alternatives, strict=True)

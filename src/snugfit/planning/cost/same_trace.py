@@ -1,4 +1,4 @@
-"""Application of Setups that share a trace to that trace.
+"""Conversion of a trace to other Setups that share it.
 
 Three wishes leave a step's allocations and kernels unchanged: the format of fp32 products, the source of
 batches, and the allocator's segments. A plan rehearses once for all of them. The first two change kernel
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def trace_under(setup: Setup, trace: Trace) -> Trace:
-    """Return a trace as under this Setup. It was rehearsed with plain products and loading."""
+    """Return a trace, simulated with plain products and loading, with the kernels of this Setup."""
     kernels = kernels_under(setup, trace.kernels)
     return trace if kernels is trace.kernels else replace(trace, kernels=kernels)
 
@@ -44,7 +44,8 @@ def with_sizes(trace: Trace, sizes: Mapping[tuple[str, int], int]) -> Trace:
 
 
 def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    """Return the kernels as under this Setup; the same object if nothing changes."""
+    """Return kernels, simulated with plain products and loading, with this Setup's dtypes and copies; the
+    same object if nothing changes."""
     from snugfit.rehearsal.record.kernels import PRODUCTS, TF32
 
     kernels = parts_of(setup).launched_kernels(setup, kernels)

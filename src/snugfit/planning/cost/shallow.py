@@ -26,12 +26,12 @@ The first layer's shared results (T5's attention bias) are kept only by the chec
 """
 
 SMOKE_TEST_PERIODS = 2
-"""Number of layer periods in the model that tests a property before it is used."""
+"""Number of layer periods in the model on which a property is tested before it is used."""
 
 
 @dataclass(frozen=True)
 class ShallowJob:
-    """A job with fewer layers."""
+    """A job whose model has fewer layers, and its Setup."""
 
     job: Job
     setup: Setup
@@ -40,14 +40,15 @@ class ShallowJob:
 
 
 class ShallowJobs:
-    """The shallow models of one job; `few` permits them."""
+    """Makes models of few layers for one job; without `few`, only the whole model."""
 
     def __init__(self, job: Job, *, few: bool) -> None:
         self.job, self.few = job, few
         self._depths: dict[Hashable, Depth | None] = {}
 
     def of(self, setup: Setup) -> list[ShallowJob]:
-        """Return two models of few layers that are less work than the whole one; otherwise the whole one."""
+        """Return two models of few layers that take less work to simulate than the whole one; otherwise the
+        whole one."""
         depth = self.depth(setup)
         if depth is not None and self.few:
             checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
@@ -66,7 +67,7 @@ class ShallowJobs:
         return [ShallowJob(self.job, setup, self.layers(setup))]
 
     def smoke_test_job(self, setup: Setup, samples: int) -> Job | None:
-        """Return the job on a model of so few layers that any test on it is cheap, with `samples` samples.
+        """Return the job with so few layers and `samples` samples that any test on it is cheap.
 
         Return None if the whole model is not deeper.
         """
@@ -77,7 +78,7 @@ class ShallowJobs:
         return replace(depth.shallower(self.job, layers), batch_size=samples)
 
     def depth(self, setup: Setup) -> Depth | None:
-        """Return the depth of the whole model; None if it cannot be changed."""
+        """Return the layers and their period in the whole model; None if their number cannot be changed."""
         if setup.attention not in self._depths:
             self._depths[setup.attention] = depth_of(self.job, setup)
         return self._depths[setup.attention]

@@ -1,11 +1,11 @@
-"""Passes recorded in one step of two micro-batches, and expanded to two steps of three.
+"""A short recording of passes: one step of two micro-batches, which is expanded to two steps of three.
 
 A second step repeats the first, without its permanent allocations: workspaces, a scaler's tensors. A third
 micro-batch repeats the second, which begins while the previous one still has its inputs. One step with two
 micro-batches therefore gives the result of two steps with three, at a third of the work.
 
-Torch does not guarantee such steps: a model may keep its last output and replace it. Each kind of passes
-is therefore tested first, on a model of few layers: `second_step_is_redundant` records it both ways and
+Torch does not guarantee such steps: a model may keep its last output and replace it. Each kind of passes is
+therefore tested first, on a model of few layers: `second_step_is_redundant` records it both ways and
 compares.
 """
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 MICRO_BATCHES = 2
-"""Number of micro-batches that are recorded for any larger number."""
+"""Number of micro-batches that are recorded instead of any larger number."""
 
 SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
-"""Counters of a kernel since the previous one."""
+"""Fields of a kernel that count events since the previous kernel."""
 
 
 def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
@@ -38,12 +38,13 @@ def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
 
 
 def write_out(part: Part) -> Part:
-    """Return the result of `rehearse_passes`, expanded from short passes whose second step is redundant."""
+    """Return recorded short passes expanded to the result of `rehearse_passes`, if the second step is
+    redundant."""
     return replace(part, trace=_write_out(part.trace))
 
 
 def second_step_is_redundant(job: Job, setup: Setup, policy: Policy) -> bool:
-    """Return whether the passes of this job are the same recorded in one step and in two.
+    """Record the passes of this job in one step and in two. Return whether both recordings are equivalent.
 
     The job should have few layers.
     """
@@ -52,7 +53,8 @@ def second_step_is_redundant(job: Job, setup: Setup, policy: Policy) -> bool:
 
 
 def _without_first_step_kernels(part: Part) -> tuple[Any, ...]:
-    """Return a part without the kernels and waits of its first step, which no trace keeps."""
+    """Return a recorded part as a tuple for comparisons, without the kernels and waits of its first step,
+    which no trace keeps."""
     moves: list[Move] = []
     step = -1
     for move in part.trace.moves:
@@ -64,7 +66,8 @@ def _without_first_step_kernels(part: Part) -> tuple[Any, ...]:
 
 
 def _write_out(relative: RelativeTrace) -> RelativeTrace:
-    """Return two steps of three micro-batches (or of one), from one step of two (or one)."""
+    """Return the moves of two steps of three micro-batches (or of one), from those of one step of two (or
+    one)."""
     build, steps, rest = split_steps(relative.moves)
     first = _with_a_third(steps[0])
     second = [
@@ -74,7 +77,8 @@ def _write_out(relative: RelativeTrace) -> RelativeTrace:
 
 
 def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
-    """Return a step of two micro-batches with its second one repeated; a step of one stays unchanged."""
+    """Return the moves of a step with the second of two micro-batches repeated; a step of one stays
+    unchanged."""
     starts = micro_batch_starts(moves)
     if len(starts) < MICRO_BATCHES:
         return moves
@@ -87,10 +91,10 @@ def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
 
 
 def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
-    """Return the same step as a second one.
+    """Return the moves of a step as those of the step after it.
 
-    The permanent allocations of the first step already exist, and the tensors of the model that it
-    replaced are gone.
+    The permanent allocations of the first step already exist, and the tensors of the model that it replaced
+    are gone.
     """
     first, second = LiveSet(), LiveSet()
     mapping = dict(zip(first.follow(build), second.follow(build), strict=True))
@@ -130,7 +134,7 @@ def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
 
 
 def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -> Kernel:
-    """Return this kernel with the counters of the omitted kernels before it.
+    """Return this kernel with the counters of the `left_out` kernels before it added.
 
     The host's work before those counts before this one. The views that replaced tensors in the model are
     excepted: one for each of the `replaced` tensors.

@@ -1,6 +1,6 @@
-"""Length of the planned run, and a step's share of its start-up.
+"""A step's share of its run's start-up, given the length of the run.
 
-    seconds a step = (start-up + steps x steady step) / steps
+seconds a step = (start-up + steps x steady step) / steps
 
 On a long run only the steady step counts. On a short one a recipe with a faster start-up may beat one with
 faster steps. A run without a given length has no end.
@@ -37,7 +37,7 @@ class PlannedRun:
     """Length of a run, and the rates of its start-up."""
 
     steps: int | None = None
-    """Number of optimizer steps; None if it was not given."""
+    """Number of optimizer steps of the run; None if it was not given."""
 
     rates: StartupRates = STARTUP_RATES
     """Rates of the host's start-up."""
@@ -54,16 +54,16 @@ ENDLESS = PlannedRun()
 
 
 class StartupShare(NamedTuple):
-    """Cost of a recipe's start-up."""
+    """Start-up seconds of a run, in total and per step."""
 
     once: float
     """Seconds of the whole start-up."""
     share: float
-    """Share of a step in `once`, in seconds; 0 if the run has no end."""
+    """Seconds of the start-up per step; 0 if the run has no end."""
 
 
 class StartupShares:
-    """The start-up of this job's run under each Setup, and a step's share of it."""
+    """Computes the start-up of this job's run under each Setup, and a step's share of it."""
 
     def __init__(self, job: Job, run: PlannedRun) -> None:
         self.job, self.run = job, run
@@ -86,7 +86,7 @@ class StartupShares:
         return self._seconds(setup, kernels) / self.run.steps
 
     def forget(self) -> None:
-        """Clear the cache of kernels, since no further call times these steps."""
+        """Clear the cache of kernels, after the last call that times these steps."""
         self._kernels.clear()
 
     def _seconds(self, setup: Setup, kernels: KernelSet, pinned: int = 0, in_programs: int = 0) -> float:

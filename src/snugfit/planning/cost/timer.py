@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Work
 
 Timer = Callable[[Trace], Sequence[float]]
-"""Seconds of a trace's steady step on each GPU, from its kernels and waits."""
+"""The type of a function that returns the seconds of a trace's steady step on each GPU, from its kernels and
+waits."""
 
 REMEMBERED_WORKS = 1_000
-"""Number of pieces of steps whose segments are cached."""
+"""Number of pieces of steps whose queue segments are cached."""
 
 REMEMBERED_KERNELS = 100_000
 """Number of kernels that are recognized by their id."""
@@ -68,8 +69,8 @@ class ComposableTimer(Protocol):
 def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
     """Return a steady step's seconds on each GPU. The step consists of these pieces of device work, in order.
 
-    Cached segments of the pieces are added up. All kernels are simulated instead if the timer is no
-    `ComposableTimer`, or if copies run beside kernels.
+    Cached segments of the pieces are joined. All kernels are simulated instead if the timer is not a
+    `ComposableTimer`, or if copies run in parallel.
     """
     if isinstance(timer, ComposableTimer) and not any(map(timer.has_copies, works)):
         return tuple(timer.simulate(join(map(timer.segments, works))).tolist())
@@ -87,7 +88,7 @@ def _waits_of(works: Iterable[Work]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SingleGpuTimer:
-    """Adapter from a function of a trace to the interface of a timer of several GPUs."""
+    """A timer of one GPU, from a function of a trace."""
 
     seconds: Callable[[Trace], float]
 
@@ -98,7 +99,7 @@ class SingleGpuTimer:
 
 @dataclass(frozen=True)
 class PerGpuTimers:
-    """Adapter from one function of a trace per GPU to a timer, called one after the other."""
+    """A timer of several GPUs, from one function of a trace for each."""
 
     timers: tuple[Callable[[Trace], float], ...]
 
@@ -108,7 +109,8 @@ class PerGpuTimers:
 
 
 class GpuTimers:
-    """Seconds of a step on each of these GPUs, by their rates. Instances can be pickled.
+    """A timer that returns the seconds of a step on each of these GPUs, by their rates. Instances can be
+    pickled.
 
     Raises `GpuError` if the table lacks the rates of one of them.
     """
@@ -135,7 +137,8 @@ class GpuTimers:
         return tuple(self.simulate(segments).tolist())
 
     def _with_copies(self, trace: Trace, clock: KernelClock) -> float:
-        """Return seconds of the whole queue, which has no closed form with copies."""
+        """Return seconds of a step with concurrent copies, for which the queue has no closed form, by
+        simulating all kernels."""
         host, kernels = clock.rates.host, trace.kernels
         device = [clock.seconds(kernel) for kernel in kernels]
         launches = [launch_seconds(kernel, host) for kernel in kernels]
@@ -188,7 +191,7 @@ class GpuTimers:
         return merge_inner([*segments], self._wait_s), device.sum(axis=0)
 
     def _number(self, kernel: Kernel) -> int:
-        """Return the kernel's row in the table, shared by all layers."""
+        """Return the kernel's row in the table of seconds, which equal kernels of all layers share."""
         number = self._numbers.get(kernel)
         if number is None:
             # The seconds of a kernel do not depend on its module.
@@ -216,7 +219,7 @@ class GpuTimers:
 
 @dataclass(frozen=True)
 class TimersWithGaps:
-    """A timer with the seconds of GPUs with known rates, and 0 for all other GPUs."""
+    """A timer that returns the seconds of GPUs with known rates, and 0 for all other GPUs."""
 
     timers: GpuTimers
     """Timers of the GPUs with known rates."""
@@ -258,7 +261,7 @@ class TimersWithGaps:
         return self._on_every(self.timers.simulate(segments))
 
     def _on_every(self, known: Any) -> Any:
-        """Return seconds (..., GPUs) of all GPUs, from those with known rates."""
+        """Return seconds (..., GPUs) of all GPUs, from those with known rates and 0 for the rest."""
         # The index -1 below selects this column.
         unknown = np.zeros((*known.shape[:-1], 1))
         every = np.concatenate([known, unknown], axis=-1)

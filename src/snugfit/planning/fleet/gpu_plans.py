@@ -1,4 +1,4 @@
-"""The same plan on many GPUs: those that train a job, with their recipes and speeds.
+"""Results of one plan for many GPUs: the best recipe on each, with its bytes and speed.
 
 The cost of a run is not part of it: prices come from the user and change daily. `prices.py` combines them
 with these answers. A GPU whose bytes or seconds are unknown is listed with the reason.
@@ -22,7 +22,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class OnGpu:
-    """The answer for one GPU."""
+    """The best recipe on one GPU, or the reason for none."""
 
     gpu: Gpu
     """The requested GPU."""
@@ -56,7 +56,7 @@ class OnGpu:
     """Reason why bytes or seconds are unknown."""
 
     doubts: tuple[str, ...] = ()
-    """Assumptions of the recipe's rehearsal, as sentences."""
+    """Assumptions of the recipe's simulation, as sentences."""
 
     @property
     def key(self) -> str:
@@ -74,15 +74,15 @@ class OnGpu:
         return bool(self.fits) and -self.lacking_bytes < self.headroom_bytes
 
     def pace(self, steps: int | None) -> float | None:
-        """Return seconds a step on a run of `steps` steps (`Choice.pace`); None if unknown or if it does not
-        fit."""
+        """Return seconds a step, with the start-up spread over a run of `steps` steps (`Choice.pace`); None
+        if unknown or if it does not fit."""
         known = self.choice if self.fits and self.choice and self.choice.step_seconds else None
         return known.pace(steps) if known else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPlans:
-    """The answers for many GPUs."""
+    """The best recipes on many GPUs."""
 
     job: Job
     """The training job of the plans."""
@@ -115,7 +115,7 @@ class GpuPlans:
 
     @property
     def smallest(self) -> OnGpu | None:
-        """The GPU with the least memory that trains this; among equals, the fastest."""
+        """The GPU with the least memory that trains the job; among equals, the fastest."""
         return min(
             self.fitting,
             key=lambda on_gpu: (on_gpu.gpu.memory_bytes or 0, on_gpu.pace(self.steps) or 0.0, on_gpu.key),
@@ -150,8 +150,8 @@ class GpuPlans:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the answers that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != "plans for many GPUs" or document.get("schema") != SCHEMA:
-            raise UsageError("These are not plans of this version of snugfit.")
+            raise UsageError("These are not plans of this version of snugfit. Plan again.")
         try:
             return decode_fields(cls, document)
         except (KeyError, TypeError) as damaged:
-            raise UsageError(f"These plans are damaged: {damaged}.") from None
+            raise UsageError(f"These plans are damaged: {damaged}. Plan again.") from None

@@ -35,8 +35,8 @@ _Answer = TypeVar("_Answer")
 def kinds_of(
     gpus: Iterable[Gpu], fixed: Kept, fidelity: Fidelity = Fidelity.ROUNDS
 ) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
-    """Return groups of GPUs that one search may serve, and answers with the reason for all other GPUs, by
-    key."""
+    """Return the GPUs in groups that one search can serve. Return for all other GPUs, by key, an answer
+    without a recipe and with the reason."""
     degrees = list(Fidelity)
     looked_at = [
         technique
@@ -65,7 +65,7 @@ def refuse_gpu(gpu: Gpu, fixed: Kept) -> None:
 
 
 def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
-    """Return a key that is equal for GPUs that one search may serve.
+    """Return a key that is equal for GPUs that can share a search.
 
     They run the same kernels in most steps, and allow the same of the considered techniques.
     """
@@ -87,7 +87,7 @@ def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
 
 
 class _SearchStopped(Exception):
-    """The answer of this search is no longer needed."""
+    """Error that stops a search whose answer is no longer needed."""
 
 
 def search_kinds(
@@ -107,8 +107,8 @@ def search_kinds(
     begun, done, began, stopped = 0, 0, time.monotonic(), threading.Event()
 
     def tell_for(gpus: int) -> Tell:
-        """Return a callback that reports the current kind, and an estimate of the remaining seconds after the
-        first."""
+        """Return a callback for progress messages that adds the current GPUs, and after the first search an
+        estimate of the remaining seconds."""
         left = (time.monotonic() - began) / done * (len(kinds) - begun) if done else 0.0
         rest = f", then about {left:.0f} s more" if left else ""
         head = f"kind {begun} of {len(kinds)} ({gpus} GPUs): "

@@ -1,9 +1,9 @@
-"""Cost of a run on each GPU, at the user's own prices.
+"""The cost of a run on each GPU, at the user's own prices.
 
-Prices differ by a factor of five between vendors, change weekly, and include different things (the host,
-the disk, an hour begun). None are therefore shipped. From the user's price per hour follows
+Prices differ by a factor of five between vendors, change weekly, and include different things (the host, the
+disk, an hour begun). None are therefore shipped. From the user's price per hour follows
 
-    cost of a run = price of an hour x (seconds of start-up + steps x seconds of a step) / 3600
+cost of a run = price of an hour x (seconds of start-up + steps x seconds of a step) / 3600
 
 This omits the time to rent the machine, downloads of weights and data, and the vendor's rounding.
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 HOUR = 3600
 SAMPLES = 1000
-"""Number of samples to which the cost refers."""
+"""Number of samples to which a cost in USD refers."""
 
 DEAREST = 1e6
-"""Greatest plausible price of a GPU in USD an hour."""
+"""Largest accepted price of a GPU, in USD an hour."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """USD for an hour of each GPU, by its key."""
+    """The user's prices of GPUs: USD an hour, by the GPU's key."""
 
     per_hour: Mapping[str, float] = field(default_factory=dict)
     """Prices of the GPUs for which the user gave one."""
@@ -98,7 +98,7 @@ def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
 
 
 def cheapest(plans: GpuPlans, prices: Prices) -> OnGpu | None:
-    """Return the GPU with the lowest cost per sample; None without a price for one that trains this."""
+    """Return the GPU with the lowest cost per sample; None if no GPU that trains the job has a price."""
     costs = {answer.key: cost(answer, prices, plans.steps).per_1000_samples for answer in plans.fitting}
     priced = [answer for answer in plans.fitting if costs[answer.key] is not None]
     return min(priced, key=lambda answer: (costs[answer.key] or 0.0, answer.key), default=None)

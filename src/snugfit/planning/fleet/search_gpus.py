@@ -1,16 +1,16 @@
-"""One search for many GPUs.
+"""Planning on many GPUs, with one search for those that run the same kernels.
 
-A rehearsal depends on few properties of a GPU: its kernels (attention, grouped products), and slightly
-their workspaces and scratch. GPUs that run the same kernels and allow the same techniques are therefore
-searched together, with one rehearsal for all of them. Each has separate seconds and a separate context for
-every recipe (`Parts`). Each GPU then has its own search (`search/search.py`), which ends with the answer and
-needs no front. A recipe that an earlier search evaluated costs a later one nothing (`shared_pool.py`). The
-answers are those of separate plans.
+A rehearsal depends on few properties of a GPU: its kernels (attention, grouped products), and slightly their
+workspaces and scratch. GPUs that run the same kernels and allow the same techniques are therefore searched
+together, with one rehearsal for all of them. Each has separate seconds and a separate context for every
+recipe (`Parts`). Each GPU then has its own search (`search/search.py`), which ends with the answer and needs
+no front. A recipe that an earlier search evaluated costs a later one nothing (`shared_pool.py`). The answers
+are those of separate plans.
 
 GPUs of one kind run the same kernels, with separate workspaces and scratch. The searches use the policy of
-the GPU that takes least. Each answer is then simulated in full by the GPU's own policy (`Parts.whole`). If
-it does not fit, the search continues. Recipes that share their passes have the same workspaces and scratch,
-so the difference that the simulation shows holds for all of them.
+the GPU that takes least. Each answer is then simulated in full by the GPU's own policy (`Parts.whole`). If it
+does not fit, the search continues. Recipes that share their passes have the same workspaces and scratch, so
+the difference that the simulation shows holds for all of them.
 
 Many GPUs differ only in wide heads, or in the grouped products of experts. They are searched together too,
 until a rehearsal depends on such a difference (`CudaPolicy.peers`). Each kind is then searched separately.
@@ -88,11 +88,11 @@ def plan_gpus(
 ) -> GpuPlans:
     """Return the best fitting recipe by `objective` on each of these GPUs, by default all of the table.
 
-    `clock_of` returns a GPU's clock, the seconds of a trace on it; by default they follow from its rates.
+    `clock_of` returns for a GPU a function from traces to seconds; by default they follow from its rates.
     `headroom`, `fidelity`, `workers`, `steps`, `once`, `start`, `keep`, `free` and `tell` are those of a
     plan. A GPU with unknown seconds gets its smallest recipe. A GPU that is not CUDA's, or too old for the
     fixed techniques, gets no answer. Both get the reason. Raises `UsageError` for invalid arguments, and
-    `SnugfitError` if no recipe of a space can be rehearsed.
+    `SnugfitError` if no recipe of a space can be simulated.
     """
     from snugfit.planning.cost.parts_pool import can_travel, load_ahead
 
@@ -157,10 +157,11 @@ def _search_kind(
     run: PlannedRun,
     tell: Tell,
 ) -> _KindAnswer:
-    """Return the answers for GPUs of one kind, searched by the policy of the one with the least scratch.
+    """Search the best recipes for GPUs that run the same kernels, by the policy of the one with the least
+    scratch.
 
-    `headroom` are the bytes that each leaves free, by key. If other kinds are searched concurrently, a
-    worker works apart, and processes become `spare`.
+    `headroom` are the bytes that each leaves free, by key. If other kinds are searched concurrently, a worker
+    works apart, and processes become `spare`.
     """
     from snugfit.planning.cost.parts_pool import with_pool
 
@@ -224,7 +225,8 @@ SAME_SECONDS = 1e-9
 
 
 class SearchOfGpu:
-    """The search for one GPU of a kind, until its own simulation confirms the answer."""
+    """The search for the best recipe on one GPU, repeated until a simulation by the GPU's own policy confirms
+    the answer."""
 
     def __init__(
         self, space: Space, pool: WorkerPool, gpu: Gpu, headroom_bytes: int, *, smallest: bool, tell: Tell
@@ -242,15 +244,15 @@ class SearchOfGpu:
         self.state.most_bytes = 0 if smallest else self.memory_bytes - headroom_bytes
         self._kinds: RecomputingKinds | None = None
         self._found: dict[int, Figures] = {}
-        """Figures by the policy of the search, of candidates that were corrected."""
+        """Figures by the search's policy, of candidates whose figures were corrected since."""
         self._more: dict[Hashable, list[int]] = {}
-        """Additional bytes by the GPU's own policy, by passes."""
+        """Bytes that the GPU's own policy adds to the search's figures, by passes."""
         self.answer = -1
         self.verified: bool | None = None
         """True if the full simulation of the answer confirmed the search; None before it."""
 
     def run(self) -> None:
-        """Find the answer by the known figures."""
+        """Search for the best recipe, given the figures so far."""
         state, before = self.state, self.answer
         while True:
             self._kinds = search(state, self._pool, self._tell, smallest=self._smallest, kinds=self._kinds)
@@ -266,7 +268,7 @@ class SearchOfGpu:
             self.verified = None
 
     def learn(self, by_search: Figures, own: Figures) -> None:
-        """Store full simulations of the answer, by the policy of the search and by the GPU's own."""
+        """Store two full simulations of the answer: by the search's policy and by the GPU's own."""
         number, state = self.answer, self.state
         figures = self._found.setdefault(number, state.judged[number])
         as_long = math.isclose(own.seconds, figures.seconds, rel_tol=SAME_SECONDS)
@@ -280,7 +282,7 @@ class SearchOfGpu:
     def _add_own_bytes(self) -> bool:
         """Add the bytes of the GPU's own policy to all candidates with the passes of the answer.
 
-        Return whether the answer lacked them.
+        Return whether the answer's figures were without them.
         """
         number, state = self.answer, self.state
         more = self._more.get(state.passes_of(number), ())

@@ -1,4 +1,4 @@
-"""Results of workers about several GPUs of one kind, each computed once.
+"""A cache of workers' results, which the searches for several GPUs with the same kernels share.
 
 The workers' `Parts` return lower bounds and figures for all GPUs of their kind. The search for one GPU reads
 its own share. The search for the next GPU finds the results again, and its workers compute only the rest.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SharedResults:
-    """Known results by method and Setup. A space holds each Setup once, so its id identifies it."""
+    """Workers' results by method and Setup. A space holds each Setup once, so its id identifies it."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
@@ -42,8 +42,8 @@ class SharedResults:
         self._known |= {(question.method, id(setup)): one for setup, one in zip(setups, values, strict=True)}
 
     def value(self, question: Question, index: int) -> Any:
-        """Return one GPU's known results, one for each Setup of the question. Return a single error if all
-        have the same one, or if an evaluation failed."""
+        """Return one GPU's share of the known results, one for each Setup of the question. Return a single
+        error if all have the same one, or if an evaluation failed."""
         (setups,) = question.arguments
         values = [self._known[question.method, id(setup)] for setup in setups]
         errors = [one for one in values if isinstance(one, SnugfitError)]
@@ -53,7 +53,7 @@ class SharedResults:
 
 
 class _PoolOfGpu(WorkerPool):
-    """A pool for the search of one GPU. Its workers compute only unknown results."""
+    """A worker pool for the search of one GPU, which sends only questions without a cached result."""
 
     def __init__(self, results: SharedResults, index: int) -> None:
         super().__init__(results.pool.workers)

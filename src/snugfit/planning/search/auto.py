@@ -57,7 +57,7 @@ NO_LIMIT = (
 
 
 class Resolved(NamedTuple):
-    """The replacement of `auto`."""
+    """A recipe without `auto`, in whose place it is used."""
 
     recipe: Recipe
     why: str
@@ -91,16 +91,16 @@ def predict(
 ) -> Prediction:
     """Return the prediction for `job` under `recipe` on `gpu`, computed without a GPU.
 
-    Both may be given as text. In a text recipe, `auto` means the least recomputing that fits. Its
-    replacement is logged and part of the prediction's recipe. On several `gpus` the global batch stays the
-    same, and each takes its share.
+    Both may be given as text. In a text recipe, `auto` means the least recomputing that fits. Its replacement
+    is logged and part of the prediction's recipe. On several `gpus` the global batch stays the same, and each
+    takes its share.
 
     `memory_bytes` limits the memory, if it is less than the GPU's. A recipe that fits and leaves less than
-    `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's memory,
-    and more for uncertain bytes. `loop` is `plain`, `accelerate` or `trainer`. `trainer_class` is a
-    subclass of `transformers.Trainer` to rehearse in its place. `rates` are by default this GPU's.
+    `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's memory, and
+    more for uncertain bytes. `loop` is `plain`, `accelerate` or `trainer`. `trainer_class` is a subclass of
+    `transformers.Trainer` to simulate instead. `rates` are by default this GPU's.
 
-    Raises `UsageError` for invalid arguments and `RehearsalError` for a step without a trace. Raises
+    Raises `UsageError` for invalid arguments and `RehearsalError` for a step that cannot be simulated. Raises
     `NothingFits` if no replacement of `auto` fits.
     """
     how: dict[str, Any] = {
@@ -124,7 +124,7 @@ def resolve(
     memory_bytes: int | None = None,
     **how: Any,
 ) -> Resolved:
-    """Return the `rest` of a recipe with the least recomputing and offloading that fits.
+    """Return a recipe without `auto`: its `rest` with the least recomputing and offloading that fits.
 
     `how` is passed to `predict`. Raises `UsageError` without a limit, and `NothingFits` if nothing fits.
     """
@@ -169,8 +169,8 @@ def resolve(
 
 
 def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
-    """Return a recipe that frees `gone` layers, some of them by waiting on the host; None without a clear
-    gain.
+    """Return a recipe that frees `gone` layers, some of them by keeping activations on the host; None without
+    a clear gain.
 
     A gain is clear if it exceeds the tolerance of equally fast recipes.
     """
@@ -191,14 +191,14 @@ def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: G
 
 @dataclass
 class _Asked:
-    """Whole predictions of recipes, each computed once."""
+    """Predictions of recipes of one job, each computed once."""
 
     job: Job
     how: Mapping[str, Any]
     known: dict[Recipe, Prediction | SnugfitError] = field(default_factory=dict)
 
     def of(self, recipe: Recipe) -> Prediction:
-        """Return the prediction. Raises `SnugfitError` if it is impossible."""
+        """Return the prediction of a recipe. Raises `SnugfitError` if it is impossible."""
         if recipe not in self.known:
             try:
                 self.known[recipe] = predict_recipe(self.job, recipe, **self.how)
@@ -210,7 +210,7 @@ class _Asked:
         return answer
 
     def is_known(self, recipe: Recipe) -> bool:
-        """Return whether it can be predicted at all: a model may have no layers to recompute."""
+        """Return whether the recipe can be predicted at all: a model may have no layers to recompute."""
         try:
             self.of(recipe)
         except SnugfitError:
@@ -219,7 +219,7 @@ class _Asked:
 
     @property
     def memory(self) -> int:
-        """Bytes that may be used."""
+        """Bytes of GPU memory that may be used."""
         # Every prediction has the same limit, by default the GPU's memory.
         first = next(one for one in self.known.values() if not isinstance(one, SnugfitError))
         return first.memory_bytes or 0
@@ -234,7 +234,7 @@ class _Asked:
         return timing.step_seconds if timing else 0.0
 
     def lacking(self, recipe: Recipe) -> int:
-        """Return the bytes that are missing to leave the headroom; below 0 if the recipe leaves it."""
+        """Return the bytes by which the recipe misses the headroom; below 0 if it leaves more."""
         return self.of(recipe).headroom_bytes - (self.of(recipe).spare_bytes or 0)
 
     def leaves_headroom(self, recipe: Recipe) -> bool:
@@ -268,7 +268,7 @@ def _resolve_to(recipe: Recipe, because: str, asked: _Asked) -> Resolved:
 
 
 def _each_layer(job: Job) -> list[Technique]:
-    """Return the technique that recomputes each layer, in a list."""
+    """Return the technique that recomputes each layer, in a list; empty without one."""
     kinds = [kind for kind in roster.techniques() if kind.slot is Slot.CHECKPOINTING]
     settings = [one for kind in kinds for one in kind.settings(job)]
     return [one for one in settings if one.value == EVERY_LAYER][:1]

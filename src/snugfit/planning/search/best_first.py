@@ -1,9 +1,9 @@
-"""Order of a search for one GPU: one queue of candidates to screen and to evaluate.
+"""Best-first search for one GPU: a queue of candidate recipes, ordered by their least possible seconds.
 
 Each candidate with lower bounds has a minimum number of seconds, and so has each kind of passes that waits
-for bounds. The fastest comes first, since its result makes most slower ones unnecessary. A free worker
-takes tasks that are slower than those of other workers only up to `AHEAD_SHARE`. It takes no kind whose
-bounds depend on a pending result of another worker.
+for bounds. The fastest comes first, since its result makes most slower ones unnecessary. A free worker takes
+tasks that are slower than those of other workers only up to `AHEAD_SHARE`. It takes no kind whose bounds
+depend on a pending result of another worker.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 AHEAD_SHARE = 1.0
-"""Share by which a task may be slower than those of other workers (chosen)."""
+"""Share by which a task's least seconds may exceed those of other workers' tasks (chosen)."""
 
 
 class _SearchTask(NamedTuple):
-    """Candidates that a worker screens or evaluates."""
+    """Candidate recipes that a worker screens for lower bounds or evaluates exactly."""
 
     method: str
     seconds: float
-    """Least seconds of the fastest; infinite for kinds without bounds."""
+    """Least seconds of the fastest candidate; infinite for kinds without bounds."""
     numbers: list[int]
 
 
 class _Needed(NamedTuple):
-    """The candidates of a kind that are needed, after a number of results."""
+    """The needed candidates of one kind of passes, as found after a number of results."""
 
     results: int
     numbers: list[int]
     seconds: float
-    """Least seconds of the fastest."""
+    """Least seconds of the fastest candidate."""
 
 
 class BestFirst:
-    """Screen and evaluate all candidates for the front of a search for one GPU."""
+    """A search that screens and evaluates all candidates which may be on the Pareto front, for one GPU."""
 
     def __init__(self, state: SearchState, kinds: RecomputingKinds, tell: Tell) -> None:
         self.state, self.kinds, self.tell = state, kinds, tell
@@ -54,12 +54,12 @@ class BestFirst:
         self._tasks: dict[int, _SearchTask] = {}
         """Tasks of the workers, by the number of the question."""
         self._unbounded = deque(groups_by_passes(state.space, kinds.others))
-        """Kinds without bounds, which are screened first."""
+        """Kinds of passes without bounds, which are screened first."""
         self._results = 0
         self._needed: dict[int, _Needed] = {}
         """Needed candidates of each waiting kind at its last examination."""
         self._stale = set(kinds.waiting)
-        """Kinds with new results since then."""
+        """Kinds for which new results came since they were last examined."""
         self._complete = False
         """True while no result came since all kinds were examined."""
         self._groups: list[tuple[float, int, list[int]]] = []
@@ -67,16 +67,16 @@ class BestFirst:
         self._add_groups(number for number in state.bounds if number not in state.judged)
 
     def run(self, pool: WorkerPool) -> None:
-        """Work until no candidate is needed. Raises `BelowLowerBound`."""
+        """Run the search until no candidate is needed. Raises `BelowLowerBound`."""
         self.tell(f"estimating {len(self._unbounded)} kinds of steps")
-        for answer in pool.answers(self._ask, helped=True):
+        for answer in pool.answers(self._next_question, helped=True):
             self._learn(answer)
             state = self.state
             self.tell(f"{state.kinds} kinds of steps estimated, {len(state.judged)} recipes checked")
 
     # ---- the next question -------------------------------------------------------------------------------
 
-    def _ask(self, worker: int) -> Question | None:
+    def _next_question(self, worker: int) -> Question | None:
         task = self._unbounded_task(worker) or self._fastest_task(worker)
         if task is None:
             return None
@@ -90,7 +90,7 @@ class BestFirst:
         return Question(number, task.method, (setups,))
 
     def _unbounded_task(self, worker: int) -> _SearchTask | None:
-        """Return a kind without bounds.
+        """Return the task to screen a kind of passes without bounds.
 
         The list is in the order of the updates' keys. One worker begins at each end, so few updates are
         rehearsed in both.
@@ -102,7 +102,7 @@ class BestFirst:
         return None
 
     def _fastest_task(self, worker: int) -> _SearchTask | None:
-        """Return the task of the least seconds for this worker."""
+        """Return the task with the least seconds that this worker may take."""
         now = min((task.seconds for task in self._tasks.values()), default=math.inf)
         judged = self._next_judged(worker, now * (1 + AHEAD_SHARE))
         most = judged.seconds if judged else now * (1 + AHEAD_SHARE)
@@ -130,7 +130,7 @@ class BestFirst:
         return task
 
     def _next_screened(self, worker: int, most: float, now: float) -> _SearchTask | None:
-        """Return a kind that may be faster than `most`.
+        """Return the task to screen a kind that may be faster than `most` seconds.
 
         All such kinds must be screened, so kinds that bound others come first. Compiled layers without a
         lowered program take long. They are not screened ahead of the tasks that others do `now`.
@@ -154,8 +154,8 @@ class BestFirst:
             self._stale, self._complete = set(self.kinds.waiting), True
 
     def _kinds_below(self, most: float) -> list[tuple[bool, int, float, int]]:
-        """Return the kinds that may be faster. Kinds to lower come last, since others may make them
-        unnecessary."""
+        """Return the kinds that may be faster than `most` seconds. Kinds to compile come last, since others
+        may make them unnecessary."""
         waiting = self.kinds.waiting
         return sorted(
             (self.state.must_be_lowered(needed.numbers[0]), self.kinds.rank(kind), needed.seconds, kind)
@@ -164,7 +164,7 @@ class BestFirst:
         )
 
     def _examine(self, kind: int) -> _Needed:
-        """Return the needed candidates of a kind by the current results."""
+        """Return the candidates of a kind that are needed, given the current results."""
         needed = self._needed.get(kind)
         if needed is None or needed.results != self._results:
             numbers = self.kinds.needed_of(kind)

@@ -1,8 +1,9 @@
-"""All combinations of the slots' techniques, without those to which a technique objects.
+"""Enumeration of recipes: all combinations of the slots' techniques, without those to which a technique
+objects.
 
 Slots are filled one by one. A technique's objections are evaluated as soon as the slots that it reads are
-filled. An objection between two techniques excludes and counts all continuations. A space is a small part
-of all combinations, and each of them would need a dozen checks.
+filled. An objection between two techniques excludes and counts all continuations. A space is a small part of
+all combinations, and each of them would need a dozen checks.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class Combination(NamedTuple):
     """Index among all combinations of the choices, including excluded ones."""
     techniques: tuple[Technique, ...]
     setup: Setup
-    """Setup that the techniques install, one after the other."""
+    """`Setup` of the recipe's techniques, applied one after the other."""
 
 
 class Objection(NamedTuple):
-    """The reason why techniques do not combine."""
+    """The reason why a technique excludes a combination."""
 
     technique: str
     """Technique that objects, in the notation of recipes."""
@@ -42,24 +43,24 @@ class Objection(NamedTuple):
 
 
 class _PendingObjection(NamedTuple):
-    """A check of a technique against the recipe around it."""
+    """A check of one technique that waits until another slot is filled."""
 
     technique: Technique
     ask: Callable[[Technique, TechniqueBySlot], str]
-    """Returns the technique's objection, or an empty text."""
+    """Function that returns the technique's objection, or an empty text."""
     waits_for: int
     """Index of the slot that the check needs."""
 
 
 class _NotYetFilledError(Exception):
-    """A technique reads a slot that is not filled yet."""
+    """Error: a check reads a slot that is not filled yet."""
 
     def __init__(self, position: int) -> None:
         self.position = position
 
 
 class _Beginning:
-    """The recipe with the slots filled so far."""
+    """An incomplete recipe: the slots that are filled so far."""
 
     def __init__(self, techniques: tuple[Technique, ...]) -> None:
         self._techniques = techniques
@@ -72,7 +73,8 @@ class _Beginning:
 
 
 class _WithoutKept:
-    """The recipe with the slots filled so far, and plain techniques in the slots that are not searched."""
+    """An incomplete recipe with plain techniques in the slots that are fixed, so that objections concern
+    searched slots only."""
 
     def __init__(self, recipe: TechniqueBySlot, fixed: Kept) -> None:
         self._recipe, self._fixed = recipe, fixed
@@ -112,7 +114,7 @@ class Combinations:
                 )
 
     def _questions(self, technique: Technique, position: int) -> Iterator[_PendingObjection]:
-        """Yield the checks of this technique."""
+        """Yield the checks of this technique against other slots."""
         # Most techniques inherit these methods, which never object.
         if type(technique).objections is not Technique.objections:
             yield _PendingObjection(technique, self._objection, position)
@@ -122,7 +124,8 @@ class Combinations:
     def _still_open(
         self, questions: Sequence[_PendingObjection], techniques: tuple[Technique, ...]
     ) -> tuple[_PendingObjection, ...] | None:
-        """Return the checks without a result; None after an objection, which is counted."""
+        """Run the checks whose slots are filled. Return the rest; None after an objection, which is
+        counted."""
         last, recipe = len(techniques) - 1, _Beginning(techniques)
         still_open = []
         for question in questions:

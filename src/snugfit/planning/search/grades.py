@@ -1,18 +1,18 @@
-"""Search for the least sufficient grade of a technique, if a faster recipe lacks some bytes.
+"""Search for the fewest layers to recompute, for fast recipes that are slightly too large.
 
 Recomputing the first k layers has one setting per layer of the model. Each has different passes, which are
-rehearsed at the whole depth. These settings are therefore not part of the space. In bytes and in seconds
-they are between keeping all activations and recomputing each layer.
+rehearsed at the whole depth. These settings are therefore not part of the space. In bytes and in seconds they
+are between keeping all activations and recomputing each layer.
 
 The search starts from the fastest recipe of the space that fits. It considers a few recipes that keep all
 activations and do not fit. On the line to recomputing each layer they may be faster. For each it finds the
-least grade that fits, on that line and from both sides, in two to six rehearsals. Among equally fast
-results it takes the simplest. It tries both kinds of the allocator's segments, since a grade's trace is
-the same for both. This search is not exact: the line may be wrong for a recipe.
+least grade that fits, on that line and from both sides, in two to six rehearsals. Among equally fast results
+it takes the simplest. It tries both kinds of the allocator's segments, since a grade's trace is the same for
+both. This search is not exact: the line may be wrong for a recipe.
 
 Activations of some layers may wait on the host instead. Copies that finish during other computation cost
-nothing. Their number follows from the line and from the link (`mixture.py`). A mixture that is clearly
-faster is rehearsed first. If it fits, the least grade is mostly no longer worth a search.
+nothing. Their number follows from the line and from the link (`mixture.py`). A mixture that is clearly faster
+is rehearsed first. If it fits, the least grade is mostly no longer worth a search.
 
 For kernels, the layers whose largest product is recomputed are searched likewise, from none to all
 (`Technique.smaller`). A part of a layer costs fewer seconds per byte than the whole layer.
@@ -53,25 +53,26 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 RECIPES = 3
-"""Number of recipes that get a grade, one after the other, the fastest on the line first."""
+"""Number of recipes for which the fewest layers are searched, those with the least estimated seconds
+first."""
 
 SMALLER_RECIPES = 2
-"""Number of recipes for which smaller settings of one technique are rehearsed, the fastest first."""
+"""Number of recipes for which smaller settings of one technique are simulated, the fastest first."""
 
 KEPT_RECIPES = 2
 """Number of fastest recipes that fit with the fixed technique in all layers, for which fewer layers are
 tried."""
 
 ROUNDS = 4
-"""Greatest number of rounds in which grades of one recipe are rehearsed, two at a time."""
+"""Largest number of rounds in which grades of one recipe are simulated, two at a time."""
 
 NEVER_SEEN = 0.25
-"""Assumed share of a step's seconds that recomputing each layer adds: a forward pass is a third of a step's
-products."""
+"""Share of a step's seconds that recomputing each layer adds, if no step shows it: a forward pass is a third
+of a step's products."""
 
 
-class _Between(NamedTuple):
-    """A recipe that keeps all activations and does not fit, with figures of the same one with each layer
+class _UnfitAndRecomputed(NamedTuple):
+    """A recipe that recomputes nothing and does not fit, next to the same recipe with each layer
     recomputed."""
 
     number: int
@@ -81,26 +82,27 @@ class _Between(NamedTuple):
     most_seconds: float
 
     def share(self, memory_bytes: int) -> float:
-        """Return the position on the line to recomputing each layer at which the recipe fits, from 0 to 1."""
+        """Return the share of layers to recompute, from 0 to 1, at which the recipe fits on the line between
+        the two."""
         return (self.needed_bytes - memory_bytes) / max(1, self.needed_bytes - self.least_bytes)
 
     def layers_within(self, memory_bytes: int, layers: int) -> int:
-        """Return the number of `layers` that must be freed."""
+        """Return the number of layers, of `layers`, that must be recomputed to fit."""
         return min(max(1, math.ceil(self.share(memory_bytes) * layers)), layers)
 
     def seconds_within(self, memory_bytes: int) -> float:
-        """Return the seconds at that position."""
+        """Return the estimated seconds of a step at that share."""
         return self.seconds + self.share(memory_bytes) * (self.most_seconds - self.seconds)
 
 
 def find_grades(
     state: SearchState, pool: WorkerPool, job: Job, tell: Tell, link: float | None = None
 ) -> Space:
-    """Evaluate the least grades that fit and are faster than every evaluated recipe that fits. Return the
-    state's space.
+    """Evaluate the fewest recomputed layers that fit, for recipes that may be faster than all that fit.
+    Return the state's space.
 
-    The grades are added to the space, unless nothing fits. `link` are the bytes a second to the host.
-    Without it, activations are sent there only on request.
+    The grades are added to the space, unless nothing fits. `link` are the bytes a second to the host. Without
+    it, activations are sent there only on request.
     """
     if state.memory_bytes is None or state.nothing_fits or not job.trains:
         return state.space
@@ -119,7 +121,7 @@ def find_grades(
             tried.add(state.space.candidates[between.number].sized)
             tell(f"looking for {technique.name} that fits")
             if mixture is not None:  # mostly makes grades unnecessary
-                _look_for_mixture(state, pool, between, mixture)
+                _evaluate_mixtures(state, pool, between, mixture)
             # The mixture may fit now, and grades must be faster than it.
             if between.seconds_within(state.memory_bytes) >= state.fastest_that_fits * (1 - AS_FAST):
                 continue
@@ -135,7 +137,9 @@ def find_grades(
     return state.space
 
 
-def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, mixture: Mixture) -> None:
+def _evaluate_mixtures(
+    state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, mixture: Mixture
+) -> None:
     """Evaluate recipes with some of their layers on the host, and add those that are faster.
 
     They may be faster than every recipe that fits, and than recomputing as few layers as possible.
@@ -158,8 +162,8 @@ def _look_for_mixture(state: SearchState, pool: WorkerPool, between: _Between, m
 
 
 def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, tell: Tell) -> None:
-    """Evaluate smaller settings of this slot's technique for the fastest recipes that keep all and do not
-    fit.
+    """Evaluate smaller settings of this slot's technique for the fastest recipes that recompute nothing and
+    do not fit.
 
     Add the recipes that fit and are faster than every other one that fits.
     """
@@ -180,7 +184,9 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
         if least is None or not state.fits(least[1].needed_bytes):
             continue
         known = state.judged.get(number) or state.bounds[number]
-        between = _Between(number, known.needed_bytes, known.seconds, least[1].needed_bytes, least[1].seconds)
+        between = _UnfitAndRecomputed(
+            number, known.needed_bytes, known.seconds, least[1].needed_bytes, least[1].seconds
+        )
         enough = _least_that_fits(state, pool, between, settings) or least
         if enough[1].seconds < state.fastest_that_fits:
             add_candidate(state, *enough)
@@ -207,8 +213,8 @@ def _fastest_too_large(
 
 
 def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:
-    """Evaluate the least of these settings for the fastest recipes that fit, and add those that are
-    faster."""
+    """Evaluate the least of these settings that fits, for the fastest recipes that fit with more. Add those
+    that are faster."""
     fitting = [number for number in state.front() if state.fits(state.judged[number].needed_bytes)]
     for number in fitting[:KEPT_RECIPES]:
         base = state.space.candidates[number].recipe
@@ -228,8 +234,9 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
                 low = middle
 
 
-def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between | None:
-    """Return the simplest of the equally fast recipes on the line, with other passes than those `tried`.
+def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _UnfitAndRecomputed | None:
+    """Return the recipe with the least estimated seconds, the simplest of equally fast ones, with other
+    passes than those `tried`.
 
     Return None if they are no faster than every recipe that fits.
     """
@@ -249,8 +256,8 @@ def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _Between
     )
 
 
-def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
-    """Yield the recipes that keep all and do not fit, but may fit with each layer recomputed."""
+def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
+    """Yield the recipes that recompute nothing and do not fit, but may fit with each layer recomputed."""
     space, plain = state.space, roster.plain(slot)
     every = next((one for one in space.offers(slot) if one.value == EVERY_LAYER), None)
     for number, bound in state.bounds.items():
@@ -266,11 +273,11 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_Between]:
         least = full.needed_bytes if full else bound.resting_bytes
         if state.fits(least):
             most = max(full.seconds, known.seconds) if full else known.seconds * (1 + NEVER_SEEN)
-            yield _Between(number, known.needed_bytes, known.seconds, least, most)
+            yield _UnfitAndRecomputed(number, known.needed_bytes, known.seconds, least, most)
 
 
 def _least_that_fits(
-    state: SearchState, pool: WorkerPool, between: _Between, grades: Sequence[Technique]
+    state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, grades: Sequence[Technique]
 ) -> tuple[Recipe, Figures] | None:
     """Return the first of these grades with which the recipe fits, with its figures.
 
@@ -303,7 +310,7 @@ def _least_that_fits(
 def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
     """Return a recipe with the simplest allocator with which it fits, or else the smallest, and its figures.
 
-    Return None if it cannot be rehearsed.
+    Return None if it cannot be simulated.
     """
     space = state.space
     # The simplest allocator comes first, and is chosen if it fits.

@@ -1,4 +1,5 @@
-"""Recipes that need less memory than a given one, in the order of their cost, with few simulations.
+"""Search for recipes that need less memory than a given one, in the order of their cost, with few
+simulations.
 
 A recipe is first screened for its lower bounds. These take a tenth of a second, and less for recipes that
 share their passes. The rest is evaluated exactly, the fastest bound first, until it fits.
@@ -35,39 +36,42 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 LEAST_SAVING = 0.002
-"""Least share of the bytes that a technique must save to be tried (chosen)."""
+"""Smallest share of a recipe's bytes that a technique must save to be tried (chosen)."""
 
 PER_SLOT = 3
-"""Number of techniques of a slot that are tried in pairs: the fastest, the smallest, and one between."""
+"""Number of techniques of a slot that are tried in pairs with others: the fastest, the smallest, and one
+between."""
 
 PAIRS = 24
-"""Number of pairs that are screened, by their estimated seconds."""
+"""Number of pairs of techniques that are screened, the least estimated seconds first."""
 
 EVALUATED = 8
-"""Number of recipes of one stage that are evaluated exactly."""
+"""Number of recipes that each stage of the search evaluates exactly."""
 
 SLACK = 0.15
 """Share of the memory by which the estimate for a pair may exceed it. Savings of two techniques do not add
 up."""
 
 GUESSES = 3
-"""Number of grades of one technique that are evaluated."""
+"""Number of grades of one technique that are evaluated to find the least that fits."""
 
 LIKELY_LOSS = 0.3
-"""Share of the bytes between the allocator's blocks that a recipe is assumed to lose as well (chosen).
+"""Assumed fraction of the allocator's fragmentation in similar recipes that a recipe has too (chosen).
 
-These are the bytes of evaluated recipes with one of its techniques.
+Similar recipes are evaluated ones with one of its techniques.
 """
 
 SLOW_RECOMPUTATION = 0.1
-"""Share of a step from which a recomputation is replaced by that of as few layers as fit (chosen)."""
+"""Share of a step's seconds above which a recomputation of layers is replaced by that of the fewest that fit
+(chosen)."""
 
 WORTHWHILE = 0.01
-"""Share of a step's seconds that fewer layers must save to be tried (chosen)."""
+"""Smallest share of a step's seconds that recomputing fewer layers must save to be tried (chosen)."""
 
 
 class RecipeCost(NamedTuple):
-    """Bytes and seconds of a recipe: exact, or its lower bound scaled like that of the given one."""
+    """Bytes and seconds of a recipe: exact, or estimated by scaling its lower bound as for the given
+    recipe."""
 
     needed_bytes: float
     seconds: float
@@ -98,7 +102,7 @@ class RecipeCosts:
                 self.bounds[recipe] = None if isinstance(one, SnugfitError) else one[0]
 
     def judge(self, groups: Iterable[Sequence[Recipe]]) -> None:
-        """Compute the exact figures of recipes, in groups that differ in the allocator alone."""
+        """Compute the exact figures of recipes, in groups that differ only in the allocator's settings."""
         unknown = [[recipe for recipe in alike if recipe not in self.figures] for alike in groups]
         for alike, answer in self._answers("judge", [alike for alike in unknown if alike]):
             for recipe, one in zip(alike, answer, strict=True):
@@ -107,7 +111,8 @@ class RecipeCosts:
     def _answers(
         self, method: str, groups: Sequence[list[Recipe]]
     ) -> Iterator[tuple[list[Recipe], list[Any]]]:
-        """Yield each group with its answers; an error is the answer for each recipe of its group."""
+        """Call a method of the workers for each group. Yield each group with its answers; an error is the
+        answer for each of its recipes."""
         questions = [
             # The Setups are sent, since a worker needs nothing else of a recipe.
             Question(number, method, ([recipe.setup() for recipe in alike],))
@@ -143,7 +148,7 @@ class LighterRecipes:
         # Another allocator alone may suffice, and its recipes share the trace of the base.
         self.costs.judge([[base, *(one.recipe for one in allocators if one.recipe != base)]])
         self._solved: set[Slot] = set()
-        """Slots of which one technique alone fits."""
+        """Slots for which the search has found a single technique that fits."""
 
     def slots(self, recipe: Recipe) -> tuple[Slot, ...]:
         """Return the slots in which a recipe differs from the given one, in the order of recipes."""
@@ -161,7 +166,7 @@ class LighterRecipes:
         return min(figures, key=lambda recipe: figures[recipe].needed_bytes, default=self.base)
 
     def singles(self, fidelity: Fidelity) -> Iterator[Recipe]:
-        """Yield recipes with one other technique of this fidelity that fit, the fastest of each slot."""
+        """Yield recipes that fit by one other technique of this fidelity, the fastest of each slot."""
         recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
         # `cost` extrapolates from the bound, because no exact figure exists yet.
         waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
@@ -184,7 +189,7 @@ class LighterRecipes:
                 return
 
     def pairs(self, fidelity: Fidelity) -> Iterator[Recipe]:
-        """Yield recipes with two techniques that fit, each too large alone, the fastest of two slots."""
+        """Yield recipes that fit by two techniques, each too large alone, the fastest of two slots."""
         by_slot: dict[Slot, list[Recipe]] = defaultdict(list)
         for technique in self._lighter_techniques(fidelity):
             if technique.slot not in self._solved:
@@ -224,7 +229,7 @@ class LighterRecipes:
                 return
 
     def many_at_once(self, fidelity: Fidelity, *, without: Slot | None = None) -> Iterator[Recipe]:
-        """Yield a recipe with many techniques that fits, without those that it does not need.
+        """Yield a recipe that fits by many techniques, without those that it does not need.
 
         The slot `without` stays plain.
         """
@@ -281,7 +286,8 @@ class LighterRecipes:
         return space.candidates
 
     def _grades_that_fit(self, slots: Collection[Slot]) -> Iterator[tuple[float, list[Recipe]]]:
-        """Yield the grades of a technique in each of these slots, if all of them together fit.
+        """Yield for each of these slots the settings of a technique from few to all layers, if the last one
+        fits, with estimated seconds.
 
         The seconds are an estimate for the least that fits, on a line through both ends.
         """
@@ -302,7 +308,8 @@ class LighterRecipes:
             yield base.seconds + share * (last.seconds - base.seconds), settings
 
     def _is_lowered(self, recipe: Recipe) -> bool:
-        """Return whether the recipe compiles layers, which takes minutes, and the given one does not."""
+        """Return whether the recipe compiles layers, which takes minutes, unless the given recipe does so
+        too."""
         return recipe.setup().lowering is not None and self.base.setup().lowering is None
 
     def _is_valid(self, recipe: Recipe) -> bool:
@@ -447,7 +454,7 @@ class LighterRecipes:
     # ---- recipes -----------------------------------------------------------------------------------------
 
     def _slot(self, recipe: Recipe) -> Slot:
-        """Return the only slot in which a recipe differs from the given one."""
+        """Return the only slot in which a recipe differs from the given recipe."""
         return self.slots(recipe)[0]
 
     def _with_both(self, first: Recipe, second: Recipe) -> Recipe:
@@ -460,7 +467,7 @@ class LighterRecipes:
 
 
 def _few(recipes: Sequence[Recipe], cost: Callable[[Recipe], RecipeCost]) -> list[Recipe]:
-    """Return a few recipes of which none is both as fast and as small as another, from fast to small."""
+    """Return a few recipes from fast to small, none of which is slower and larger than another."""
     front: list[Recipe] = []
     for recipe in sorted(recipes, key=cost):
         if not front or cost(recipe).seconds < cost(front[-1]).seconds:
@@ -475,7 +482,7 @@ def _shares_passes(first: Recipe, second: Recipe) -> bool:
 
 
 def timer_of(gpu: Gpu | None) -> Timer:
-    """Return the timer of this GPU; without rates, one that gives the order of recipes alone."""
+    """Return a timer of steps on this GPU; without rates, one whose seconds only rank recipes."""
     try:
         return SingleGpuTimer(_rough_seconds) if gpu is None else GpuTimers([gpu])
     except GpuError:
@@ -483,5 +490,5 @@ def timer_of(gpu: Gpu | None) -> Timer:
 
 
 def _rough_seconds(trace: Trace) -> float:
-    """Return the seconds of a trace on a GPU of 1e14 FLOP/s and 1e12 bytes/s."""
+    """Return rough seconds of a trace, for a GPU of 1e14 FLOP/s and 1e12 bytes/s."""
     return sum(max(kernel.flops / 1e14, kernel.nbytes / 1e12) for kernel in trace.kernels)

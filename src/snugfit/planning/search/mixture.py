@@ -24,18 +24,17 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Slot, Technique
 
 MOST_ON_HOST = 8 * GIB
-"""Greatest bytes of activations in the host's page-locked memory without a request (chosen).
-
-A machine that trains on one GPU has that much free.
-"""
+"""Largest bytes of activations that are kept in the host's page-locked memory unless the user requests more
+(chosen). A machine that trains on one GPU has that much free."""
 
 
 ROUNDS = 4
-"""Greatest number of mixtures that are tried for one recipe."""
+"""Largest number of mixtures that are simulated for one recipe."""
 
 
 class RecomputingLine(NamedTuple):
-    """Line from a step that keeps all activations to one that recomputes each layer."""
+    """Bytes and seconds between a step that keeps all activations and one that recomputes each layer, as a
+    line."""
 
     needed_bytes: int
     seconds: float
@@ -45,13 +44,13 @@ class RecomputingLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Ways to free the activations of a model's layers."""
+    """The techniques that free the activations of a model's layers: recomputing, and copies to the host."""
 
     job: Job
     recomputing: Sequence[Technique]
-    """Techniques that recompute the first layer, the first two, up to all but one."""
+    """Techniques that recompute the first layer, the first two, and so on up to all but one."""
     on_host: Sequence[Technique]
-    """Techniques that keep the activations of these layers on the host."""
+    """Techniques that keep the activations of as many layers on the host."""
     link: float
     """Bytes a second to the host, and as many back."""
 
@@ -61,8 +60,8 @@ class Mixture:
         return len(self.on_host) + 1
 
     def recipe(self, base: Recipe, gone: int, sent: int) -> Recipe:
-        """Return the recipe that frees `gone` layers: `sent` of them wait on the host, the rest are
-        recomputed."""
+        """Return `base` with techniques that free `gone` layers: `sent` of them wait on the host, the rest
+        are recomputed."""
         base = self.with_recomputing(base, gone - sent) if gone > sent else base
         return base.with_(self.on_host[gone - 1])
 
@@ -86,12 +85,12 @@ class Mixture:
         return max(0, most)
 
     def seconds(self, line: RecomputingLine, gone: int, sent: int) -> float:
-        """Return the seconds of such a step on the line."""
+        """Return the estimated seconds of a step that frees `gone` layers, `sent` of them to the host."""
         return line.seconds + (gone - sent) * (line.most_seconds - line.seconds) / self.layers
 
 
 class Tried(NamedTuple):
-    """A recipe that was tried."""
+    """A mixture that was simulated, with its missing bytes and its seconds."""
 
     recipe: Recipe
     lacking: int
@@ -137,7 +136,8 @@ def find_mixture(
 
 
 def mixture_of(job: Job, link: float | None) -> Mixture | None:
-    """Return the ways to free the layers of this job's model; None if they or the link are unknown."""
+    """Return the techniques that free layers of this job's model; None if its layers or the link are
+    unknown."""
     recomputing, on_host = (grades_of(slot, job) for slot in AUTO_SLOTS)
     if not recomputing or not on_host:
         return None
@@ -155,11 +155,12 @@ def guess_between(low: int, high: int, low_bytes: float, high_bytes: float, limi
 
 
 def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:
-    """Return the grades of the slot's technique, if it has any."""
+    """Return the graded settings of the slot's technique, such as 1 to L - 1 recomputed layers; empty if it
+    has none."""
     of_slot = (kind.grades(job) for kind in roster.techniques() if kind.slot is slot)
     return next(filter(None, of_slot), ())
 
 
 def is_valid(recipe: Recipe, job: Job) -> bool:
-    """Return whether nothing in a recipe objects to the job or to the rest of it."""
+    """Return whether the recipe's techniques support the job and each other."""
     return not any(True for technique in recipe for _ in technique.objections(job, recipe))

@@ -1,10 +1,9 @@
-"""Lower bounds of a candidate, from the same candidate with more and thus smaller micro-batches.
+"""Lower bounds of a candidate recipe, from the same candidate with more and smaller micro-batches.
 
 Recomputation at most doubles a kernel's runs, and the host has slightly more work. Fewer micro-batches
-therefore save at most three times the seconds that they save without it. The peak is the maximum of
-several moments, each linear in the samples. It is a convex function, and beyond two known sizes it is
-never below the line through them. A budget only changes the growth with the samples, so one size is enough
-for it.
+therefore save at most three times the seconds that they save without it. The peak is the maximum of several
+moments, each linear in the samples. It is a convex function, and beyond two known sizes it is never below the
+line through them. A budget only changes the growth with the samples, so one size is enough for it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
     from snugfit.planning.search.space import Space
 
 PEAK_SHARE = 0.01
-"""Share by which a step's bytes may fall below the extrapolation (chosen): workspaces grow in steps."""
+"""Share by which a step's bytes may be below the extrapolation (chosen): workspaces grow in steps."""
 
 MISSING = -1
-"""Number of a candidate that is not in the space."""
+"""Number in place of a candidate's, for a recipe that is not in the space."""
 
 MOST_SAVED = 3
 """Limit of the seconds that fewer micro-batches save with recomputing, in multiples of the savings without
@@ -39,7 +38,8 @@ TWO_SIZES = 2
 
 
 class OtherSizes:
-    """The sizes of micro-batches of each candidate of a space, with the known `bounds` of candidates."""
+    """Lower bounds of a space's candidates from those with other micro-batch sizes; `bounds` are the known
+    ones."""
 
     def __init__(self, space: Space, bounds: Mapping[int, Bound]) -> None:
         self.space, self._bounds = space, bounds
@@ -47,7 +47,7 @@ class OtherSizes:
         self._plain: dict[tuple[int, tuple[Slot, ...]], int] = {}
 
     def smaller(self, number: int) -> list[int]:
-        """Return the same candidates with smaller micro-batches, the largest first."""
+        """Return the candidates that differ from this one by smaller micro-batches, the largest first."""
         if number not in self._smaller:  # one search serves all sizes
             sizes = sorted((number, *self.space.variants(number, Slot.BATCHING)), key=self.pieces)
             self._smaller |= {one: sizes[index:] for index, one in enumerate(sizes, start=1)}
@@ -58,7 +58,7 @@ class OtherSizes:
         return self.space.candidates[number].setup.micro_batches
 
     def least(self, number: int) -> Bound:
-        """Return the lower bound of this candidate."""
+        """Return this candidate's lower bound, derived from smaller micro-batches."""
         known = [(other, self._bounds[other]) for other in self.smaller(number) if other in self._bounds]
         if not known:
             return Bound(0, 0.0)
@@ -72,7 +72,7 @@ class OtherSizes:
         return bound.seconds - MOST_SAVED * max(0.0, plain.seconds - own.seconds)
 
     def _needed_bytes(self, number: int, known: Sequence[tuple[int, Bound]]) -> float:
-        """Return the bytes by two smaller sizes, or by one of a candidate with a budget."""
+        """Return the least bytes of a candidate from two smaller sizes, or from one if it has a budget."""
         (first, bound), *further = known
         pieces = self.pieces(number)
         if further:
@@ -100,7 +100,8 @@ class OtherSizes:
         return float(linear_extrapolate(points, [bound.needed_bytes for _, bound in sizes], share))
 
     def _without(self, number: int) -> int:
-        """Return the plain candidate of this size: uncompiled, with whole logits and nothing recomputed."""
+        """Return the candidate of this micro-batch size with plain passes: uncompiled, with whole logits and
+        nothing recomputed."""
         return self._plainer(number, Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
 
     def _not_recomputing(self, number: int) -> int:

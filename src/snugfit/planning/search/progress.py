@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 
 ENOUGH = 8
-"""Number of finished parts before the time left is estimated, and over which the estimate is smoothed.
-
-One part may take ten times as long as another.
-"""
+"""Number of finished parts before the time left is estimated, which is also the window of its average. One
+part may take ten times as long as another."""
 
 
 class Progress:
-    """Report the finished part of a search, and the estimated time left."""
+    """Reports the finished part of a search and the estimated time left."""
 
     def __init__(self, what: str, total: int, tell: Tell) -> None:
         self.what, self.total, self.tell = what, total, tell
@@ -44,7 +42,7 @@ class Progress:
 
 
 def _to_fives(seconds: float) -> int:
-    """Round to whole seconds, above ten to multiples of five, since the estimate is no more precise."""
+    """Round seconds to whole ones, above ten to multiples of five, since the estimate is not more precise."""
     return round(seconds) if seconds < 10 else 5 * round(seconds / 5)
 
 

@@ -1,4 +1,4 @@
-"""The best few recipes of a search, which `--verify` measures.
+"""Ranking of the best few recipes of a search, which `--verify` measures.
 
 The front contains recipes that no other dominates in speed and bytes, so the second fastest is mostly
 missing. For a list of the best few, further recipes are evaluated in the order of their lower bounds. This
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 TOGETHER = 4
-"""Number of traces per worker that are evaluated between two checks of the ranking."""
+"""Number of traces that each worker evaluates between two checks of the ranking."""
 
 
 def rank_best(
@@ -51,7 +51,7 @@ def rank_best(
 
 
 def _ranking(state: SearchState, objective: str) -> list[int]:
-    """Return the evaluated recipes that fit, one for each length of a step, the best first."""
+    """Return the evaluated recipes that fit, the best first; of recipes with equal seconds only one."""
     fitting = [number for number, figures in state.judged.items() if state.fits(figures.needed_bytes)]
     by_seconds: dict[float, int] = {}
     for number in sorted(fitting, key=lambda one: (_value(state, one, objective), *state.rank(one))):

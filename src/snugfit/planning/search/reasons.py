@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class Explanation(NamedTuple):
-    """Explanation of a plan's answer."""
+    """The reasons for a plan's answer, with its simulated seconds and startup."""
 
     verified: bool
-    """True if its full simulation gave the same figures."""
+    """True if a full simulation of the answer gave the same figures."""
     doubts: tuple[str, ...]
     reasons: tuple[Reason, ...]
     timing: StepSeconds | None
@@ -91,7 +91,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
 
 
 def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
-    """Yield the candidates that `_alternative` may choose from."""
+    """Yield the candidates from which `_alternative` may choose."""
     for slot in Slot:
         if (plainer := _plainer(state, recipe, slot)) is None:
             yield from _affordable(state, recipe, slot)
@@ -115,7 +115,7 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
 
 
 def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe with the slot's plain technique; None if that is its own or is not offered.
+    """Return the recipe with the slot's plain technique; None if that is its own or is not available.
 
     Also None if its compiled layers would have to be lowered and those of another technique are lowered.
     """
@@ -129,13 +129,15 @@ def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
 
 
 def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
-    """Return the candidates with another technique in this slot, without those that must be lowered first."""
+    """Return the numbers of candidates that differ in this slot, without those still to be compiled
+    ("lowered")."""
     alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
     return [number for number in state.space.others(alike, slot) if not state.must_be_lowered(number)]
 
 
 def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:
-    """Return the reason why the same kernels take longer unrecorded: late launches of the host."""
+    """Return the cause of longer seconds without CUDA graphs, the host's late launches; empty if that is not
+    the cause."""
     if other is None or figures is None or not launches_otherwise(recipe.setup()):
         return ""
     saved = figures.seconds - own.seconds
@@ -166,7 +168,7 @@ def _reason(
 def cures(
     recipe: Recipe, needed_bytes: int, job: Job, memory_bytes: int, fidelity: Fidelity, fixed: Kept
 ) -> Iterator[str]:
-    """Yield changes that would make the nearest miss fit."""
+    """Yield changes that would make the smallest recipe fit, as sentences."""
     needed = show_bytes(needed_bytes)
     yield f"It would fit with {show_bytes(needed_bytes - memory_bytes)} more memory: {recipe} takes {needed}."
     sizes = [(gpu.memory_bytes or 0, gpu.key) for gpu in all_gpus() if gpu.compute_capability]
@@ -228,14 +230,15 @@ def compare_with_start(start: Recipe, chosen: Recipe, pool: WorkerPool, job: Job
 
 
 def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
-    """Return the fields of a start or a change with a recipe's figures; empty if it is invalid."""
+    """Return the bytes and seconds of a recipe as fields of a plan's start or change; empty if it is
+    invalid."""
     if isinstance(figures, SnugfitError):
         return {}
     return {"needed_bytes": figures.needed_bytes, "step_seconds": figures.step_seconds}
 
 
 def _last_resorts(job: Job, fixed: Kept) -> Iterator[str]:
-    """Yield techniques that plans leave out and that may make a step fit, in order, with the reasons."""
+    """Yield sentences on techniques that plans leave out and that may make a step fit, with the reasons."""
     resorts = [
         technique
         for technique in roster.techniques()

@@ -1,13 +1,13 @@
-"""Kinds of passes that save memory and no time, which most searches need not rehearse.
+"""Postponement of recipes that save memory and no time (recomputing): most searches need not simulate them.
 
 Recomputing adds kernels to a step and removes none. It does not change the memory of an update: weights,
-gradients, states. The recipe without recomputing is therefore a lower bound: equal seconds, and the bytes
-of its update. If an evaluated recipe is as fast and as small as that bound, no kind of recomputing needs a
+gradients, states. The recipe without recomputing is therefore a lower bound: equal seconds, and the bytes of
+its update. If an evaluated recipe is as fast and as small as that bound, no kind of recomputing needs a
 rehearsal. With adapters in the space, this excludes all of full fine-tuning. The kinds that may be fastest
 are rehearsed first, before any slower recipe is evaluated. They make most other kinds unnecessary.
 
-One of two kinds that differ in attention, kernels or precision may be no better in any figure. It is left
-out in favour of its twin (`twins.py`).
+One of two kinds that differ in attention, kernels or precision may be no better in any figure. It is left out
+in favour of its twin (`twins.py`).
 
 Recomputing a part of each layer takes no less memory than recomputing each layer. Spans of layers recompute
 as much as each layer by itself (`least_of_spans`). Recomputing each layer is therefore rehearsed first, and
@@ -16,16 +16,15 @@ may show that the rest are too large or too slow.
 Logits in chunks are such a kind too. They do not change the memory while a layer runs. A step with whole
 logits may have its peak in a layer or in its update. Chunks then save nothing and need no rehearsal.
 
-Compiled layers are lowered separately for each size of a micro-batch. They wait too
-(`cost/lowered.py`). They are lowered one size at a time, after all possibly faster recipes were
-evaluated. The uncompiled recipe is rehearsed before. It takes a tenth of the time and may show that they
-are unnecessary.
+Compiled layers are lowered separately for each size of a micro-batch. They wait too (`cost/lowered.py`). They
+are lowered one size at a time, after all possibly faster recipes were evaluated. The uncompiled recipe is
+rehearsed before. It takes a tenth of the time and may show that they are unnecessary.
 
 Only the sizes of micro-batches that may matter are rehearsed.
 
-These bounds are not exact. Keys and values of a cache that only checkpointing disables cost a little,
-hence `CACHE_SHARE`. The moment of the peak changes, hence `PEAK_SHARE`. Each rehearsed kind is therefore
-compared with its bounds. If one takes less than its bound, all kinds are rehearsed.
+These bounds are not exact. Keys and values of a cache that only checkpointing disables cost a little, hence
+`CACHE_SHARE`. The moment of the peak changes, hence `PEAK_SHARE`. Each rehearsed kind is therefore compared
+with its bounds. If one takes less than its bound, all kinds are rehearsed.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
-"""Slots whose techniques save memory in the passes, and no time."""
+"""Slots whose techniques save memory in the passes but no time."""
 
 NOTHING = Bound(0, 0.0)
 
@@ -96,24 +95,24 @@ class RecomputingKinds:
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}
-        """Counterpart with whole logits of each candidate with logits in chunks."""
+        """For each candidate with logits in chunks, the same candidate with whole logits."""
         self._full: dict[int, int] = {}
-        """Counterpart that recomputes each layer, for candidates that recompute some layers, spans of them or
-        parts."""
+        """For each candidate that recomputes some layers, spans or parts, the candidate that recomputes each
+        layer."""
         self._looked_at = set[int]()
-        """Kinds of passes that were rehearsed."""
+        """Kinds of passes that were simulated."""
         self._least_known: dict[int, Bound] = {}
         """Cached lower bounds of waiting candidates by the current results."""
         self._bounded_by: dict[int, set[int | None]] = {}
         """Cached candidates on which the bounds of each waiting candidate depend."""
         self._by = defaultdict[int | None, set[int]](set)
-        """Candidates whose cached bounds depend on the key."""
+        """Candidates with cached bounds that depend on a candidate, by that candidate."""
         self._dominated = set[int]()
-        """Candidates that cannot matter for the rest of this search."""
+        """Candidates that can no longer be on the front of this search."""
         self._known = 0
-        """Number of bounds after the last addition."""
+        """Number of known bounds after the last addition."""
         self._none: dict[int, int | None] = {}
-        """Cached counterparts without recomputing."""
+        """For each candidate, the cached candidate without recomputing."""
         self._on_the_way: dict[int, Bound] = {}
         """Candidates that a worker screens now, with their previous lower bounds."""
         self._bounds_hold = True
@@ -185,12 +184,12 @@ class RecomputingKinds:
         return list(asked)
 
     def _is_lowered_saving(self, number: int) -> bool:
-        """Return whether this candidate has compiled layers and saves memory. Its counterpart that saves none
-        bounds it."""
+        """Return whether this candidate has compiled layers and saves memory. The candidate without savings
+        then gives its bounds."""
         return number in self._lowered and _saves(self.space.candidates[number].setup)
 
     def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the candidates to screen before these of one kind, or these.
+        """Return the candidates to screen first for these of one kind: others that bound them, or themselves.
 
         Each size of compiled layers takes long, so only one size is returned. The fastest size without
         savings bounds the seconds of smaller micro-batches. With savings, the smallest micro-batches bound
@@ -205,7 +204,7 @@ class RecomputingKinds:
         return [number for number in firsts if pieces[number] == size]
 
     def _is_any_below(self, asked: Mapping[int, Bound]) -> bool:
-        """Return whether one of these candidates took less than its previous lower bound in `asked`."""
+        """Return whether one of these candidates took less than its earlier lower bound in `asked`."""
         return any(
             is_below(_with_device(self.state.bounds[number]), least, ROUNDING)
             for number, least in asked.items()
@@ -224,15 +223,14 @@ class RecomputingKinds:
         return needed if twins or not needed or not self._twins.stand_for(kind, needed) else []
 
     def _take(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Screen all waiting candidates among these, and all that share their passes. Return their previous
-        bounds."""
+        """Screen these waiting candidates, and all that share their passes. Return their earlier bounds."""
         if taken := self._take_out(chosen):
             self.add(taken)
         return taken
 
     def _take_out(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Remove these waiting candidates, and all that share their passes and size. Return their known
-        bounds."""
+        """Remove these candidates from the waiting ones, with all that share their passes and size. Return
+        their known bounds."""
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}
         taken: dict[int, Bound] = {}
@@ -271,7 +269,7 @@ class RecomputingKinds:
         self._note(numbers, screen(self.state, self.pool, self.tell, numbers))
 
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
-        """Store the bounds of these candidates. Return the candidates whose bounds change by them."""
+        """Store the bounds of these candidates. Return the candidates whose bounds depend on them."""
         if len(self.state.bounds) != self._known:  # some could not be rehearsed after all
             self._least_known.clear()
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
@@ -283,7 +281,7 @@ class RecomputingKinds:
         return self._forget_by(screening.bounds)
 
     def _forget_by(self, learned: Iterable[int]) -> set[int]:
-        """Remove all cached bounds that depend on these results. Return their candidates."""
+        """Remove all cached bounds that depend on these results. Return the candidates that had them."""
         waiting = [*learned]
         forgotten = set[int]()
         while waiting:
@@ -307,7 +305,7 @@ class RecomputingKinds:
     # ---- one kind at a time ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin a search in which excluded candidates stay excluded."""
+        """Begin a further search, in which candidates that cannot be on the front stay excluded."""
         self._dominated.clear()
 
     def needed_of(self, kind: int) -> list[int]:
@@ -355,21 +353,23 @@ class RecomputingKinds:
         return [] if on_the_way.intersection(awaited) else alike
 
     def _bases(self, number: int) -> Iterator[int]:
-        """Yield candidates whose kinds bound this one, including itself for its other sizes."""
+        """Yield the candidates whose kinds give the bounds of this one, including itself for its other
+        sizes."""
         plainer = self._without.get(number), self._whole.get(number), self._without_checkpoints(number)
         for base in (number, self._lowered.alike(number), *plainer, self._full.get(number)):
             if base is not None:
                 yield base
 
     def send(self, numbers: Sequence[int]) -> list[int]:
-        """Remove these from the waiting candidates, with all that share their rehearsal. `learn` gets the
+        """Remove these and all that share their simulation from the waiting candidates. `learn` gets the
         result."""
         taken = self._take_out(numbers)
         self._on_the_way |= taken
         return [*taken]
 
     def learn(self, numbers: Sequence[int], screening: Screening) -> set[int]:
-        """Store the bounds of sent candidates. Return the kinds whose bounds change by them."""
+        """Store the bounds of candidates that `send` returned. Return the kinds whose bounds change by
+        them."""
         known = {number: self._on_the_way.pop(number) for number in numbers if number in self._on_the_way}
         learned = self._note(numbers, screening)
         twins = self._twins.stand
@@ -449,7 +449,8 @@ class RecomputingKinds:
         return max(bound.resting_bytes, int(bound.outside_bytes * (1 - PEAK_SHARE)))
 
     def _with_each(self, number: int) -> int | None:
-        """Return the same with each layer recomputed by itself; None if it recomputes none, or exactly so."""
+        """Return the candidate that differs only by recomputing each layer; None for one that recomputes
+        none, or each."""
         setup = self.space.candidates[number].setup
         if (setup.checkpoint is None and not setup.has_budget) or setup.checkpoint == EVERY_LAYER:
             return None
@@ -480,8 +481,7 @@ class RecomputingKinds:
         return NOTHING
 
     def _saves_nothing(self, number: int) -> bool:
-        """Return whether the peak is in a layer or in the update. Chunks of logits then only complicate the
-        recipe."""
+        """Return whether chunks of logits save no bytes, since the peak is in a layer or in the update."""
         whole = self._bound_of_whole(number)
         # A saving below the resolution would not be listed anyway.
         is_in_layer = 0 < whole.needed_bytes * (1 - MEMORY_RESOLUTION) <= whole.layers_bytes
@@ -497,13 +497,13 @@ class RecomputingKinds:
         return None if number is None else self.state.bounds.get(number)
 
     def left_out(self) -> Iterator[Exclusion]:
-        """Return exclusions for candidates that were never screened, because they could not matter."""
+        """Return exclusions, with the reason, for candidates that were never screened."""
         yield from self._lowered.left_out(itertools.chain.from_iterable(self.waiting.values()))
 
     # ---- twins -------------------------------------------------------------------------------------------
 
     def _base_of(self, number: int) -> int | None:
-        """Return the candidate by which this one is compared with a twin: the same without recomputing,
+        """Return the candidate that represents this one in comparisons with twins: without recomputing,
         chunks of logits and compiler."""
         return self._lowered.bare(number) if number in self._lowered else self._without.get(number)
 
@@ -511,23 +511,24 @@ class RecomputingKinds:
         return self._is_known(number) or self._waits(number)
 
     def _is_refused(self, number: int) -> bool:
-        """Return whether the rehearsal of this step refused the launches of its Setup."""
+        """Return whether a simulation showed that this candidate's step cannot be launched as its Setup
+        requires."""
         candidate = self.space.candidates[number]
         was_rehearsed = candidate.passes in self._looked_at and not self._waits(number)
         return was_rehearsed and launches_otherwise(candidate.setup) and not self._is_known(number)
 
 
 def _saves(setup: Setup) -> bool:
-    """Return whether its passes save memory and no time."""
+    """Return whether this Setup's passes save memory and no time."""
     return setup.checkpoint is not None or setup.logits is not None or setup.has_budget
 
 
 def _has_timed_bytes(setup: Setup) -> bool:
-    """Return whether the bytes that layers save depend on the progress of copies."""
+    """Return whether the bytes that layers save depend on the time of copies to the host."""
     return any(has_timed_bytes(setup) for has_timed_bytes in hooks("has_timed_bytes"))
 
 
 def _with_device(bound: Bound) -> Bound:
-    """Return the bound with at least the device's seconds. On few layers, from which the seconds follow, the
-    host may be late."""
+    """Return the bound with at least the device's seconds, since the host may limit few layers but not
+    many."""
     return bound._replace(seconds=max(bound.seconds, bound.device_seconds))

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Screening:
-    """Results of a screening."""
+    """Lower bounds of candidates, and candidates that cannot be simulated."""
 
     bounds: dict[int, Bound] = field(default_factory=dict)
     """Lower bound of each candidate by its number."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """Candidates that could not be rehearsed, with the reasons."""
+    """Candidates that cannot be simulated, with the reasons."""
 
 
 def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection[int]) -> Screening:
@@ -58,7 +58,7 @@ def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection
 
 
 def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
-    """Return these candidates by their kind of passes, and compiled ones by their size too."""
+    """Group these candidates by their kind of passes, and compiled ones by micro-batch size too."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for number in numbers:
         candidate = space.candidates[number]
@@ -68,7 +68,7 @@ def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
 
 
 def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
-    """Return the lower bounds of a group from a worker's answer, and the reasons for missing ones."""
+    """Return a worker's answer for a group as lower bounds, with the reasons for missing ones."""
     if isinstance(answer, SnugfitError):
         return Screening(excluded=[exclusion(space, [*group], answer)])
     screening = Screening()

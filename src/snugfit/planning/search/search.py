@@ -120,7 +120,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _PlanRequest:
-    """The checked arguments of a plan."""
+    """The checked arguments of `plan`."""
 
     job: Job
     gpu: Gpu | None
@@ -136,7 +136,7 @@ class _PlanRequest:
 
 
 def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
-    """Return the plan that a search of this space gives."""
+    """Search this space and return the plan."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
     from snugfit.planning.search.simpler import judge_simpler, simplify_front
 
@@ -148,7 +148,7 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
     search(state, pool, tell, smallest=smallest, every_bound=listed)
-    looked_at = _look_further(asked, state, pool, tell)
+    looked_at = _try_outside_space(asked, state, pool, tell)
     space = state.space
     front = front_of(state)
     best = best_of(state, pool, front, memory, smallest=smallest)
@@ -201,7 +201,9 @@ def front_of(state: SearchState) -> list[int]:
     if front := state.front():
         return front
     why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
-    raise RehearsalError(f"No recipe could be simulated. The first: {why}")
+    raise RehearsalError(
+        f"No recipe could be simulated. The first: {why} Predict the job alone first: snugfit predict."
+    )
 
 
 def best_of(
@@ -219,9 +221,9 @@ def best_of(
     return fitting[-1] if smallest else prefer_simple(state, pool, fitting[0])
 
 
-def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
-    """Add better recipes from outside the space. Return the name of a tried technique that no space
-    contains."""
+def _try_outside_space(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
+    """Evaluate better recipes from outside the space and add them. Return the name of a tried technique that
+    no space contains."""
     smallest = asked.objective == "memory"
     if not smallest:
         find_grades(state, pool, asked.job, tell, link_of(asked.gpu))
@@ -232,7 +234,7 @@ def _look_further(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tel
 def _rank_few(
     asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
 ) -> list[int]:
-    """Return the best few recipes, the answer first."""
+    """Return the best few recipes, the plan's answer first."""
     ranked = rank_best(state, asked.ranked, pool, asked.objective, tell)
     if best is None:
         return ranked
@@ -242,7 +244,7 @@ def _rank_few(
 
 
 def _pace_of(timing: StepSeconds | None) -> Pace | None:
-    """Return the part of the answer's timing that a plan reports."""
+    """Return the seconds of an answer as a plan reports them."""
     if timing is None:
         return None
     return Pace(bound=timing.bound, measured_rates=timing.measured_rates, peak_seconds=timing.peak_seconds)
@@ -264,7 +266,7 @@ def search(
     Raises `BelowLowerBound`.
     """
     recomputing = kinds or RecomputingKinds(state, pool, tell, budgets=every_bound)
-    _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
+    _evaluate_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
         state.judge_smallest(pool, tell)
         most = state.smallest * (1 - state.nearly)
@@ -273,15 +275,15 @@ def search(
         state.judge_smallest(pool, tell)
     if state.nothing_fits:
         state.most_bytes = state.smallest * (1 + state.beyond)
-        _judge_front(state, recomputing, pool, tell, every_bound=every_bound)
+        _evaluate_front(state, recomputing, pool, tell, every_bound=every_bound)
     state.excluded += recomputing.left_out()
     return recomputing
 
 
-def _judge_front(
+def _evaluate_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
-    """Evaluate all candidates that may be on the front, up to its end."""
+    """Evaluate all candidates that may be on the Pareto front, up to its end."""
     if every_bound:
         recomputing.add_others()
     while every_bound and recomputing.screen(lambda number, least: True):

@@ -1,12 +1,11 @@
-"""Selection of the simplest among equally fast recipes: a technique without a gain only complicates the
-recipe.
+"""Selection of the simplest among equally fast recipes, without techniques whose gain is negligible.
 
 The fastest recipe that fits may contain techniques with a gain too small to measure. Examples are
-TensorFloat-32 next to bfloat16, worker processes for a step that the GPU bounds, and another allocator
-with plenty of memory. Its slots are therefore reset to the user's own techniques in every combination, or
-to plain ones without a user's recipe. Among the recipes that still fit and are as fast, the one with the
-fewest changes is the answer. The other rows of the front are simplified too, if that costs no memory and
-was evaluated.
+TensorFloat-32 next to bfloat16, worker processes for a step that the GPU bounds, and another allocator with
+plenty of memory. Its slots are therefore reset to the user's own techniques in every combination, or to plain
+ones without a user's recipe. Among the recipes that still fit and are as fast, the one with the fewest
+changes is the answer. The other rows of the front are simplified too, if that costs no memory and was
+evaluated.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 AS_FAST = 0.005
-"""Tolerance as a share of a step's seconds (chosen), within which recipes count as equally fast. In bytes,
-equally small."""
+"""Share of a step's seconds by which recipes may differ and count as equally fast (chosen). The same share of
+bytes counts as equally small."""
 
 
 def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
-    """Return the simplest candidate that is as fast as this one, the fastest that fits.
+    """Return the candidate with the fewest changes that is as fast as `fastest`, the fastest that fits.
 
     All possible ones are evaluated. Raises `BelowLowerBound`.
     """
@@ -47,7 +46,7 @@ def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
 
 
 def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) -> None:
-    """Evaluate simpler candidates that `simplify_front` may put in place of these, with another update alone.
+    """Evaluate simpler candidates for `simplify_front`, which differ from these only in the update.
 
     Their results are in `state` afterwards. Raises `BelowLowerBound`.
     """
@@ -60,7 +59,7 @@ def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) ->
 
 
 def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], bool]) -> Iterator[int]:
-    """Yield simpler candidates that were not evaluated, and by their lower bounds may fit and be as fast.
+    """Yield simpler candidates without exact figures that may fit and be as fast, by their lower bounds.
 
     `may_fit` is a predicate of bytes.
     """
@@ -104,7 +103,8 @@ def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int
 
 
 def simpler_than(space: Space, number: int) -> Sequence[int]:
-    """Return the candidates that are this one with the simplest technique in one or more of its slots."""
+    """Return the candidates with the simplest technique in one or more slots, and otherwise those of this
+    one."""
     if number not in space.simpler:
         space.simpler[number] = tuple(_simpler_than(space, number))
     return space.simpler[number]

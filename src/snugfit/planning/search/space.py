@@ -46,22 +46,23 @@ _SLOT_INDICES = {slot: index for index, slot in enumerate(Slot)}
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A recipe that may be chosen. Properties shared by several recipes have a common number."""
+    """A valid recipe of the space. Properties that several recipes share have a common number."""
 
     recipe: Recipe
     setup: Setup
-    """Setup that the recipe installs."""
+    """`Setup` of the recipe."""
     update: Hashable
-    """Key of the fields that determine its update."""
+    """Key of the Setup's fields that determine the optimizer's update."""
     passes: int
-    """Number of its kind of passes, regardless of the size of a micro-batch."""
+    """Number of the recipe's kind of passes, regardless of the size of a micro-batch."""
     sized: int
-    """Number of its kind and size of passes."""
+    """Number of the recipe's kind of passes with its size of a micro-batch."""
     program: int
-    """Number of its kind and size of compiled layers, which are lowered once; equal to `sized` without
-    any."""
+    """Number of the recipe's compiled layers, which are compiled once; equal to `sized` without compiled
+    layers."""
     trace: int
-    """Number of its trace, regardless of the number format of products and the source of batches."""
+    """Number of the trace, which recipes share that differ only in fp32 products and the source of
+    batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class Space:
     fixed: Kept
     """Slots that no recipe of the space changes."""
     numbers: Mapping[int, int]
-    """Number of each candidate, by its index among all combinations of the choices."""
+    """Number of each candidate, by its index among all combinations of the techniques."""
     graded: Mapping[Recipe, int] = field(default_factory=dict)
     """Candidates outside these combinations (`grades.py`), with their numbers."""
 
@@ -110,7 +111,7 @@ class Space:
 
     @cached_property
     def _digits(self) -> list[dict[Technique, int]]:
-        """Share of each technique in the index of a combination, by slot."""
+        """For each slot, the contribution of each technique to the index of a combination."""
         digits, stride = [], 1
         for offered in reversed(self.choices):
             digits.append({technique: stride * digit for digit, technique in enumerate(offered)})
@@ -119,12 +120,12 @@ class Space:
 
     @cached_property
     def simplest(self) -> Recipe:
-        """Recipe without need of explanation: the user's own recipe, or the plain one if there is none."""
+        """The recipe that needs no explanation: the user's own recipe, or the plain one if there is none."""
         return self.fixed.start or Recipe()
 
     @cached_property
     def simpler(self) -> dict[int, tuple[int, ...]]:
-        """Cached simpler candidates by candidate (`simpler.py`)."""
+        """Cache of the simpler candidates of each candidate (`simpler.py`)."""
         return {}
 
     def changes(self, recipe: Recipe) -> int:
@@ -250,7 +251,7 @@ def _offered_in(
 
 
 def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -> bool:
-    """Return whether this front-end trains with the technique; a refusal is added to `excluded`."""
+    """Return whether this front-end can train with the technique; otherwise add its refusal to `excluded`."""
     from snugfit.step.applier import refuse_unsupported
 
     try:

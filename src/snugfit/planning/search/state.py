@@ -1,14 +1,14 @@
-"""State of a search: the lower bounds of each candidate, and the figures of the evaluated ones.
+"""The state of a search: lower bounds of each candidate recipe, and exact figures of the evaluated ones.
 
-A candidate's lower bound in bytes is its live bytes. The allocator loses some per cent between blocks,
-which only the replay of the whole step shows. Many candidates are as large as a faster one except for that
-loss. Finding the slightly smaller ones would require an evaluation of each, without a use. A candidate
-that cannot be smaller than a faster one by `MEMORY_RESOLUTION` is therefore skipped. This does not affect
-the answer: a candidate that may fit, if no faster one does, is always evaluated.
+A candidate's lower bound in bytes is its live bytes. The allocator loses some per cent between blocks, which
+only the replay of the whole step shows. Many candidates are as large as a faster one except for that loss.
+Finding the slightly smaller ones would require an evaluation of each, without a use. A candidate that cannot
+be smaller than a faster one by `MEMORY_RESOLUTION` is therefore skipped. This does not affect the answer: a
+candidate that may fit, if no faster one does, is always evaluated.
 
 Recipes that share their passes and differ in the update lose the same bytes between blocks. Their seconds
-exceed the bounds by the same amount. They are therefore compared by their bounds (`has_better_sibling`).
-If the update is a small share, one of the optimizers is evaluated.
+exceed the bounds by the same amount. They are therefore compared by their bounds (`has_better_sibling`). If
+the update is a small share, one of the optimizers is evaluated.
 
 With a memory limit, the front ends slightly beyond it: larger recipes are no answer, and cost as much to
 evaluate. If nothing fits, the front ends slightly beyond the smallest. It also ends at a multiple of the
@@ -55,7 +55,7 @@ BEYOND_MEMORY = 0.1
 """Share of the memory by which the front exceeds it. These near misses need only slightly more memory."""
 
 SAMPLED = 50
-"""Number of sampled groups for the estimate of how many waiting ones will be skipped."""
+"""Number of candidate groups that are sampled to estimate the share that will be skipped."""
 
 
 @dataclass
@@ -79,22 +79,22 @@ class SearchState:
     """Least number of bytes, in addition to `MEMORY_RESOLUTION`, that a slower recipe must save to be
     listed."""
     beyond: float = BEYOND_MEMORY
-    """Share of the smallest recipe's bytes by which the front exceeds it if nothing fits."""
+    """Share of the smallest recipe's bytes by which the front exceeds them if nothing fits."""
     nearly: float = 0.0
-    """Share of bytes and seconds by which an evaluated miss may exceed the nearest one."""
+    """Share of bytes and seconds by which the found smallest recipe may exceed the true one, if nothing
+    fits."""
     slowest: float = math.inf
     """Greatest seconds of candidates for the front, in multiples of the seconds of the fastest that fits."""
     screen_these: Callable[[Iterable[int], Callable[[Bound], bool]], None] = lambda numbers, is_needed: None
-    """Screens these candidates, of all kinds left out so far, if they are needed by their known lower
-    bounds."""
+    """Function that screens these postponed candidates if their known lower bounds show a need."""
     _best: list[tuple[float, int, int]] = field(default_factory=list)
     """Seconds, bytes and number of the evaluated candidates that no other dominates, the fastest first."""
     _siblings: dict[tuple[int, bool, Hashable], list[int]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
-    """Evaluated candidates by the kind and size of passes and the allocator's kind of segments."""
+    """Evaluated candidates by their passes, micro-batch size and kind of allocator segments."""
     worker_of: dict[int, int] = field(default_factory=dict)
-    """Worker by the kind and size of compiled layers or passes that it rehearses."""
+    """Worker by the compiled layers or passes that it simulates."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None:
@@ -139,18 +139,18 @@ class SearchState:
             self.learn_group(asked.pop(answer.number), answer.value)
 
     def may_be_for(self, worker: int, number: int) -> bool:
-        """Return whether no other worker rehearses the candidate's layers or passes."""
+        """Return whether no other worker simulates the candidate's layers or passes."""
         return self.worker_of.get(self.space.candidates[number].program, worker) == worker
 
     def is_for(self, worker: int, number: int) -> bool:
-        """Return whether this worker rehearses the candidate.
+        """Return whether this worker simulates the candidate.
 
         The first worker stays the only one, since any other would have to make the shared parts again.
         """
         return self.worker_of.setdefault(self.space.candidates[number].program, worker) == worker
 
     def is_begun(self, number: int) -> bool:
-        """Return whether a worker rehearsed a candidate with the same compiled layers."""
+        """Return whether some worker has simulated a candidate with the same compiled layers."""
         return self.space.candidates[number].program in self.worker_of
 
     def must_be_lowered(self, number: int) -> bool:
@@ -158,7 +158,7 @@ class SearchState:
         return self.space.candidates[number].setup.lowering is not None and not self.is_begun(number)
 
     def learn_group(self, group: list[int], answer: Any) -> None:
-        """Store the figures of these candidates of one trace, or exclude them after an error.
+        """Store the figures of these candidates of one trace, or exclude them if the answer is an error.
 
         Raises `BelowLowerBound`.
         """
@@ -185,7 +185,7 @@ class SearchState:
             self._rank_among_best(number)
 
     def _rank_among_best(self, number: int) -> None:
-        """Add an evaluated candidate to those that no other dominates, unless one does."""
+        """Add an evaluated candidate to the Pareto front, unless another one dominates it."""
         seconds, needed = self.judged[number].seconds, self.judged[number].needed_bytes
         start = bisect.bisect_right(self._best, (seconds, needed, number))
         # Bytes fall along this list, so only the next faster one can dominate.
@@ -197,7 +197,7 @@ class SearchState:
         self._best[start:end] = [(seconds, needed, number)]
 
     def exclude(self, group: list[int], error: SnugfitError) -> None:
-        """Exclude these candidates, which cannot be rehearsed."""
+        """Exclude these candidates, which cannot be simulated, with the error as the reason."""
         self.excluded.append(exclusion(self.space, group, error))
         for number in group:
             self.bounds.pop(number, None)
@@ -249,11 +249,13 @@ class SearchState:
         return self._worth_listing(smallest) <= least.needed_bytes
 
     def _worth_listing(self, needed_bytes: int) -> float:
-        """Return the greatest bytes of a slower recipe that is listed in addition to one with these."""
+        """Return the bytes above which a slower recipe is not listed next to a faster one with
+        `needed_bytes`."""
         return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
-        """Return whether an evaluated sibling is as fast by the lower bound, and `stands` is true for it."""
+        """Return whether an evaluated sibling, with the same passes, is as fast by the lower bound and meets
+        the predicate `stands`."""
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
             bounds[other].seconds <= least
@@ -268,8 +270,8 @@ class SearchState:
         return [other for other in same_passes if other != number and other in self.bounds]
 
     def _stands_for(self, number: int) -> Callable[[int], bool]:
-        """Return a predicate: True if this candidate can be neither smaller by a resolution nor fit in
-        another's place."""
+        """Return a predicate of candidates: True if this one can neither be smaller by a resolution nor fit
+        in the other's place."""
         needed = self.bounds[number].needed_bytes
 
         def stands(other: int) -> bool:
@@ -280,8 +282,8 @@ class SearchState:
         return stands
 
     def passes_of(self, number: int) -> tuple[int, bool, Hashable]:
-        """Return a key that is equal for candidates with the same passes, recorded or not, and the same
-        allocator."""
+        """Return a key that is equal for candidates with the same passes and allocator, with CUDA graphs or
+        without."""
         candidate = self.space.candidates[number]
         setup = candidate.setup
         return candidate.sized, setup.expandable_segments, launches_key(setup)

@@ -1,12 +1,11 @@
-"""Kinds of passes that need no rehearsal, because a twin is no worse.
+"""Twins: kinds of passes that need no simulation, because a similar kind is no worse.
 
 Recomputing repeats the same layers, and a compiler changes all of them. Two kinds may differ in attention,
-kernels or precision. If one is neither faster nor smaller uncompiled and without recomputing, it is
-neither with them. It is then left out. If a step was to be recorded and cannot be, its twin is the
-unrecorded one.
+kernels or precision. If one is neither faster nor smaller uncompiled and without recomputing, it is neither
+with them. It is then left out. If a step was to be recorded and cannot be, its twin is the unrecorded one.
 
-This rule is not exact. Each kind that was left out and is rehearsed after all is compared with its twin.
-If one is better, no kind has a twin any more.
+This rule is not exact. Each kind that was left out and is rehearsed after all is compared with its twin. If
+one is better, no kind has a twin any more.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 DIFFER = (Slot.ATTENTION, Slot.KERNELS, Slot.PRECISION)
-"""Slots in which twins may differ."""
+"""Slots in which a candidate and its twin may differ."""
 
 ROUNDING = 0.001
-"""Share by which sums in another order and gradients on other few layers may differ."""
+"""Share by which bounds may differ from a twin's without reason: other orders of sums, and gradients on other
+few layers."""
 
 PEAK_SHARE = 0.01
-"""Share of its twin's bytes by which a kind may be smaller: the worst moment is another."""
+"""Share of its twin's bytes by which a kind may be smaller, since its peak is at another moment."""
 
 
 class Twins:
-    """The twins of a space's candidates, and the candidates that were left out for theirs.
+    """Finds the twins of a space's candidates, and records which kinds were skipped for them.
 
     `base` returns the plainer candidate for the comparison, and `bound` a candidate's known bound.
     `may_be` returns whether a candidate is known or still waits, and `is_refused` whether it cannot be
@@ -52,12 +52,12 @@ class Twins:
         self.space, self._base, self._bound = space, base, bound
         self._may_be, self._is_refused = may_be, is_refused
         self.stand = True
-        """True while every kind that was left out was no better than its twin."""
+        """True while no kind that was skipped turned out better than its twin."""
         self._no_better: dict[int, list[tuple[int, int]]] = {}
-        """Candidates with their twins, by kind that was left out."""
+        """Candidates with their twins, by kind that was skipped."""
 
     def stand_for(self, kind: int, needed: Sequence[int]) -> bool:
-        """Return whether one kind is no worse than this one for all of its candidates that are `needed`."""
+        """Return whether some kind is no worse than this one for all of its candidates that are `needed`."""
         candidates = self.space.candidates
         # Candidates with one trace have the same bytes, so one of them represents all.
         one_per_trace = {candidates[number].trace: number for number in needed}.values()
@@ -78,7 +78,7 @@ class Twins:
         return False
 
     def drop_if_misleading(self) -> None:
-        """Leave out no kind any more, where one was better than its twin."""
+        """Stop skipping kinds, if one was better than its twin."""
         if any(itertools.starmap(self._is_better, itertools.chain.from_iterable(self._no_better.values()))):
             self._no_better.clear()
             self.stand = False
@@ -91,7 +91,7 @@ class Twins:
         return is_below(own, least, ROUNDING)
 
     def _other_techniques(self, number: int) -> Iterator[Technique]:
-        """Yield the techniques that make a twin of this candidate in its recipe."""
+        """Yield the techniques that turn this candidate's recipe into a twin's."""
         candidates = self.space.candidates
         dtype = candidates[number].setup.weights_dtype
         for slot in DIFFER:
@@ -111,8 +111,8 @@ class Twins:
         return self._may_be(twin) and all(one is not None and self._bound(one) is not None for one in bases)
 
     def _needs(self, number: int) -> tuple[float, ...]:
-        """Return the figures of this candidate's base, reduced to the compiler's remainder for compiled
-        layers."""
+        """Return the figures of this candidate's base for a comparison; for compiled layers those that remain
+        with a compiler."""
         base = self._base(number)
         bound = None if base is None else self._bound(base)
         assert base is not None
@@ -128,12 +128,13 @@ def is_below(bound: Bound, other: Bound, share: float = 0.0) -> bool:
 
 
 def _needs(bound: Bound) -> tuple[float, ...]:
-    """Return the figures that compare candidates, without those that only explain."""
+    """Return the figures of a bound that twins compare."""
     return bound.needed_bytes, bound.seconds, bound.resting_bytes, bound.layers_bytes
 
 
 def _needs_if_compiled(bound: Bound) -> tuple[float, ...]:
-    """Return the figures with compiled layers. The host's work is part of the uncompiled seconds alone."""
+    """Return the figures of a bound that twins with compiled layers compare. The host's work is part of the
+    uncompiled seconds alone."""
     return bound.compiled_bytes, bound.compiled_seconds, bound.resting_bytes, bound.seconds
 
 

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 OFFERED = 3
-"""Number of changes that are offered."""
+"""Number of changes that the answer contains."""
 
 ENOUGH = 16
-"""Number of evaluated recipes after which the changes that were found are enough (chosen)."""
+"""Number of evaluated recipes after which no further changes are searched, if some were found (chosen)."""
 
 LARGER_GPUS = 8
 """Greatest number of larger GPUs on which the step is predicted."""
@@ -107,7 +107,7 @@ def _by_stage(
 ) -> Iterator[Recipe]:
     """Yield recipes that fit, stage by stage.
 
-    Alternatives to a change that was found do without one of its slots each. Once changes are found, only
+    Each alternative to a change that was found leaves one of its slots plain. Once changes are found, only
     single techniques of another algorithm are tried.
     """
 
@@ -172,15 +172,16 @@ def _offer(prediction: Prediction, recipe: Recipe, lighter: LighterRecipes) -> W
 
 
 def _rank(way: WayOut) -> tuple[bool, int, int, bool, int]:
-    """Return the sort key: the fidelity, the slowdown up to a tolerance, the number of changes, the rest."""
+    """Return the sort key of a change: its fidelity, slowdown up to a tolerance, number of changes, and the
+    rest."""
     slowdown = round((way.slowdown or 0.0) / AS_FAST)
     learns = way.fidelity == Fidelity.LEARNS.value
     return learns, slowdown, len(way.changes), way.tight, way.needed_bytes
 
 
 def _larger_gpu(prediction: Prediction, smallest: Recipe, tell: Callable[[str], None]) -> LargerGpu | None:
-    """Return the GPU with the least memory that the recipe fits, or else the smallest recipe; None without
-    one."""
+    """Return the smallest GPU that the recipe fits, or else the smallest recipe, with its figures there; None
+    without one."""
     for recipe in dict.fromkeys((prediction.recipe, smallest)):
         tell(f"looking for the smallest GPU for {recipe}")
         if larger := _smallest_gpu_for(prediction, recipe):
@@ -212,6 +213,6 @@ def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | Non
 
 
 def _by_memory() -> list[Gpu]:
-    """Return the GPUs of the table that can be predicted for, the smallest first, newer ones first."""
+    """Return the GPUs of the table that predictions support, the smallest first, newer ones first."""
     usable = [gpu for gpu in all_gpus() if gpu.compute_capability and gpu.memory_bytes]
     return sorted(usable, key=lambda gpu: (gpu.marketed_gb or 0, -(gpu.release_year or 0), gpu.key))

@@ -1,1 +1,1 @@
-"""A predicted step for other tools: for PyTorch's memory viewer, and as a timeline for Perfetto."""
+"""Exports of a predicted step: for PyTorch's memory viewer, and as a timeline for Perfetto."""

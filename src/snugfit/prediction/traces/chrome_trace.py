@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Mark, Trace
 
 MICRO = 1e6
-"""The format counts in microseconds."""
+"""Microseconds per second, the unit of the trace format."""
 
 TRACKS = {"host phases": 1, "host": 2, "device phases": 3, "device": 4, "copies": 5, "communication": 6}
 
@@ -58,7 +58,7 @@ def _kernels(timed: Iterable[TimedKernel]) -> Iterator[dict[str, Any]]:
 
 
 def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, Any]]:
-    """Yield the live bytes by kind after each event of the steady step."""
+    """Yield events with the live bytes by kind after each event of the steady step."""
     last = max(mark.step for mark in trace.marks)
     # Consecutive marks of one phase are one passage.
     marks = [next(members) for _, members in groupby(

@@ -1,4 +1,4 @@
-"""The file of `--trace`: a predicted step for PyTorch's memory viewer, or for Perfetto."""
+"""The file of the option `--trace`: a predicted step for PyTorch's memory viewer, or for Perfetto."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SNAPSHOT, CHROME = ".pickle", ".json"
 
 
 def export_trace(prediction: Prediction, form: str) -> bytes:
-    """Rehearse the step again, and return its trace as a file that ends in `form`.
+    """Simulate a prediction's step again, and return its trace as a file that ends in `form`.
 
     Raises `UsageError` for a timeline without seconds, `GpuError` where the GPU's rates are unknown.
     """

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 MASK_IN = 8
-"""Alignment in elements of each stride but the last in efficient attention's mask, and of its row padding."""
+"""Alignment, in elements, that efficient attention requires of the strides of its mask, except the last
+one."""
 
 
 def run_kernel(choice: str, of: Operands) -> torch.Tensor:
-    """Run the concrete operator that torch calls for this choice, with the tensors it saves for backward."""
+    """Run the attention operator that torch calls for `choice`, one of `choose_on_cuda`, on `meta`."""
     out: torch.Tensor = _RUNNERS[choice](of)
     return out
 
@@ -223,10 +224,7 @@ def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 @functools.cache
 def _flex_function() -> Any:
-    """Return the kernels as an autograd function, which saves operands, output and one number per row.
-
-    Backward allocates the gradients and one number per row, and no 32-bit copy.
-    """
+    """Return `flex_attention`'s kernels as an autograd function. It saves operands, output and row sums."""
     import torch
     from torch.utils.flop_counter import register_flop_formula
 
@@ -263,11 +261,12 @@ def _flex_function() -> Any:
     register_flop_formula(operators.flex_attention_backward)(products_backward)
 
     class FlexAttention(torch.autograd.Function):
-        """The two operators as one autograd function."""
+        """Forward and backward of `flex_attention` on `meta`."""
 
         @staticmethod
         def forward(context: Any, query: Any, key: Any, value: Any) -> Any:
-            """Save everything except the largest scores."""
+            """Return output and statistics per row; save everything except the largest scores for
+            backward."""
             out, logsumexp, largest = operators.flex_attention(query, key, value)
             context.save_for_backward(query, key, value, out, logsumexp)
             context.mark_non_differentiable(logsumexp, largest)
@@ -275,7 +274,7 @@ def _flex_function() -> Any:
 
         @staticmethod
         def backward(context: Any, gradient: Any, *_: Any) -> Any:
-            """Return the gradients; one number per row is allocated in addition."""
+            """Return the gradients of query, key and value; one number per row is allocated in addition."""
             query, key, value, out, logsumexp = context.saved_tensors
             delta = logsumexp.new_empty(logsumexp.shape)
             return operators.flex_attention_backward(gradient, query, key, value, out, logsumexp, delta)
@@ -284,4 +283,4 @@ def _flex_function() -> Any:
 
 
 _LIBRARIES: list[Any] = []
-"""Libraries of the operators, which exist only as long as their library."""
+"""The `torch.library` objects of the operators, which exist only as long as their library."""

@@ -60,9 +60,9 @@ class FusedKernels(NamedTuple):
     cudnn_first: bool
     """True if cuDNN's kernel has the first priority; otherwise it has the last."""
     flash: bool
-    """True if flash attention and cuDNN's run."""
+    """True if flash attention and cuDNN's attention can run on the GPU."""
     cudnn_width: int
-    """Largest head width of cuDNN's kernel."""
+    """Largest head width that cuDNN's kernel supports."""
     wide_backward: bool
     """True if flash attention's backward pass always supports heads wider than 192."""
     efficient_bf16: bool
@@ -70,13 +70,13 @@ class FusedKernels(NamedTuple):
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Priority of the kernels on this GPU in torch (`priority_order`)."""
+        """Names of the kernels in the order in which torch tries them on this GPU (`priority_order`)."""
         # torch puts cuDNN first on these GPUs only if its version is above 9.15.0.
         return ("cudnn", "flash", "efficient", "math") if self.cudnn_first else DEFAULT_ORDER
 
 
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
-"""Priority in torch until a GPU is initialized."""
+"""torch's order of attention kernels until a GPU is initialized."""
 
 BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
 """Number of each kernel in `torch.nn.attention.SDPBackend`, by name."""
@@ -133,7 +133,7 @@ def choose_on_cuda(of: Operands, fused: FusedKernels) -> str:
 
 
 def _switched_on() -> dict[str, bool]:
-    """Return the enabled kernels, set by `torch.nn.attention.sdpa_kernel` and
+    """Return for each attention kernel whether it is enabled, by `torch.nn.attention.sdpa_kernel` or
     `torch.backends.cuda.enable_*_sdp`."""
     from torch.backends import cuda
 
@@ -166,7 +166,8 @@ def _fuses(of: Operands, *, one_for_both: bool = True) -> bool:
 
 
 def _is_strided(of: Operands, *, of_one: bool) -> bool:
-    """Return True if a last stride is not 1. With `of_one`, operands with heads of width 1 are ignored."""
+    """Return True if the last stride of query, key or value is not 1. With `of_one`, operands with heads of
+    width 1 are ignored."""
     operands = () if of_one and of.query.size(-1) == 1 else (of.query, of.key, of.value)
     # Not in torch's sources: such operands ran in math on the H200. The bias that T5's layers compute is one.
     if of.mask is not None and of.mask.stride(-1) != 1:

@@ -35,21 +35,21 @@ class _CachedCast(NamedTuple):
 
 
 class _Arguments(NamedTuple):
-    """The arguments of an operator call."""
+    """Positional and keyword arguments of an operator call."""
 
     positional: Iterable[Any]
     named: dict[str, Any]
 
 
 class WeightCache:
-    """Autocast's cache of cast weights: cast once per autocast region, dropped when the region ends.
+    """Autocast's cache of cast weights, each cast once per autocast region and dropped when the region ends.
 
     `cached_cast` of `aten/src/ATen/autocast_mode.cpp` selects the cached tensors.
     """
 
     def __init__(self, claim: Callable[[torch.Tensor, str], None]) -> None:
         self.entries: dict[int, _CachedCast] = {}
-        """Copies by the weight's id."""
+        """Cast copies by the id of the weight."""
         self._claim = claim
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +72,8 @@ class WeightCache:
 
 
 class Autocasting:
-    """Autocast's kernels: for each operator of the policy's lists, cast, then call the previous kernel.
+    """CUDA's autocast for `meta` tensors: for each operator of the policy's lists, cast, then call the
+    previous kernel.
 
     Such a kernel costs time even while autocast is off. So the kernels are registered at the start of the
     first region, and never without one. Operators that promote are registered from the beginning. Scattering
@@ -123,7 +124,7 @@ def _plain_kernel(name: str) -> Any:
 
 @contextlib.contextmanager
 def overriding() -> Iterator[None]:
-    """Suppress torch's warning about replaced kernels inside the context."""
+    """Context that suppresses torch's warning about replaced kernels."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
         yield
@@ -138,7 +139,7 @@ def _cast_all(cast: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _floats(value: Any) -> bool:
-    """Return True if autocast may cast this argument (`is_autocast_eligible`)."""
+    """Return True if autocast may cast this argument: a floating-point tensor (`is_autocast_eligible`)."""
     import torch
 
     return (
@@ -162,9 +163,9 @@ def _to_fp32(value: Any) -> Any:
 def _switched_off(
     previous: Callable[..., Any], prepare: Callable[[Any, Any], _Arguments]
 ) -> Callable[..., Any]:
-    """Return a kernel that prepares its arguments and calls `previous` with the switch off.
+    """Return a kernel that casts its arguments with `prepare` and calls `previous` with autocast off.
 
-    It does so while the switch is on. Every operator of a simulation passes through such a kernel, so it does
+    It does so while autocast is on. Every operator of a simulation passes through such a kernel, so it does
     no more than that.
     """
     import torch

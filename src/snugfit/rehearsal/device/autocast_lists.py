@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AutocastLists:
-    """Operators by the treatment of their floating-point arguments."""
+    """Names of operators by autocast's treatment of their floating-point arguments."""
 
     lower: tuple[str, ...]
     """Operators whose arguments are cast to the autocast dtype."""
@@ -26,10 +26,10 @@ class AutocastLists:
     promote: tuple[str, ...]
     """Operators whose arguments are cast to the widest dtype among them."""
     key: str
-    """Dispatch key of torch's own kernels for them, which every build has."""
+    """Dispatch key under which every build of torch has kernels for these operators."""
 
     def of_installed_torch(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield those of these operators that the installed torch has and casts."""
+        """Yield the operators that the installed torch has and casts."""
         import torch
 
         for name in names:
@@ -39,7 +39,7 @@ class AutocastLists:
 
 
 def _names(words: str) -> tuple[str, ...]:
-    """Return the names in a text of several lines."""
+    """Split a text of several lines into operator names."""
     return tuple(words.split())
 
 

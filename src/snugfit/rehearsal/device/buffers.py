@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Buffer(NamedTuple):
-    """An entry of a scratch: the allocation of `nbytes` bytes, or a free if negative.
+    """One entry of a kernel's scratch: the allocation of `nbytes` bytes, or a free if negative.
 
     An entry of 0 bytes marks the position of the operator's own outputs.
     """
@@ -16,7 +16,7 @@ class Buffer(NamedTuple):
 
 
 Scratch = tuple[Buffer, ...]
-"""Allocations and frees, in order.
+"""The type of a kernel's scratch: allocations and frees of temporary buffers, in order.
 
 `OUTPUTS` marks the position of the operator's own outputs, and an element of `ONE_OUTPUT` that of a single
 one. Outputs come first in a scratch without such a marker.
@@ -30,11 +30,11 @@ ONE_OUTPUT = {Buffer(f"output {number}", 0): number for number in range(3)}
 
 
 class GpuSize(NamedTuple):
-    """The properties of a GPU that determine a kernel's scratch."""
+    """Properties of a GPU that determine the size of a kernel's scratch."""
 
     multiprocessors: int
     threads: int
-    """Resident threads of one multiprocessor."""
+    """Number of resident threads of one multiprocessor."""
     capability: tuple[int, int] = (9, 0)
     """Compute capability, which selects the kernel."""
 

@@ -32,7 +32,7 @@ RECURRENT_DOUBT = (
 
 
 def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
-    """Return kernels by operator name; they record their decisions in `notes`."""
+    """Return replacement kernels of composite operators by name; they record their decisions in `notes`."""
     import torch
 
     aten = torch.ops.aten
@@ -73,7 +73,7 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
 
 
 def _in_place_kernels() -> dict[str, Callable[..., Any]]:
-    """Return kernels that write in place, by operator name."""
+    """Return kernels of operators that write in place on a device, by operator name."""
     import torch
 
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradMeta)
@@ -171,7 +171,7 @@ def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def _keep_for_backward(x: torch.Tensor) -> torch.Tensor:
-    """Return `x`, saved until its backward pass."""
+    """Return `x`, and save it for its backward pass as an autograd function would."""
     import torch
 
     class _Keeps(torch.autograd.Function):

@@ -18,7 +18,7 @@ CHANNELS = 16
 """Bytes to which an engine pads each pixel's channels, except for fp32 in forward."""
 
 ALIGNMENT = 16
-"""Bytes of a workspace in addition to its copies."""
+"""Bytes by which a workspace exceeds the copies in it."""
 
 FLOAT_BYTES, PARTS_TAIL = 4, 128
 """Size in bytes of one partial-sum element, and of a workspace in addition to its parts."""
@@ -120,7 +120,8 @@ def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
 
 
 def _is_of_patches(x: Any, weight: Any, out: Any) -> bool:
-    """Return True for a convolution of pictures in colours (B, C, H, W) in half precision, patch by patch."""
+    """Return True for a patch embedding: a convolution of colour pictures (B, C, H, W) in half precision
+    whose stride is its kernel."""
     apart = x.dim() == 4 and out.size(2) == x.size(2) // weight.size(2)
     return bool(apart and x.element_size() == 2 and _has_colours(x))
 

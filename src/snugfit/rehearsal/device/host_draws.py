@@ -22,14 +22,14 @@ import torch
 Doubt = Callable[[str], None]
 
 LARGEST = 1 - 2**-24
-"""The largest fp32 number that `torch.rand` draws."""
+"""The largest fp32 number that `torch.rand` can return."""
 
 _DRAWN_IN = ("forward", "backward")
-"""Phases in which a model's code runs; recomputation runs it in the latter."""
+"""Phases of a step in which the model's code runs; in the backward pass checkpoints run it again."""
 
 
 def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
-    """Return replacements for the functions that draw on the host, by function."""
+    """Return replacements for the functions that draw random numbers on the host, by function."""
 
     def scalar(draw: Any) -> Any:
         def largest(*arguments: Any, **keywords: Any) -> Any:
@@ -78,7 +78,8 @@ def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
 
 
 def replaced_functions() -> dict[Any, Any]:
-    """Return replacements for the functions of `math`, which keep assumed and drawn numbers marked."""
+    """Return replacements for the functions of `math`, whose results stay marked if their argument is an
+    assumed or drawn number."""
 
     def watch(function: Any) -> Any:
         def compute(*numbers: Any, **keywords: Any) -> Any:
@@ -101,20 +102,20 @@ _FUNCTIONS = (
 """Functions of `math` on floats, except rounding and tests for finiteness."""
 
 _ONE: tuple[Any, ...] = ((1,), ([],), ((),), ([1],), ((1,),))
-"""Arguments of `torch.rand` for a single number."""
+"""Arguments of `torch.rand` that draw a single number."""
 
 
 def _sentence(frame: FrameType) -> str:
     code = frame.f_code
     line = f"{code.co_qualname} ({PurePath(code.co_filename).name}, line {frame.f_lineno})"
     return (
-        f"What runs may depend on random numbers that {line} draws on the host. The prediction takes the "
-        "largest number each time, so LayerDrop drops no layer. Steps that drop layers need less."
+        f"{line} draws random numbers on the host, which may decide the code that runs. The prediction "
+        "takes the largest number each time, so LayerDrop drops no layer. Steps that drop layers need less."
     )
 
 
 class _Draw(float):
-    """The largest number that may be drawn.
+    """A random number that the model's code drew on the host, with the largest possible value.
 
     Each use of it adds a warning, except a comparison with the same result for every number in [0, 1).
     """
@@ -128,12 +129,12 @@ class _Draw(float):
         return draw
 
     def after_function(self, result: Any) -> Any:
-        """Report a function of it, and return the result unchanged."""
+        """Add a warning that a function of the number is used, and return the function's result unchanged."""
         self.tell()
         return result
 
     def compare(self, other: Any) -> None:
-        """Report a comparison with another number, if its result depends on the draw."""
+        """Add a warning about a comparison with another number, if its result depends on the draw."""
         # A probability of 0 or 1, as in BART's layers, has the same result for every draw.
         if not isinstance(other, (int, float)) or 0 < other < 1:
             self.tell()
@@ -162,13 +163,13 @@ for _name in (*_ARITHMETIC, *_CONVERTING):
 
 
 class _DrawnTensor(torch.Tensor):
-    """A one-element tensor with a drawn number."""
+    """A one-element tensor that contains a drawn number."""
 
     draw: _Draw
 
     @classmethod
     def of(cls, draw: _Draw, shape: Sequence[int]) -> _DrawnTensor:
-        """Return such a tensor of this shape."""
+        """Return a tensor of this shape with the drawn number."""
         tensor = torch.full(tuple(shape), LARGEST).as_subclass(cls)
         tensor.draw = draw
         return tensor

@@ -17,7 +17,8 @@ from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, 
 from snugfit.rehearsal.device.sorting import INDEX, SCAN_TILE, scan_bytes, sort_bytes
 
 SORTED_ABOVE = 3072
-"""Indices above which embedding backward sorts instead of adding atomically (`native/cuda/Embedding.cu`)."""
+"""Number of indices above which embedding backward sorts them instead of adding atomically
+(`native/cuda/Embedding.cu`)."""
 
 INDICES_PER_PARTIAL = 10
 """Most indices of a partial run: `NROWS_PER_THREAD` of `native/cuda/EmbeddingBackwardKernel.cu`."""
@@ -31,7 +32,7 @@ The source is `MAX_ATOMIC_ACCUM_BLOCKS_PER_SM` in the same file.
 WARP, LARGEST_BLOCK = 32, 1024
 
 UNIQUE_TILE = 640 * 7
-"""Items in which a thread block of CUB finds unique ones, for sm_90 and 8-byte keys.
+"""Number of items in which a thread block of CUB finds unique ones, for sm_90 and 8-byte keys.
 
 The source is `cub/device/dispatch/tuning`.
 """
@@ -146,9 +147,9 @@ def embedding_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scra
 
 
 def _summing(count: int, rows: int, gradient: Any, item: int, multiprocessors: int) -> Scratch:
-    """Return the scratch of `embedding_backward_cuda_kernel` after its output.
+    """Return the scratch of the sorted sum in embedding backward, after its output.
 
-    The source is `native/cuda/EmbeddingBackwardKernel.cu`.
+    The function is `embedding_backward_cuda_kernel` in `native/cuda/EmbeddingBackwardKernel.cu`.
     """
     width = gradient.size(-1)
     # Sorted indices are split into runs of one row, and these into partial runs, each with its own sum.

@@ -1,4 +1,5 @@
-"""Add warnings about programs that may run instead of the simulated one.
+"""Replacement of other programs: warnings for compiled code and libraries' kernels, which do not run on
+`meta`.
 
 A user's compiled code, and libraries' kernels for a model of transformers, do not run on `meta`. The PyTorch
 code behind them does.
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 COMPILED = (
-    "The model's code uses torch.compile. The prediction is for the uncompiled code. Compiled kernels need "
-    "other memory, mostly less, and other times."
+    "The model's code uses torch.compile. The prediction is for the uncompiled code. Compiled kernels "
+    "need other memory, mostly less, and other times. To get both, measure the step: snugfit measure."
 )
 
 FLEX = (
@@ -31,17 +32,18 @@ FLEX = (
 )
 
 _FLEX = "torch.nn.attention.flex_attention"
-"""Module of flex_attention and of its blocks, which transformers compiles."""
+"""Module of `flex_attention` and its block masks, which transformers compiles."""
 
 _FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
-"""transformers' log message for its own code (`use_kernel_func_from_hub_with_fallback`)."""
+"""Log message of transformers when it uses its own code instead of a hub kernel
+(`use_kernel_func_from_hub_with_fallback`)."""
 
 _ASKS_FOR = {
     "is_ninja_available": "kernels",
     "is_mambapy_available": "mambapy",
     "is_xlstm_available": "xlstm",
 }
-"""Functions with which a model's file checks for a package of kernels."""
+"""Functions with which a model's file checks if a package of kernels is installed."""
 
 
 def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
@@ -76,7 +78,8 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
-    """Run compiled code uncompiled, and transformers' functions with its own code, inside the context."""
+    """Context in which compiled code runs uncompiled and transformers' functions run their own PyTorch code,
+    each with a warning."""
     from torch.nn.attention import flex_attention as flex  # or the first forward pass imports the original
     from transformers.integrations import hub_kernels
     from transformers.integrations.flex_attention import WrappedFlexAttention
@@ -121,7 +124,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def kernels_asked_for(model: nn.Module) -> Iterator[str]:
-    """Yield a warning for each package of kernels that a file of this model checks for."""
+    """Yield a warning for each package of kernels that a source file of this model checks for."""
     from importlib.util import find_spec
 
     # Some models load kernels of their own (RWKV, YOSO, MRA, xLSTM), which their checks for packages show.
@@ -133,16 +136,19 @@ def kernels_asked_for(model: nn.Module) -> Iterator[str]:
 
 
 def without_package(package: str, *, installed: bool) -> str:
-    """Return the warning about kernels of this package."""
+    """Return the warning that the model has kernels of this package, `installed` or not, and the simulation
+    runs PyTorch code."""
     state = "is installed here, but does not run without data" if installed else "is not installed here"
     return (
         f"The model has faster kernels in {package}, which {state}. The prediction is for the PyTorch "
-        "code. With the faster kernels a GPU needs other memory, mostly less, and other times."
+        "code. With the faster kernels a GPU needs other memory, mostly less, and other times. To get "
+        "both, measure the step: snugfit measure."
     )
 
 
 def _flex_attention(doubt: Callable[[str], None]) -> Callable[..., Any]:
-    """Return a replacement for the operator, with output, log-sum-exp and largest score of each row."""
+    """Return a replacement for `flex_attention`, which returns output, log-sum-exp and largest score of each
+    row."""
 
     def run_fused(query: Any, key: Any, value: Any, *others: Any, **keywords: Any) -> tuple[Any, ...]:
         doubt(FLEX)
@@ -152,7 +158,7 @@ def _flex_attention(doubt: Callable[[str], None]) -> Callable[..., Any]:
 
 
 def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
-    """Return a function that creates the blocks of a mask without the whole mask."""
+    """Return a replacement for `create_block_mask` that creates the blocks without the whole mask."""
     import torch
     from torch.nn.attention import flex_attention as flex
 
@@ -178,7 +184,7 @@ def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
 
 
 def _no_callback(doubt: Callable[[str], None]) -> Callable[[Any], None]:
-    """Return a replacement for the lookup of a compiled function's compiler, which finds none."""
+    """Return a replacement for Dynamo's lookup of a compiled function's callback, which finds none."""
 
     def callback_from_stance(callback: Any) -> None:
         if callback not in (None, False):

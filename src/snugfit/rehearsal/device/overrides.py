@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[PolicyNotes]:
-    """Let meta tensors behave like those of the policy's device inside the context.
+    """Context in which meta tensors behave like those of the policy's device inside the context.
 
     Yield the notes in which its overrides record their decisions. Raise `RehearsalError` if an override has
     no effect.
@@ -43,7 +43,10 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
     import torch
 
     if _ACTIVE:
-        raise RehearsalError("A simulation is already running in this process. Only one can run at a time.")
+        raise RehearsalError(
+            "A simulation is already running in this process. Only one can run at a time. Wait for it, "
+            "or start another process."
+        )
     notes = notes or PolicyNotes()
     cache = WeightCache(notes.claim)
     with contextlib.ExitStack() as undo:
@@ -81,12 +84,12 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
 _ACTIVE: list[bool] = []
 
 _PROBED: set[Policy] = set()
-"""Policies with successfully tested overrides in this process."""
+"""Policies whose overrides passed their test in this process."""
 
 
 @contextlib.contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Restore the state of every generator of the process after the context."""
+    """Context that restores the states of all random generators of the process."""
     import random
 
     import numpy
@@ -103,7 +106,7 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 def _probe(policy: Policy) -> None:
-    """Run one small example of each override. Raise `RehearsalError` if one has no effect."""
+    """Test each override of a policy with one small example. Raise `RehearsalError` if one has no effect."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -136,7 +139,7 @@ def _expect(what: str, holds: bool) -> None:
         )
 
 
-TESTED = "snugfit is tested with torch 2.11 to 2.15."
+TESTED = "snugfit is tested with torch 2.11 to 2.15. Install one of these."
 
 
 def missing_message(error: Exception) -> str:
@@ -145,8 +148,8 @@ def missing_message(error: Exception) -> str:
     import transformers
 
     return (
-        f"torch {torch.__version__} or transformers {transformers.__version__} does not have what a "
-        f"prediction needs: {error} ({type(error).__name__}). {TESTED}"
+        f"torch {torch.__version__} or transformers {transformers.__version__} has no such name, "
+        f"which a prediction needs: {error} ({type(error).__name__}). {TESTED}"
     )
 
 
@@ -154,7 +157,7 @@ def missing_message(error: Exception) -> str:
 def bindings(
     policy: Policy, cache: WeightCache, begin_autocast: Callable[[], None], notes: PolicyNotes
 ) -> Iterator[None]:
-    """Replace every loaded module's bindings of these functions inside the context."""
+    """Context in which all loaded modules use replacements of device-dependent functions."""
     import torch
     import torch.optim.optimizer
     import torch.utils._foreach_utils as foreach
@@ -178,7 +181,7 @@ def bindings(
             begin_autocast()
 
     def is_on(device_type: str = "cuda") -> bool:
-        """Return the switch's state; the default device is CUDA, as in peft, where nothing runs."""
+        """Return whether autocast is on; the default device is CUDA, as in peft, where nothing runs."""
         on_gpu = device_type == "cuda" and policy.runs_cudnn
         return bool(is_autocast_enabled(SWITCH if on_gpu or device_type == "meta" else device_type))
 
@@ -204,7 +207,7 @@ def bindings(
         patch.object(torch, "get_autocast_dtype", _of_the_switch(torch.get_autocast_dtype)),
         patch.object(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(SWITCH)),
     ):
-        _look_for(replaced.keys())
+        _reset_if_new(replaced.keys())
         _rebind(replaced)
         try:
             yield
@@ -223,7 +226,7 @@ def fill_dynamos_table() -> None:
 
 
 def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
-    """Return the lookup of a dtype that also supports `meta`, for which torch has no autocast."""
+    """Return a replacement for the lookup of autocast's dtype that also supports `meta`."""
     return lambda device_type: dtype_of(SWITCH if device_type == "meta" else device_type)
 
 
@@ -231,16 +234,17 @@ def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], to
 # and a module is searched again only if its number of names has changed.
 
 _LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}
-"""Modules' namespaces by id, each with its number of names at the last search."""
+"""Namespaces of modules by id, each with its number of names at the last search."""
 
 _MODULES: list[Any] = []
-"""The loaded modules at that time. The list keeps them alive, so that no other module gets the same id."""
+"""The modules that were loaded at the last search. The list keeps them alive, so that no other module gets
+the same id."""
 
 _FOUND: dict[tuple[int, str], dict[str, Any]] = {}
-"""Namespaces, by id and name, in which one of the functions was found or may be bound."""
+"""Namespaces in which a replaced function was found or may be bound, by its id and name."""
 
 _ORIGINALS: list[Any] = []
-"""The functions of the last search."""
+"""The functions for which the last search looked."""
 
 
 def _rebind(replacements: dict[Any, Any]) -> None:
@@ -250,14 +254,14 @@ def _rebind(replacements: dict[Any, Any]) -> None:
     """
     by_id = {id(old): new for old, new in replacements.items()}
     if not _are_as_looked_through():
-        _look_through(by_id)
+        _record_names(by_id)
     for (_, name), names in _FOUND.items():
         if (new := by_id.get(id(names.get(name)))) is not None:
             names[name] = new
 
 
 def _are_as_looked_through() -> bool:
-    """Return True if the loaded modules and their numbers of names equal those of the last search."""
+    """Return True if no module was loaded and no name was added since the last search."""
     modules = list(sys.modules.values())
     if len(modules) != len(_MODULES) or not all(map(operator.is_, modules, _MODULES)):
         return False
@@ -265,8 +269,9 @@ def _are_as_looked_through() -> bool:
     return [*map(len, (names for names, _ in known))] == [count for _, count in known]
 
 
-def _look_through(ids: Collection[int]) -> None:
-    """Record the positions of objects with one of these ids, in modules that are new or have other names."""
+def _record_names(ids: Collection[int]) -> None:
+    """Record the names that refer to objects with one of these ids, in modules that are new or have other
+    names."""
     own_names = {original.__name__ for original in _ORIGINALS}
     modules = list(sys.modules.values())
     _MODULES[:] = modules
@@ -280,7 +285,7 @@ def _look_through(ids: Collection[int]) -> None:
                 _FOUND[id(names), name] = names
 
 
-def _look_for(originals: Collection[Any]) -> None:
+def _reset_if_new(originals: Collection[Any]) -> None:
     """Clear the recorded positions if these functions are new."""
     if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
         return
@@ -296,7 +301,7 @@ DEVICE_OF_CONTEXT = "get_torch_context_manager_or_global_device"
 
 @contextlib.contextmanager
 def built_as_on_a_device() -> Iterator[None]:
-    """Initialise and cast models and adapters that are built on `meta`, as on a device.
+    """Context in which models and adapters that are built on `meta` are initialised and cast as on a device.
 
     Libraries skip initialisation on `meta`. A part of it creates temporary tensors (Whisper's sinusoids,
     rotary frequencies), which leave gaps between the weights. On a measured Whisper, these were half a

@@ -1,4 +1,4 @@
-"""A device's decisions: the only module with differences between kinds of devices.
+"""Policies: the decisions that torch makes by the kind of device, for tensors on `meta`.
 
 torch makes many decisions of a step by the tensor's device. Examples are the attention kernel, autocast's
 operators, fused dropout and optimizers, and a kernel's scratch. A simulation's tensors are on `meta`, with
@@ -29,12 +29,12 @@ _Choice = TypeVar("_Choice", bound=Hashable)
 
 
 class PoliciesDiffer(SnugfitError):
-    """GPUs of a joint simulation would run different kernels; internal, never shown to a user."""
+    """Error if GPUs that share a simulation would run different kernels; internal, never shown to a user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """The decisions of a kind of device."""
+    """Base class of the decisions that torch makes for a kind of device."""
 
     autocast: ClassVar[autocast_lists.AutocastLists]
     """Operators that autocast casts on this device."""
@@ -65,11 +65,11 @@ class Policy(ABC):
 
     @abstractmethod
     def choose_attention(self, operands: attention_choice.Operands) -> str:
-        """Return the attention kernel for these operands."""
+        """Return the name of the attention kernel that torch would choose for these operands."""
 
     @property
     def attention_order(self) -> Sequence[str]:
-        """Priority of torch's attention kernels on this device."""
+        """Names of torch's attention kernels in their order of preference on this device."""
         return attention_choice.DEFAULT_ORDER
 
     @property
@@ -83,7 +83,7 @@ class Policy(ABC):
 
     @abstractmethod
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return the scratch of this operator's kernel."""
+        """Return the scratch of this operator's kernel: the temporary buffers that it allocates."""
 
     def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:
         """Return the workspaces that a thread allocates once, at its first use of this operator."""
@@ -138,7 +138,7 @@ class CudaPolicy(Policy):
         return self.common(lambda one: attention_choice.choose_on_cuda(operands, one._attention_kernels))
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return a property of this GPU. Raise `PoliciesDiffer` if that of a peer differs."""
+        """Return `fact(self)`, a property of this GPU. Raise `PoliciesDiffer` if that of a peer differs."""
         facts = {fact(one) for one in (self, *self.peers)}
         if len(facts) > 1:
             raise PoliciesDiffer(
@@ -239,7 +239,7 @@ class ComparedPolicy(CudaPolicy):
 
     @classmethod
     def of(cls, policy: CudaPolicy, policies: Sequence[CudaPolicy]) -> Self:
-        """Return this policy, compared with these."""
+        """Return a copy of `policy` that compares its scratch and kernels with those of `policies`."""
         same = {item.name: getattr(policy, item.name) for item in fields(policy)}
         noting = cls(**same, compared=tuple(policies))
         for other in policies:
@@ -248,7 +248,7 @@ class ComparedPolicy(CudaPolicy):
         return noting
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return a property of this GPU. Mark other GPUs with another value as different."""
+        """Return `fact(self)`, a property of this GPU. Mark other GPUs with another value as different."""
         own = super().common(fact)
         self.sizes.update({other: None for other in self.compared if fact(other) != own})
         return own
@@ -323,7 +323,7 @@ _GEMMS = MATRIX_PRODUCTS | {"aten::addmv", "aten::mv"}
 
 
 def _is_matrix(added: torch.Tensor) -> bool:
-    """Return True if the tensor has more than one row."""
+    """Return True if the first operand of `addmm` is a matrix and not a bias: it has more than one row."""
     return any(length > 1 for length in added.shape[:-1])
 
 

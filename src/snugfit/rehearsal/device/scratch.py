@@ -20,13 +20,13 @@ from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, 
 
 
 def composed_scratch(operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the scratch of an operator that torch composes from others on every device."""
+    """Return the temporary buffers of an operator that torch composes from others on every device."""
     rule = _COMPOSED.get(operator)
     return rule(arguments, out) if rule else ()
 
 
 def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the scratch of one kernel."""
+    """Return the temporary buffers that the CUDA kernel of this operator allocates."""
     rule = CUDA_RULES.get(operator)
     return rule(arguments, out, gpu) if rule else composed_scratch(operator, arguments, out)
 
@@ -52,7 +52,8 @@ def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _elements(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the storage of all elements for a single number, which is resized from it."""
+    """Return the scratch of a reduction to a single number: a buffer for all elements, which is then
+    resized."""
     # Losses with one number as result store all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`).
     stored = out.untyped_storage().nbytes()
     return (OUTPUTS, *nest(Buffer("elements", stored))) if stored > out.nbytes else ()
@@ -75,7 +76,8 @@ def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _mean_within(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the mean of the elements, before it overwrites the first of them."""
+    """Return the scratch of a mean within a composed operator: a result that exists until it overwrites the
+    first element."""
     return (OUTPUTS, *nest(Buffer("mean", out.element_size()))) if not out.dim() else ()
 
 
@@ -138,7 +140,8 @@ def _within(name: str, nbytes: int) -> Scratch:
 
 
 def _pow(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the tensor for a number as the base (`pow_Scalar_out`, `native/Pow.cpp`)."""
+    """Return the scratch of `pow` with a number as its base: the number as a tensor (`pow_Scalar_out`,
+    `native/Pow.cpp`)."""
     # The base becomes a tensor of one fp64 number.
     return () if hasattr(arguments[0], "numel") else (OUTPUTS, *_within("base", 8))
 
@@ -203,7 +206,7 @@ def _fused_attention_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) 
 
 
 def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the buffers for sequences in one row (N, H, D).
+    """Return the buffers of flash attention's backward for concatenated sequences (N, H, D).
 
     `mha_varlen_bwd` (`cuda/flash_attn/flash_api.cpp`) leaves 128 rows between two sequences. The rule comes
     from the source, and was measured on no GPU.
@@ -256,7 +259,8 @@ def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scr
 
 
 TILE_HEAD = 16
-"""Bytes of lock and counter before each tile of the query's gradient (`GradQTempStorage`)."""
+"""Bytes of the lock and the counter before each tile of the query's gradient in efficient attention
+(`GradQTempStorage`)."""
 
 
 def _efficient_tile(widest: int, *, half: bool, capability: tuple[int, int]) -> tuple[int, int]:
@@ -285,16 +289,16 @@ def _convolution_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> S
 
 
 MOST_BYTES = 2**31 - 1
-"""Limit in bytes of an operand that one kernel reduces."""
+"""Largest size in bytes of an operand that one kernel reduces; larger ones are split."""
 
 MOST_THREADS = 512
-"""Threads of a block."""
+"""Number of threads in a thread block of a reduction."""
 
 FEW, MANY = 16, 256
 """Least and most values per thread when an output is split over thread blocks."""
 
 ACCUMULATED = 4
-"""Bytes of a partial result: sums accumulate in fp32."""
+"""Bytes of one partial result of a reduction: sums accumulate in fp32."""
 
 
 # Sums and norms over rows (gradients of biases, states of a factored optimizer) are split over thread blocks
@@ -303,7 +307,7 @@ ACCUMULATED = 4
 
 
 def reduced_dimensions(arguments: Sequence[Any]) -> Sequence[int]:
-    """Return the dimensions in the first of these arguments; an empty result means all."""
+    """Return the dimensions that a reduction's arguments name; empty for all."""
     over = arguments[0] if arguments else None
     return [over] if isinstance(over, int) else over or ()
 
@@ -358,7 +362,7 @@ def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator
 
 
 class ReductionBytes(NamedTuple):
-    """Bytes of the buffers of one reduction."""
+    """Bytes of the two buffers of one reduction."""
 
     partials: int
     """Bytes of partial results of its thread blocks."""

@@ -78,7 +78,7 @@ def softmax_backward(
 
 
 def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *_: Any) -> torch.Tensor:
-    """Return a loss's elements, or one number in a buffer of their size.
+    """Return the result of a loss: its elements, or one number in a buffer of the elements' size.
 
     The sources are `TORCH_META_FUNC(mse_loss)` and `(smooth_l1_loss)` in `native/BinaryOps.cpp`.
     """
@@ -91,12 +91,13 @@ def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *
 def binary_cross_entropy(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
 ) -> torch.Tensor:
-    """Return the same as `shrunk_loss` in the input's shape (`native/Loss.cpp` and `native/cuda/Loss.cu`)."""
+    """Return the loss in the input's shape, or one number in a buffer of that size (`native/Loss.cpp` and
+    `native/cuda/Loss.cu`)."""
     return shrunk_loss(x, x, reduction)
 
 
 def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return the gradient of the input (`native/cuda/MultiMarginLoss.cu` and
+    """Return the gradient of a margin loss with respect to its input (`native/cuda/MultiMarginLoss.cu` and
     `MultiLabelMarginCriterion.cu`)."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -127,19 +128,20 @@ def convolution_backward(
 def addmm_in(
     added: torch.Tensor, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, **_: Any
 ) -> torch.Tensor:
-    """Return a product in 16 bits, added to in fp32 (`_addmm_dtype_cuda`, `native/cuda/Blas.cpp`)."""
+    """Return a 16-bit product plus an fp32 matrix, in `dtype` (`_addmm_dtype_cuda`,
+    `native/cuda/Blas.cpp`)."""
     # torch 2.11 mistakes the precision for a factor.
     return torch.empty(first.size(0), second.size(1), dtype=dtype, device="meta")
 
 
 def addmm_in_place(*operands: Any, out: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Return `out`, the target of the same product."""
+    """Return `out`, into which `addmm` writes."""
     return out
 
 
 def scaled_mm_in_place(*operands: Any, out: torch.Tensor, **settings: Any) -> torch.Tensor:
-    """Return `out`, the target of a compiled program's product of 8-bit floats, which `meta` does not
-    support."""
+    """Return `out`, into which a compiled program's product of 8-bit floats writes; `meta` does not support
+    it."""
     return out
 
 
@@ -161,4 +163,4 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.addmm.dtype_out: addmm_in_place,
     torch.ops.aten._scaled_mm.out: scaled_mm_in_place,
 }
-"""Operators with a shape function in this module."""
+"""Shape functions of operators, by operator."""

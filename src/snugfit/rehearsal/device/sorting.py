@@ -22,11 +22,12 @@ The source is `do_launch_stable_sort_kernel`.
 """
 
 INDEX = 8
-"""Bytes of an index."""
+"""Bytes of an int64 index."""
 
 # Tuned by CUB for sm_90 and 8-byte keys. On other GPUs the sizes change by a few KiB.
 SINGLE_TILE, SORT_TILE, SCAN_TILE = 256 * 9, 384 * 12, 128 * 15
-"""Items per thread block of CUB. The tile of scans is CUB's oldest and only bounds a few hundred bytes."""
+"""Items per thread block of CUB's sorts and scans. The tile of scans is CUB's oldest and only bounds a few
+hundred bytes."""
 
 
 def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class UseCounts(NamedTuple):
-    """Reference counts of a tensor, its storage, and its Python object."""
+    """Reference counts of a tensor, of its storage, and of its Python object."""
 
     tensor: int
     storage: int
@@ -59,7 +59,8 @@ class SoleOwner:
         except AttributeError as error:
             raise RehearsalError(
                 f"torch {torch.__version__} does not report how often a tensor is used ({error}), so "
-                "gradient accumulation cannot be predicted."
+                "gradient accumulation cannot be predicted. Leave micro_batches out, or install "
+                "another torch."
             ) from error
         for operator, example in SCATTERS.items():
             counts = _counts_in_backward(operator, example)
@@ -114,7 +115,7 @@ class _Counter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, as the recorder does."""
+        """Return False, so that Dynamo does not skip the mode, as the recorder does."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,7 +129,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _counts_in_backward(operator: Any, example: Callable[[torch.Tensor], torch.Tensor]) -> list[UseCounts]:
-    """Return the counts for each run of the operator in this example's backward pass."""
+    """Return the reference counts at each run of the operator in this example's backward pass."""
     x = torch.empty(4, 4, device="meta", requires_grad=True)
     counter = _Counter(operator)
     with torch.enable_grad(), counter:
@@ -149,6 +150,7 @@ def _addition_counts() -> UseCounts:
     if len(alone) != 1 or len(shared) != 1 or not alone[0][:2] < shared[0][:2]:
         raise RehearsalError(
             f"torch {torch.__version__} counts references in a way that snugfit does not know ({alone}, "
-            f"{shared}), so gradient accumulation cannot be predicted."
+            f"{shared}), so gradient accumulation cannot be predicted. Leave micro_batches out, or "
+            "install another torch."
         )
     return alone[0]

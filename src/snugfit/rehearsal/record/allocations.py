@@ -37,12 +37,12 @@ _ZEROS = "aten::_efficientzerotensor"
 
 
 class Allocations:
-    """The allocations and frees of a run's storages."""
+    """A record of when a run's storages are allocated and freed."""
 
     def __init__(self, policy: Policy, modules: ModuleTracker) -> None:
         self.policy, self.modules = policy, modules
         self.phase, self.step = "build", -1
-        """Phase and step of current allocations."""
+        """Phase and step that allocations now belong to."""
         self.events: list[int] = []
         """Allocations and frees, in the form of `Trace.events`."""
         self._blocks: list[list[Any]] = []  # the fields of `Block`; the kind is "" until it is claimed
@@ -56,7 +56,7 @@ class Allocations:
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
-        """Element type and dimensions of claimed tensors."""
+        """Element type and shape of each claimed tensor, by which recomputed copies are recognized."""
 
     def add_outputs(self, operator: str, out: Any) -> None:
         """Allocate the new storages among an operator's outputs."""
@@ -142,7 +142,7 @@ class Allocations:
             self.events.append(-(index + 1))
 
     def use_stream(self, number: int) -> int:
-        """Set the stream of later allocations. Return the previous one."""
+        """Set the stream of later allocations, by number. Return the previous one."""
         before, self._stream = self._stream, number
         return before
 
@@ -150,7 +150,7 @@ class Allocations:
 
     @contextlib.contextmanager
     def allocating(self, where: Memory) -> Iterator[None]:
-        """Allocate from this memory inside the context."""
+        """Context in which storages are allocated from this memory, such as the pool of CUDA graphs."""
         before, self._from = self._from, where
         try:
             yield
@@ -185,7 +185,7 @@ class Allocations:
                 self._add_free(index)
 
     def give_workspaces_back(self) -> None:
-        """Free the threads' workspaces, so that the next kernel that needs one allocates it again."""
+        """Free the workspaces of all threads, so that the next kernel that needs one allocates it again."""
         for index in self._workspaces.values():
             self._add_free(index)
         self._workspaces.clear()
@@ -196,7 +196,7 @@ class Allocations:
         return sum(sizes)
 
     def forget(self) -> None:
-        """Clear the recorded data."""
+        """Clear the recorded allocations and frees."""
         self.events.clear()
         self._blocks.clear()
         self._played.clear()
@@ -235,8 +235,8 @@ class Allocations:
         )
 
     def _kind(self, index: int, allocated: int, freed: int | None, forward_ends: Sequence[int]) -> str:
-        """Return the kind of an unclaimed block, from the positions of its allocation and free in the
-        events."""
+        """Return the kind (activation, temporary, ...) of an unclaimed block, from the positions of its
+        allocation and free in the events."""
         phase = self._blocks[index][3]
         if phase == "load":
             return Kind.INPUTS

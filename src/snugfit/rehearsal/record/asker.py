@@ -1,4 +1,4 @@
-"""Find the line of code that reads a value, and the lists in its index."""
+"""Detection of the line of code that reads a tensor's value, and of lists in its index."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 100
 
 _PASSES_ON = ("torch", "snugfit.rehearsal", "contextlib", "functools")
-"""Packages through which a read passes."""
+"""Packages whose frames are skipped: they read a value on behalf of other code."""
 
 _LOOPS = ("snugfit", "accelerate", "transformers.trainer", "transformers.optimization", "bitsandbytes")
-"""Packages that read values for a log or a check."""
+"""Packages whose reads of values are for a log or a check, and change no step."""
 
 _WARNS = ("warn_if_padding_and_no_attention_mask",)
-"""Functions of transformers whose reads decide only about a warning."""
+"""Functions of transformers that read a value only to decide about a warning."""
 
 
 class CodeLine(NamedTuple):
@@ -37,7 +37,8 @@ class CodeLine(NamedTuple):
 
     @classmethod
     def asking(cls) -> Self | None:
-        """Return the line that reads a value now, or None if it belongs to the training loop."""
+        """Return the line of the model's code that reads a value now, or None if the training loop reads
+        it."""
         frame: FrameType | None = sys._getframe(1)
         # The read passes through frames of torch and of the simulation; the first other frame is its origin.
         while frame is not None and _is_of(module_of(frame), _PASSES_ON):
@@ -62,8 +63,8 @@ def module_of(frame: FrameType) -> str:
 
 
 def _is_of(module: str, packages: tuple[str, ...]) -> bool:
-    """Return True if a module is one of these packages or in one; `transformers.trainer_utils` is in
-    `trainer`."""
+    """Return True if a module is one of these packages or inside of one; `transformers.trainer_utils` counts
+    as part of `trainer`."""
     return any(module == one or module.startswith((f"{one}.", f"{one}_")) for one in packages)
 
 
@@ -98,7 +99,7 @@ def lists_in_index() -> list[Any]:
 
 
 def _expression(frame: FrameType) -> ast.expr | None:
-    """Return the expression that a frame evaluates."""
+    """Return the syntax tree of the expression that a frame evaluates now, or None."""
     # `f_lasti` counts bytes, and an instruction has two.
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     first, last, start, end = position or (None, None, None, None)
@@ -119,7 +120,7 @@ def _expression(frame: FrameType) -> ast.expr | None:
 
 
 def _numbers(element: ast.expr, frame: FrameType) -> Iterator[Any]:
-    """Yield the list of an index, if the index is one."""
+    """Yield the list in an index expression, if the index is one."""
     if isinstance(element, ast.List):
         names = [part.id for part in ast.walk(element) if isinstance(part, ast.Name)]
         # A second evaluation must have no side effect, so only plain integers and operators on them are

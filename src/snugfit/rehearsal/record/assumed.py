@@ -43,7 +43,7 @@ class Assumed(NamedTuple):
     """An assumed value and its assumption."""
 
     assumption: Assumption
-    """The assumption behind it."""
+    """The reason why a value had to be assumed."""
     make: Callable[[], torch.Tensor]
     """Function that creates the value on the CPU."""
 
@@ -83,8 +83,8 @@ _CHOICES: dict[Any, int] = {
 
 
 def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
-    """Return the number of options, and the dimension of the result along which choices are: -1 if it is
-    reduced."""
+    """Return the number of options of a choosing operator, and the dimension of the result along which
+    choices are: -1 if it is reduced."""
     # Position of `dim`: `topk` has `k` in front of it.
     at = {aten.topk.default: 2, aten.sort.stable: 2, aten.argsort.stable: 2}.get(func, 1)
     dims = [one for one in args[at : at + 1] if type(one) is int]
@@ -97,7 +97,8 @@ def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int
 
 
 def _choices(shape: tuple[int, ...], dim: int, options: int, *, spread: bool, whole: bool) -> torch.Tensor:
-    """Return choices below `options`, different along `dim`, and different between samples if `spread`."""
+    """Return int64 choices below `options` in this shape: different along `dim`, and between samples if
+    `spread`."""
     count = shape[dim] if dim >= 0 else 1
     samples = [size for at, size in enumerate(shape) if at != dim]
     # A sort uses every option, so a shift by `count` would be a shift by 0.

@@ -13,11 +13,12 @@ from typing import Any
 
 # torch receives it as an ordinary float, so only an unusual value identifies it in an operator.
 ABOUT_ONE = 1.0 + 2.0**-40
-"""An assumed number: 1, plus a bit by which it and values computed from it are recognized."""
+"""The assumed number: 1, plus a small fraction by which it and values computed from it are recognized."""
 
 
 class AssumedFloat(float):
-    """A float that calls `decides` if a decision depends on it. Its value is added to `known`."""
+    """A float with an assumed value, which calls `decides` if a decision depends on it. Its value is added to
+    `known`."""
 
     __slots__ = ("_decides", "_known")
     _decides: Callable[[], None]
@@ -48,7 +49,7 @@ class AssumedFloat(float):
         return getattr(function, method)(*plain, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce to a plain float, so that a copy is one."""
+        """Pickle as a plain float, so that a copy is a plain float."""
         # Operators on the float return assumed numbers; the unbound method returns a plain one.
         return float, (float.__add__(self, 0.0),)
 

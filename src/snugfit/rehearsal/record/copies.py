@@ -1,4 +1,4 @@
-"""Record copies between host and device, and the host's own work on weights and states."""
+"""Records of copies between host and device, and of the host's own work on weights and states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class HostCopies(Protocol):
-    """Weights and states on the host, and the copies between them and the device."""
+    """The weights and states that a simulation keeps on the host, and their copies to and from the device."""
 
     def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of an operator that copies to the host, or `NotImplemented` for any other."""
@@ -41,7 +41,8 @@ class HostCopies(Protocol):
 
 
 class CopyRecorder(LinkObserver):
-    """An observer of the simulated link between host and device."""
+    """An observer of the simulated link between host and device, which writes copies to the trace as
+    kernels."""
 
     def __init__(self, write: Write, wait: Callable[[], None]) -> None:
         self._write, self._wait = write, wait
@@ -99,7 +100,7 @@ def _moving(nbytes: int, *, tensors: int = 1, dtype: str = "torch.uint8") -> Ker
 
 @contextlib.contextmanager
 def copies_heard(write: Write, wait: Callable[[], None]) -> Iterator[None]:
-    """Call `write` for each copy, and for each wait of the device for one, inside the context.
+    """Context in which `write` is called for each copy between host and device.
 
     `wait` is called if the host waits for the device.
     """

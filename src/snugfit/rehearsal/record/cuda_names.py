@@ -1,4 +1,4 @@
-"""Emulate CUDA's names for a user's module.
+"""Emulation of CUDA for a user's module: code that names CUDA devices runs on `meta`.
 
 A user's module may contain `x.cuda()`, `device="cuda"`, `if x.is_cuda` or `torch.cuda.synchronize()`. In a
 simulation, its tensors are on `meta`, and CUDA may be missing. So while such a module is simulated for a GPU,
@@ -24,11 +24,11 @@ from snugfit.rehearsal.device.notes import PolicyNotes
 from snugfit.rehearsal.device.policy import CudaPolicy
 
 LIBRARIES = frozenset({"torch", "snugfit", "transformers", "accelerate", "peft", "bitsandbytes", "datasets"})
-"""Packages whose code sees the real device of its tensors."""
+"""Packages whose code sees `meta` as the device of its tensors."""
 
 
 def _getter(name: str) -> Any:
-    """Return the function with which a mode recognizes a read of this property."""
+    """Return the function that `__torch_function__` receives for a read of this property of a tensor."""
     return vars(torch._C.TensorBase)[name].__get__
 
 
@@ -40,7 +40,7 @@ _PROPERTIES: dict[Any, Any] = {
     torch.Tensor.get_device: 0,
 }
 _READINGS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-"""Functions of `torch.cuda` that return the memory in use."""
+"""Names of functions of `torch.cuda` that return the memory in use."""
 
 _PLACES = frozenset({torch.Tensor.to, torch.Tensor.new_tensor, torch.Tensor.type})
 # Some models of transformers create tensors on the host if their weights are on `meta` (LongT5's buckets).
@@ -53,7 +53,8 @@ def makes_on_the_host(code: ModuleType) -> bool:
 
 
 class CudaNames(TorchFunctionMode):
-    """A mode that replaces devices named `cuda` by `meta`. `phase` returns the current phase of the step.
+    """A function mode that replaces devices named `cuda` by `meta` in arguments. `phase` returns the current
+    phase of the step.
 
     For the module `only`, or by default for the user's code, tensors are on a GPU.
     """
@@ -79,7 +80,7 @@ class CudaNames(TorchFunctionMode):
     def _answers(self, frame: Any) -> bool:
         if self._phase() not in ("forward", "backward"):
             return False
-        return frame.f_globals.get("__name__") == self._only if self._only else _asked_by_the_user(frame)
+        return frame.f_globals.get("__name__") == self._only if self._only else _called_by_user_code(frame)
 
 
 def _on_meta(value: Any) -> Any:
@@ -87,7 +88,7 @@ def _on_meta(value: Any) -> Any:
     return _META if named or (isinstance(value, str) and value.split(":")[0] == "cuda") else value
 
 
-def _asked_by_the_user(frame: Any) -> bool:
+def _called_by_user_code(frame: Any) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in LIBRARIES
 
 
@@ -113,7 +114,7 @@ class _TimedEvent:
 
 @contextlib.contextmanager
 def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None]) -> Iterator[None]:
-    """Emulate CUDA's names for a user's module inside the context.
+    """Context in which a user's module runs on `meta` as on CUDA.
 
     `wait` is called if the module waits for the device.
     """
@@ -123,7 +124,10 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
 
     def bytes_in_use(*arguments: Any, **keywords: Any) -> int:
         # The memory in use is unknown in a simulation.
-        notes.doubt("The model's code asks how much GPU memory is in use. The prediction answers 0.")
+        notes.doubt(
+            "The model's code reads the GPU memory in use, which is 0 in a prediction. If memory "
+            "depends on it, measure the step: snugfit measure."
+        )
         return 0
 
     answers: dict[str, Any] = {
@@ -148,11 +152,11 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
 
 
 def _by_caller(plain: Any, answer: Any) -> Any:
-    """Return a function that calls `answer` for the user's code, and `plain` for libraries."""
+    """Return a function that calls `answer` if the user's code is the caller, and `plain` for libraries."""
 
     def ask(*arguments: Any, **keywords: Any) -> Any:
         # Libraries must see the real state, or they would call CUDA for tensors on `meta`.
-        chosen = answer if _asked_by_the_user(sys._getframe(1)) else plain
+        chosen = answer if _called_by_user_code(sys._getframe(1)) else plain
         return chosen(*arguments, **keywords)
 
     return ask

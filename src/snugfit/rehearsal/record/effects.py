@@ -1,4 +1,4 @@
-"""Classify an operator's effect on values, for shadow values (`shadows.py`).
+"""Classification of operators by their effect on values, for shadow values (`shadows.py`).
 
 A simulation computes small values in addition to shapes. For each operator it needs the relation between the
 result and the operands' values. It also needs the written tensors, and the operators that read no operand.
@@ -73,7 +73,7 @@ BY_MASKS = frozenset(
         aten._unsafe_index_put.default,
     }
 )
-"""Operators that accept masks instead of indices."""
+"""Indexing operators that accept boolean masks as indices."""
 
 DISTINCT = frozenset(
     {
@@ -84,7 +84,7 @@ DISTINCT = frozenset(
         aten.unique_dim_consecutive.default,
     }
 )
-"""Operators that remove duplicates."""
+"""Operators that remove duplicates, such as `unique`."""
 
 SHAPED_BY_DATA = DISTINCT | {
     aten.nonzero.default,
@@ -98,7 +98,7 @@ SHAPED_BY_DATA = DISTINCT | {
 ASKING = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten._to_copy.default, aten.copy_.default}
 )
-"""Operators with which the host reads values, including copies if their target is on the host."""
+"""Operators through which the host reads values, including copies if their target is on the host."""
 
 # A gradient scaler divides by a scale and checks for infinity: finite values leave its flags unchanged.
 _KEEPING = frozenset(

@@ -25,12 +25,13 @@ _TIMED: list[bool] = [True]
 
 
 def times_anything() -> bool:
-    """Return True if this process benchmarks the kernels that it runs."""
+    """Return True if this process benchmarks the configurations of the generated kernels that it runs."""
     return _TIMED[-1]
 
 
 def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
-    """Allocate and free the memory of a benchmark on this GPU, for a kernel that changes these tensors."""
+    """Allocate and free the memory that Inductor's benchmark takes on this GPU, for a kernel that changes
+    these tensors."""
     import torch
 
     nbytes = getattr(policy, "cache_bytes", 0)
@@ -42,7 +43,7 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def settings_known() -> Iterator[None]:
-    """Leave benchmarks of kernels out of a simulation inside the context. They run only in a first step."""
+    """Context in which benchmarks of kernels are left out of a simulation. They run only in a first step."""
     _TIMED.append(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Compute an operator's cost on the device: floating-point operations, bytes moved, shapes.
+"""The cost of an operator's kernel on the device: floating-point operations, bytes moved, shapes.
 
 FLOPs of contractions come from torch's own registry (`torch.utils.flop_counter`). It counts 2 per
 multiply-add, the convention of all published figures. Bytes are counted exactly: each input is read once,
@@ -58,7 +58,7 @@ One of 64 MiB was added at a fifth of it (2026-11-22).
 """
 
 MATRICES = 3
-"""Number of matrices in a product. A grouped product that runs group by group makes a view of each per
+"""Number of matrix operands in a product. A grouped product that runs group by group makes a view of each per
 group."""
 
 
@@ -74,7 +74,7 @@ KEEPS_CONTEXT = MATRIX_PRODUCTS | {
 
 
 class KernelCost(NamedTuple):
-    """A kernel's work on the device; the fields are those of `Kernel`."""
+    """The work of a kernel on the device: FLOPs, bytes and layout; the fields are those of `Kernel`."""
 
     flops: int
     nbytes: int
@@ -201,7 +201,8 @@ def _pointwise_layout(operands: list[Any]) -> str:
 
 
 def _across(operand: torch.Tensor) -> bool:
-    """Return True if neighbours in a row of this large operand are not adjacent in memory."""
+    """Return True if this large operand is read across its rows: neighbours in a row are not adjacent in
+    memory."""
     apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
     return apart and _nbytes(operand) > LARGEST_CACHED
 
@@ -220,7 +221,7 @@ def reads_groups(func: Any, args: tuple[Any, ...], policy: Policy) -> bool:
 
 
 def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
-    """Return a grouped product as products of equal groups.
+    """Return a grouped product's cost as the costs of one product per group, with groups of equal size.
 
     (M, K) by (G, K, N) is split by rows, (N, M) by (M, K) by the inner dimension.
     """
@@ -262,8 +263,8 @@ def _tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @functools.cache
 def _only_written(func: Any) -> frozenset[str]:
-    """Return the keyword-only arguments that are outputs and not read: `out`, and those of snugfit's
-    kernels."""
+    """Return the names of keyword-only arguments that the operator writes but does not read: `out`, and those
+    of snugfit's kernels."""
     schema = func._schema.arguments
     written = {schema[at].name for at, _ in _arguments_written(func) if schema[at].kwarg_only}
     return frozenset(written | {"out"})
@@ -352,11 +353,8 @@ _NO_KERNEL = frozenset(
 
 
 TILE = 128
-"""Number of queries and of keys in a tile.
-
-It is the size in the names of the kernels that an H200 runs for RoBERTa-large
-(results/h200-2026-11-27/profile-roberta.json).
-"""
+"""Number of queries and of keys in a tile of FlashAttention. It is the size in the names of the kernels that
+an H200 runs for RoBERTa-large (results/h200-2026-11-27/profile-roberta.json)."""
 
 _ENDS = {"aten::_flash_attention_forward": 3, "aten::_flash_attention_backward": 6}
 """Index of the argument with the sequence ends of queries, by operator.

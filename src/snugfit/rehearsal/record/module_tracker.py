@@ -1,4 +1,4 @@
-"""Track the active module of the model's code, and count checkpointed regions and Python functions.
+"""Tracking of the module whose code runs, and counts of checkpointed regions and Python functions.
 
 In forward, the active module is the one whose forward method runs. In backward, it is the one whose forward
 created the running autograd node.
@@ -27,11 +27,11 @@ _NO_LIBRARY, _COUNTED = ("torch.", "snugfit."), f"{FOLDER}."
 
 
 class ModuleTracker:
-    """A tracker of a model's modules, by global hooks."""
+    """A tracker of the module whose code runs, by global module hooks."""
 
     def __init__(self) -> None:
         self.checkpoints = 0
-        """Number of checkpointed regions that began since the last kernel; the recorder resets it."""
+        """Number of checkpointed regions that began since the last kernel, which resets it."""
         self.intercepted = 0
         """Number of operators since the last kernel that selective checkpointing intercepted."""
         self.functions = 0
@@ -105,7 +105,7 @@ class ModuleTracker:
         self._note(self._paths[-1] if self._paths else "")
 
     def _note(self, path: str) -> None:
-        """Assign autograd nodes that are created from now on to `path`."""
+        """Set the module of autograd nodes that are created from now on to `path`."""
         self._sequence.append(torch._C._autograd._get_sequence_nr())
         self._sequence_path.append(path)
 

@@ -1,4 +1,4 @@
-"""Answer reads of values on the device from shadow values.
+"""Results for code that reads values on the device, from shadow values.
 
 `.item()`, `bool()`, `.tolist()`, `.cpu()` and `torch.equal` read values. So do operators with data-dependent
 shapes (`nonzero`, `unique`, `masked_select`, `bincount`, ...). Their results come from shadow values
@@ -31,7 +31,7 @@ MOST_ASKED = 1000
 """Limit for reads of assumed values by one line within one call of a module: above any model's experts."""
 
 LARGEST = 2**27
-"""Limit in elements for the operands of a data-dependent operator on the CPU."""
+"""Largest operand, in elements, with which a data-dependent operator runs on the CPU."""
 
 
 class Questions:
@@ -82,12 +82,12 @@ class Questions:
     # ---- numbers and truths ------------------------------------------------------------------------------
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the value of a one-element tensor."""
+        """Return the value of a one-element tensor on `meta`, by its shadow."""
         tensor = args[0]
         if not tensor.is_meta:
             # A tensor that was copied to the host may contain an assumed number.
             if self._shadows.is_unsure(args):
-                self._tell(Assumption.NUMBER, deferred=self._by_item)
+                self._warn_of(Assumption.NUMBER, deferred=self._by_item)
             return func(*args, **kwargs)
         self._wait()
         value, assumption = self._value(tensor)
@@ -99,24 +99,24 @@ class Questions:
             self._log(answer)
         else:
             # A number that is only logged needs no warning: its float reports a decision later.
-            self._tell(assumption, deferred=self._by_item and isinstance(answer, float))
+            self._warn_of(assumption, deferred=self._by_item and isinstance(answer, float))
         return answer
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
-        """Return True if two tensors are equal."""
+        """Return True if two tensors on `meta` have equal shadow values."""
         self._wait()
         (one, assumed), (other, assumed_too) = self._value(first), self._value(second)
         assumption = assumed or assumed_too
         if assumption is not None:
             # Assumed values are equal: both are ones.
-            self._tell(Assumption.MASK)
+            self._warn_of(Assumption.MASK)
             return True
         answer = torch.equal(one, other)
         self._log(answer)
         return answer
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this tensor on the host."""
+        """Return a CPU tensor with the shadow value of this tensor."""
         self._wait()
         value, assumption = self._value(tensor)
         copy = value.clone()
@@ -126,7 +126,7 @@ class Questions:
         elif copy.is_floating_point():
             self._shadows.set_unsure(copy)
         else:
-            self._tell(assumption)
+            self._warn_of(assumption)
         return copy
 
     def item_of(self, tensor: torch.Tensor, item: Callable[[torch.Tensor], Any]) -> Any:
@@ -143,14 +143,15 @@ class Questions:
 
     def decide(self) -> None:
         """Report a decision based on an assumed float."""
-        self._tell(Assumption.NUMBER)
+        self._warn_of(Assumption.NUMBER)
 
     def read(self, tensor: torch.Tensor) -> None:
-        """Report numbers that leave torch for plain Python or numpy, where they are not followed."""
+        """Warn if assumed numbers of this tensor leave torch for plain Python or numpy, where they are not
+        followed."""
         if self._shadows.is_unsure(tensor) or (
             tensor.is_meta and tensor.is_floating_point() and self._value(tensor)[1] is not None
         ):
-            self._tell(Assumption.NUMBER)
+            self._warn_of(Assumption.NUMBER)
 
     # The host computes with real numbers, so the assumption is a mark on the storage.
     def host_ran(self, args: Any, out: Any) -> None:
@@ -184,7 +185,7 @@ class Questions:
         return on_meta[0] if isinstance(results, torch.Tensor) else type(results)(on_meta)
 
     def _ctc_loss(self, args: tuple[Any, ...], assumptions: list[Assumption]) -> Any:
-        """Return losses (N) and log-probabilities (N, T, 2 L + 1), with L labels in the longest target.
+        """Return CTC losses (N) and log-probabilities (N, T, 2 L + 1), with L labels in the longest target.
 
         The source is `native/LossCTC.cpp`.
         """
@@ -226,14 +227,15 @@ class Questions:
 
     def _note_answer(self, answer: Hashable, assumptions: list[Assumption]) -> None:
         if assumptions:
-            self._tell(assumptions[0])
+            self._warn_of(assumptions[0])
         else:
             self._log(answer)
 
     # ---- values ------------------------------------------------------------------------------------------
 
     def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Assumption | None]:
-        """Return the value on the CPU and its assumption; the value is all ones if it is unknown."""
+        """Return the shadow value of a tensor on the CPU and its assumption; the value is all ones if it is
+        unknown."""
         if not tensor.is_meta:
             return tensor, Assumption.NUMBER if self._shadows.is_unsure(tensor) else None
         view = self._shadows.of(tensor)
@@ -246,8 +248,8 @@ class Questions:
         ones = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         return ones, Assumption.MASK if tensor.dtype is torch.bool else Assumption.NUMBER
 
-    def _tell(self, assumption: Assumption, *, deferred: bool = False) -> None:
-        """Report an assumed result; with `deferred`, only after a decision depends on it."""
+    def _warn_of(self, assumption: Assumption, *, deferred: bool = False) -> None:
+        """Add the warning about an assumed result; with `deferred`, only after a decision depends on it."""
         if deferred:
             self._deferred = True
             return
@@ -288,7 +290,7 @@ class Questions:
 
 @contextlib.contextmanager
 def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
-    """Watch numbers that pass between torch and plain Python, where no operator runs.
+    """Context in which numbers that pass between torch and plain Python without an operator are followed.
 
     They leave by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of numbers makes a tensor
     on `meta`, which gets its numbers as a shadow. For lists in an index, see `lists_in_index` in `asker.py`.
@@ -336,7 +338,8 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
 
 
 def _numbers_of(data: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """Return these numbers with scalars on `meta` read: torch would read those invisibly to the recorder."""
+    """Return nested lists of numbers with `meta` scalars replaced by their values: torch would read those
+    invisibly to the recorder."""
     return [
         _numbers_of(one)
         if isinstance(one, (list, tuple))

@@ -67,8 +67,8 @@ aten = torch.ops.aten
 
 
 STEPS_DIFFER = (
-    "What a step allocates depends on the values in its batches, so it differs from step to step. The "
-    "figures are for the third step on synthetic batches."
+    "The allocations of a step depend on the values in its batches, so they differ from step to step. "
+    "The figures are for the third step on synthetic batches."
 )
 
 
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode, Observer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy, self.steps = policy, steps
         self.rank: int | None = None
-        """The simulated process of several; None for the one with the highest memory use."""
+        """The rank that is simulated; None for the rank with the highest memory use."""
         self._modules = ModuleTracker()
         self._shadows = Shadows(routing)
         self._questions = Questions(
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: the recorder sees the operators of a compiled program, and not those of its
+        """Return True, so that the recorder sees the operators of a compiled program, and not those of its
         compilation.
 
         Otherwise torch would silently run the uncompiled code.
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode, Observer):
         return Recording(trace, tuple(self._marks), self._questions.vary, settled)
 
     def forget(self) -> None:
-        """Clear the recorded data; the recording is a copy.
+        """Clear the recorded data, which `recording` has copied.
 
         A model and its recorder reference each other. So the garbage collector would have to traverse all of
         this.
@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode, Observer):
         return self._phase
 
     def doubt(self, sentence: str) -> None:
-        """Add a sentence about an assumption to the trace; equal sentences are added once."""
+        """Add a warning about an assumption to the trace; equal warnings are added once."""
         self._doubts[sentence] = None
 
     def _claim_gradients(self) -> None:
@@ -337,7 +337,7 @@ class Recorder(TorchDispatchMode, Observer):
         *,
         in_place: bool,
     ) -> None:
-        """Record an operator's allocations and its kernel."""
+        """Record an operator's allocations and its kernel, after it ran on `meta`."""
         # A product that adds to its own result returns nothing and has it as `out`.
         result = kwargs.get("out") if out is None else out
         # A cached scratch is that of the call out of place.
@@ -381,7 +381,8 @@ class Recorder(TorchDispatchMode, Observer):
         return numbers
 
     def _read_lists(self, indices: Sequence[torch.Tensor | None]) -> None:
-        """Set the values of unknown indices from the lists in the source, if number and shapes match."""
+        """Set the shadow values of indices that the source code gives as lists, if number and shapes
+        match."""
         unknown = [
             one for one in indices if one is not None and one.is_meta and self._shadows.of(one) is None
         ]

@@ -1,4 +1,4 @@
-"""One shadow value: the contents of a storage, or the deferred computation that creates them.
+"""One shadow value: the CPU contents of a `meta` storage, or the deferred computation that creates them.
 
 An operator's operands are stored in their current form: a view of a shadow, a tensor of the host, plain
 numbers. The computation runs on the CPU at the first read, and its operands are dropped then.
@@ -26,11 +26,11 @@ _CPU = torch.device("cpu")
 
 
 class NotFollowed(Exception):
-    """A value without a shadow."""
+    """Error for a value of a `meta` tensor that cannot be computed."""
 
 
 class Shadow:
-    """The contents of a storage, computed at the first read."""
+    """The CPU contents of a `meta` storage, computed at the first read."""
 
     __slots__ = ("_contents", "_make", "assumption", "depth")
 
@@ -50,7 +50,8 @@ class Shadow:
             self.depth = 1
 
     def contents(self) -> torch.UntypedStorage:
-        """Return the bytes on the CPU. Raise `NotFollowed` if the CPU does not support the computation."""
+        """Return the contents as bytes on the CPU. Raise `NotFollowed` if the CPU does not support the
+        computation."""
         if self._contents is None:
             # A computation that failed once is not tried again.
             if self._make is None:
@@ -65,7 +66,7 @@ class Shadow:
 
 
 class Geometry(NamedTuple):
-    """The position of a tensor in its storage."""
+    """Size, strides, offset and dtype of a tensor in its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -81,12 +82,13 @@ class Geometry(NamedTuple):
         return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, nbytes)
 
     def within(self, contents: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor with this geometry in these contents."""
+        """Return a tensor with this geometry over `contents`."""
         empty = torch.empty(0, dtype=self.dtype, device=_CPU)
         return empty.set_(contents, self.offset, self.shape, self.stride)
 
     def contents(self, value: torch.Tensor) -> torch.UntypedStorage:
-        """Return a storage with this value. Raise `NotFollowed` if the value has another shape."""
+        """Return a storage that contains `value` in this geometry. Raise `NotFollowed` if the value has
+        another shape."""
         if tuple(value.shape) != self.shape:
             raise NotFollowed
         contents = torch.UntypedStorage(self.nbytes)
@@ -101,7 +103,7 @@ class Geometry(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor on `meta` with a shadow, and its position in the storage."""
+    """A `meta` tensor as a shadow and the tensor's geometry in it."""
 
     shadow: Shadow
     geometry: Geometry
@@ -186,7 +188,8 @@ def _views(noted: Any) -> Iterator[View]:
 
 
 def rests_on(noted: Any) -> tuple[Assumption | None, int]:
-    """Return the first assumption behind these operands, and their longest chain of deferred computations."""
+    """Return the first assumption on which these operands depend, and their longest chain of deferred
+    computations."""
     views = list(_views(noted))
     assumption = next((view.shadow.assumption for view in views if view.shadow.assumption), None)
     return assumption, max((view.shadow.depth for view in views), default=0)

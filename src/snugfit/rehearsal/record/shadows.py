@@ -44,7 +44,7 @@ _CPU = torch.device("cpu")
 
 
 class _ByStorage:
-    """Shadows by storage, as long as the storage is alive.
+    """Shadows by storage, each kept as long as its storage is alive.
 
     Addresses are reused, so an address alone could assign the value of a freed tensor to a new one.
     """
@@ -140,8 +140,8 @@ class Shadows:
                 self._forget_all(operand)
 
     def _is_plainly_unknown(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Return True if a first operand without a shadow makes the float result unknown, the most frequent
-        case."""
+        """Return True if a first operand without a shadow makes the float result unknown, without a further
+        check; the most frequent case."""
         first = args[0] if args else None
         return (
             isinstance(out, torch.Tensor)
@@ -154,8 +154,8 @@ class Shadows:
     # ---- new tensors -------------------------------------------------------------------------------------
 
     def _fill(self, out: torch.Tensor, number: Any) -> None:
-        """Set a constant value, also for zeros that become optimizer states: the shadow is small, and
-        short-lived."""
+        """Set a constant as the tensor's value, also for zeros that become optimizer states: the shadow is
+        small, and short-lived."""
         geometry = Geometry.of(out)
         if geometry.nbytes > LARGEST or isinstance(number, complex) or number in self.assumed_numbers:
             return
@@ -236,7 +236,8 @@ class Shadows:
         self._known.put(tensor.untyped_storage(), shadow)
 
     def _note(self, operands: Any) -> Any:
-        """Return operands with shadows instead of tensors. Raise `NotFollowed` if one has no shadow."""
+        """Return operands with views of shadows instead of tensors. Raise `NotFollowed` if one has no
+        shadow."""
         if isinstance(operands, torch.Tensor):
             if not operands.is_meta:
                 if self.is_unsure(operands):

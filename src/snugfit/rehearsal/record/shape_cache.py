@@ -39,13 +39,13 @@ class KnownCall:
         self.result: Any = None
         """Template of the result, or True for the first operand; None if it is not cached."""
         self.costs: dict[Any, KernelCost | None] = {}
-        """Cost by the precision of fp32 products; the key is None for other calls."""
+        """Cost by the precision of fp32 products; the key is None for operators that do not depend on it."""
         self.scratch: dict[Any, Scratch] = {}
-        """Scratch by the number of a policy."""
+        """Scratch of the kernel by the number of the policy (`_number_of`)."""
 
 
 class Operator:
-    """An operator with its frequently read properties and its calls."""
+    """An operator with properties of its schema, and the cached data of its calls."""
 
     __slots__ = (
         "aliasing",
@@ -156,7 +156,7 @@ SHAPE_CACHE = ShapeCache()
 
 
 class ScratchCache:
-    """The scratch of kernels under one policy."""
+    """A cache of kernels' scratch under one policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -185,7 +185,7 @@ def _number_of(policy: Policy) -> int:
 
 
 def _precision() -> Any:
-    """Return the precision of products of fp32 operands."""
+    """Return the precision of fp32 products that is set now, as a part of a cache key."""
     backends: Any = torch.backends
     return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
 
@@ -217,7 +217,7 @@ _META = torch.device("meta")
 
 
 class _NotAKey(Exception):
-    """An operand that cannot be part of a cache key."""
+    """Error for an operand that cannot be part of a cache key."""
 
 
 def _aliasing(func: Any) -> str:
@@ -255,7 +255,7 @@ _KERNELS_OF_CUDA = frozenset({"aten::_fused_rms_norm", "aten::_fused_rms_norm_ba
 _PLAIN = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-"""Types of most arguments other than tensors."""
+"""Types of most arguments other than tensors, which are parts of a key as they are."""
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:

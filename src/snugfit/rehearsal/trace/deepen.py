@@ -1,4 +1,4 @@
-"""Extend a trace to more layers, from two shallow models that differ by one period of layers (law 5).
+"""Extension of a trace to more layers, from two shallow models that differ by one period of layers (law 5).
 
 Each phase of a run is extended by itself (`grow.py`). Two moves have the same key if they differ only in
 numbers. Such numbers are layer numbers in a module's name, and a free's counts of younger and older blocks.
@@ -59,7 +59,7 @@ def numbers_of(name: str) -> tuple[int, ...]:
 
 
 class _Placed(NamedTuple):
-    """A free of a block, by its position in its pile."""
+    """A free of a block, with the block's position in its pile."""
 
     pile: Alloc
     younger: int
@@ -146,7 +146,7 @@ def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[
 
 
 def _kind(move: _Step) -> Hashable:
-    """Return the key of a move that is equal in all layers.
+    """Return a key of a move that is the same for the corresponding moves of all layers.
 
     An allocation and its free have the same key: their pile.
     """

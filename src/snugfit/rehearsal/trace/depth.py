@@ -1,4 +1,4 @@
-"""The number of layers of a model, and the same model with fewer layers.
+"""The depth of a model: its number of layers, and the same model with fewer layers.
 
 A model can be made shallower under two conditions. Its config counts its layers once. The layers between the
 first and the last repeat with a period: either all are of one kind, or kinds alternate.
@@ -96,7 +96,7 @@ def periodic_setup(setup: Setup, layers: int) -> tuple[Setup, int]:
 
 
 def _period_of(values: Sequence[Any]) -> int:
-    """Return the fewest entries after which a list repeats, or its length if it does not repeat."""
+    """Return the number of entries after which a list repeats, or its length if it does not repeat."""
     return next(
         period for period in range(1, len(values) + 1) if list(values[period:]) == list(values[:-period])
     )

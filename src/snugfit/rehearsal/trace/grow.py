@@ -1,4 +1,4 @@
-"""Extend a sequence to any depth of a model, from two shallow models.
+"""Extension of a sequence to any depth of a model, from the sequences of two shallow models.
 
 The sequence describes a model of few layers: its moves, or the sizes of its buffers. A model with one more
 period of layers has the same sequence with insertions, one per stack of layers. If an insertion equals the
@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One entry of such a sequence."""
+    """One entry of a sequence that describes a model, such as a move."""
 
     key: Hashable
-    """Its identity at any depth and in any layer."""
+    """Key of the entry that is the same at any depth and in any layer."""
     numbers: tuple[int, ...] = ()
     """Numbers that differ between layers and depths."""
 
 
 class Grown(NamedTuple):
-    """An entry of the deep model's sequence."""
+    """An entry of the deep model's sequence, as a copy of an entry of the deeper shallow model."""
 
     like: int
     """Index of the corresponding entry in the deeper of the two sequences."""
@@ -130,7 +130,7 @@ def _middle(right: Sequence[int], start: int, at: int, length: int) -> int:
 
 
 def _common(left: Sequence[int], at: int, right: Sequence[int], other: int) -> int:
-    """Return the number of equal entries from these two positions on."""
+    """Return the number of equal entries in two sequences from these two positions on."""
     most = min(len(left) - at, len(right) - other)
     for number in range(most):
         if left[at + number] != right[other + number]:

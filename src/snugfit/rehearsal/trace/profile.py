@@ -1,4 +1,4 @@
-"""Profile a run by micro-batch: the bytes and kernels of each one's passes, and of each update.
+"""Profiles of a run by micro-batch: the bytes and kernels of each one's passes, and of each update.
 
 Allocations that outlive the run count as present from the start. So the first micro-batch equals any later
 one.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatchProfile(NamedTuple):
-    """The passes of one micro-batch, or an update."""
+    """Peaks and saved bytes of one micro-batch's passes, or of an update."""
 
     number: int
     """Number of the micro-batch in its step, from 1; 0 for an update."""
@@ -97,7 +97,7 @@ def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
 
 
 def _lasting(events: Sequence[int]) -> set[int]:
-    """Return the allocations that are never freed."""
+    """Return the indices of the blocks that are never freed."""
     return {event for event in events if event > 0} - {-event for event in events if event < 0}
 
 

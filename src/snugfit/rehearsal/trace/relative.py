@@ -57,7 +57,7 @@ class Alloc(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A kernel of the last step, relative to the move that names it."""
+    """Position of a kernel of the last step, counted back from the move that refers to it."""
 
     stream: int
     since: int
@@ -88,7 +88,7 @@ class PhaseStart(NamedTuple):
 
 
 Move = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
-"""The next event of a run: a `Kernel`, or a `MarkKind` without further fields."""
+"""The type of a run's events: allocations, frees, kernels, waits, phases and ends of steps."""
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: Str
 
 
 class StreamKernels:
-    """The kernels of one step so far, by stream."""
+    """The kernels of one step so far, by stream, to convert between indices and relative positions."""
 
     def __init__(self) -> None:
         self._of: list[tuple[int, int]] = []  # each kernel's stream and its index there
@@ -206,7 +206,7 @@ class StreamKernels:
 
 
 class LiveSet:
-    """The live blocks of a run, on their stacks. Blocks are numbered in the order of their allocation."""
+    """The live blocks of a run, grouped in stacks. Blocks are numbered in the order of their allocation."""
 
     def __init__(self) -> None:
         self.allocs: list[Alloc] = []
@@ -324,8 +324,7 @@ class TraceWriter:
     def follow_times(self, moves: Sequence[Move], times: int, step: int) -> None:
         """Write these moves `times` times.
 
-        Once they begin and end with the same live blocks, relative to their start, further copies only shift
-        numbers.
+        Once a repetition begins and ends with the same live blocks, further copies only shift numbers.
         """
         first, written = len(self._blocks), 0
         while written < times:
@@ -426,7 +425,7 @@ class TraceWriter:
 
 
 class _TraceSize(NamedTuple):
-    """Numbers of the entries of a trace so far."""
+    """Counts of a trace's blocks, events and marks so far."""
 
     blocks: int
     events: int
@@ -441,7 +440,7 @@ def _is_plain(move: Move) -> bool:
 
 
 class _SteadyStep:
-    """The parts that only the last step of a trace has: its kernels, and the waits for them."""
+    """The kernels of a trace's last step, and the waits for them."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []

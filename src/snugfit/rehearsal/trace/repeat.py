@@ -1,4 +1,4 @@
-"""Repeat steps and micro-batches of a short recording.
+"""Repetition of the steps and micro-batches of a short recording.
 
 Every relative trace is checked for equal live blocks, by size, operator, module and phase. The run is
 simulated in full if they differ, or if the code may contain a counter of its own.
@@ -30,7 +30,7 @@ RECORDED_MICRO_BATCHES = 3
 
 
 class ShortRun(NamedTuple):
-    """A short run that is recorded instead of a longer one."""
+    """Numbers of steps and micro-batches of a run that is recorded instead of a longer one."""
 
     job: Job
     setup: Setup
@@ -173,7 +173,8 @@ def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
 
 
 def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
-    """Return a step's moves with the last micro-batch but one repeated, or left out for one fewer.
+    """Return a step's moves for `micro_batches` micro-batches: the last but one is repeated, or left out for
+    one fewer.
 
     Return None if that micro-batch is not periodic.
     """

@@ -14,23 +14,24 @@ from enum import Enum, StrEnum, auto
 from typing import NamedTuple
 
 COPY_IN = "Memcpy HtoD"
-"""Kernel that copies from host memory, by its name in CUDA's profiler."""
+"""Name of a kernel that copies from host memory, as in CUDA's profiler."""
 
 GENERATED = "generated::"
 """Prefix for the name of a kernel that a compiler generated."""
 
 PREPARED = "Memcpy HtoD, prepared"
-"""Copy of a batch from page-locked host memory, prepared by `Kernel.tensors` worker processes."""
+"""Name of the copy of a batch from page-locked host memory, prepared by `Kernel.tensors` worker processes."""
 
 
 COPY_OUT = "Memcpy DtoH, activations"
-"""Copy of activations to page-locked host memory, in a stream that only copies."""
+"""Name of a copy of activations to page-locked host memory, in a stream that only copies."""
 
 COPY_BACK = "Memcpy HtoD, activations"
-"""Copy of activations back to the device."""
+"""Name of a copy of activations back to the device."""
 
 AWAIT_COPY = "cudaStreamWaitEvent"
-"""Wait of the computing stream for such a copy, which has `Kernel.tensors` copies queued behind it."""
+"""Name of a wait of the computing stream for a copy of activations, which has `Kernel.tensors` copies queued
+behind it."""
 
 PREFETCH = "cudaMemPrefetchAsync"
 """Request of the host to the driver for pages of managed memory, before the device needs them."""
@@ -39,16 +40,16 @@ COPIES = frozenset({COPY_OUT, COPY_BACK})
 """Copies that run in parallel to the computation, one after the other."""
 
 STAGE_OUT = "Memcpy DtoH, update"
-"""Copy of weights or gradients to page-locked host memory, in the computing stream."""
+"""Name of a copy of weights or gradients to page-locked host memory, in the computing stream."""
 
 UPDATE_ON_HOST = "AdamW on the host"
 """Update of weights by the host, after it waits for the device."""
 
 STAGE_BACK = "Memcpy HtoD, update"
-"""Copy of such weights to the device, in the computing stream."""
+"""Name of a copy of updated weights to the device, in the computing stream."""
 
 WORK_ON_HOST = "pass of the host"
-"""Read and write of weights, gradients or states by the host."""
+"""Name of the host's read and write of weights, gradients or states."""
 
 SWAPPED = "swap with the disk"
 """Wait of the host for a disk that reads or writes weights, gradients or states."""
@@ -57,7 +58,7 @@ HELD_ON_HOST = "memory of the host"
 """Marker without work: bytes of weights, gradients and states in host memory."""
 
 PINNED_ON_HOST = "page-locked on the host"
-"""Marker without work: page-locked bytes among them."""
+"""Marker without work: page-locked bytes among those of `HELD_ON_HOST`."""
 
 SHARD_HOOKS = "hooks of sharded weights"
 """FSDP2's hooks (`Kernel.tensors` of them) that run on the host in Python.
@@ -93,10 +94,10 @@ BY_HOST = frozenset(
         PINNED_ON_HOST,
     }
 )
-"""Entries that do not run on the device."""
+"""Names of entries that run on the host and not on the device."""
 
 STAGED = frozenset({STAGE_OUT, STAGE_BACK})
-"""Copies in the computing stream."""
+"""Names of copies of weights and gradients in the computing stream."""
 
 TRITON = "triton::"
 """Prefix for the name of a Triton kernel that a library launches from Python."""
@@ -105,16 +106,14 @@ TRITON = "triton::"
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "nccl::all_reduce", "nccl::all_gather", "nccl::reduce_scatter"
 ALL_TO_ALL, BROADCAST, SEND, RECEIVE = "nccl::all_to_all", "nccl::broadcast", "nccl::send", "nccl::recv"
 COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, SEND, RECEIVE})
-"""Kernels that exchange tensors between GPUs.
-
-`Kernel.nbytes` is the size in the sense of NCCL's tests: of the whole tensor that is gathered or scattered.
-"""
+"""Names of kernels that exchange tensors between GPUs. `Kernel.nbytes` is the size in the sense of NCCL's
+tests: of the whole tensor that is gathered or scattered."""
 
 ALONE = (1, 0)
 """Value of `Kernel.peers` for a kernel without communication."""
 
 WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"})
-"""Matrix products that add their first operand."""
+"""Names of matrix products that add their first operand."""
 
 MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_mm"}
 

@@ -18,14 +18,14 @@ from snugfit.units import GIB, show_bytes, show_seconds
 
 HOUR = 3600
 FEW = 6
-"""Largest number of GPUs that a sentence lists."""
+"""Largest number of GPUs that a sentence lists by name."""
 
 SCALED = "~"
-"""Mark before seconds that were scaled from another GPU's by data sheet."""
+"""Mark before seconds whose rates were scaled from another GPU's by data sheet."""
 
 
 def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
-    """Return the answers, the table of GPUs, and a description of the search."""
+    """Return the report of plans for many GPUs: the answers, the table, and a description of the search."""
     prices = prices or Prices()
     return Page(
         (Sentence(line, "good" if plans.fitting else "bad") for line in headline(plans, prices)),
@@ -39,13 +39,13 @@ def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
 
 
 def question(plans: GpuPlans) -> str:
-    """Return the job, the number of GPUs, the fidelity and the objective in one line."""
+    """Return a line with the job, the number of GPUs, the fidelity and the objective."""
     asked = f"fidelity {plans.fidelity} · objective {plans.objective}"
     return f"{job_line(plans.job)} · {len(plans.answers)} GPUs · {asked}"
 
 
 def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
-    """Yield the answers: the smallest card, the fastest, the cheapest."""
+    """Yield sentences with the answers: the smallest GPU, the fastest, the cheapest."""
     if not plans.fitting:
         yield f"None of these GPUs can train this. {_nearest(plans)}".strip()
         return
@@ -84,7 +84,7 @@ def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
 
 
 def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
-    """Return a card by its marketed size, with the models of that size that train this too: `an 80 GB card
+    """Return a GPU by its marketed size, with the models of that size that train this too: `an 80 GB card
     (A100, H100)`."""
     size = answer.gpu.marketed_gb
     if size is None:
@@ -113,7 +113,7 @@ def _nearest(plans: GpuPlans) -> str:
 
 
 def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
-    """Yield a line about the whole run if its length was given."""
+    """Yield a sentence about the seconds and cost of the whole run if its length was given."""
     if plans.steps:
         samples = plans.steps * plans.job.batch_size
         yield (
@@ -124,15 +124,15 @@ def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
 
 
 def without_a_price(keys: Sequence[str], prices: Prices) -> Iterator[str]:
-    """Yield a line about kinds that train the job but have no price, if at least one kind has a price."""
+    """Yield a sentence about GPUs that train the job but have no price, if at least one has a price."""
     unpriced = [key for key in keys if key not in prices.per_hour]
     if prices.per_hour and unpriced:
         yield f"No price was given for {some_of(unpriced, FEW)}, which can train this too."
 
 
 def table(plans: GpuPlans, prices: Prices) -> Grid:
-    """Return a line for each GPU with predicted bytes, the best first; those without a fitting recipe are
-    last."""
+    """Return a table with a line for each GPU with predicted bytes, the best first; those without a fitting
+    recipe are last."""
     costs = {answer.key: cost(answer, prices, plans.steps) for answer in plans.answers}
     known = sorted(
         (answer for answer in plans.answers if answer.choice),
@@ -200,7 +200,8 @@ def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
 
 
 def unknown(plans: GpuPlans) -> list[Grid]:
-    """Return the GPUs without a prediction, with the reason; GPUs with the same reason share a line."""
+    """Return a table of the GPUs without a prediction, with the reason; GPUs with the same reason share a
+    line."""
     reasons: dict[str, list[OnGpu]] = {}
     for answer in plans.answers:
         if answer.why:
@@ -213,12 +214,12 @@ def unknown(plans: GpuPlans) -> list[Grid]:
 
 
 def doubts(plans: GpuPlans) -> dict[str, None]:
-    """Return the assumptions in the simulations of the answers, each once."""
+    """Return warnings about the assumptions in the simulations of the answers, each once."""
     return dict.fromkeys(doubt for answer in plans.answers for doubt in answer.doubts)
 
 
 def looked_at(plans: GpuPlans) -> Iterator[str]:
-    """Yield a line about the number of searched recipes, and about the check of the answers."""
+    """Yield a sentence about the number of searched recipes, and about the check of the answers."""
     if plans.counts:
         recipes, searches = max(counts.recipes for counts in plans.counts), len(plans.counts)
         judged = sum(counts.replayed for counts in plans.counts)
@@ -256,14 +257,14 @@ def _number(value: float) -> str:
 
 
 def show_money(value: float | None) -> str:
-    """Return three digits; empty without a value."""
+    """Return an amount of money with three digits; empty without a value."""
     if value is None:
         return ""
     return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def show_duration(seconds: float | None) -> str:
-    """Return seconds, minutes or hours; empty without a value."""
+    """Return a duration in seconds, minutes or hours; empty without a value."""
     if seconds is None:
         return ""
     if seconds < HOUR:

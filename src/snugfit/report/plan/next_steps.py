@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 BY_FLAG = ("batch_size", "sequence_length", "target_length", "padding", "labels", "clip")
-"""Fields of a job that commands take by flags of these names."""
+"""Names of a job's fields that commands take as options of the same names."""
 
 BY_SET = ("decay_groups", "build_on", "learning_rate")
-"""Fields of a job that commands take as keys of a job file."""
+"""Names of a job's fields that commands take as keys of a job file."""
 
 
 def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterator[str]:
@@ -50,7 +50,7 @@ def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterat
 
 
 def job_words(job: Job) -> str:
-    """Return the model and the values other than a job's defaults, as arguments of a command."""
+    """Return the model and the job's other non-default values, as arguments of a command."""
     defaults = {field.name: field.default for field in fields(job)}
     unused = {"sequence_length"} if not has_sequence(job.task) else set()
     unused |= set() if has_target(job.task) else {"target_length"}

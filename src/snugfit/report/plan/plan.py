@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 LEAST_STARTUP = 0.05
-"""Seconds of difference in start-up below which a sentence omits it."""
+"""Smallest difference in start-up, in seconds, that a sentence mentions."""
 
 
 def render(plan: Plan, *, everything: bool = False, configuration: Configuration | None = None) -> Page:
@@ -46,14 +46,14 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
 
 
 def question(plan: Plan) -> str:
-    """Return the job, the GPU, its memory and the fidelity in one line."""
+    """Return a line with the job, the GPU, its memory and the fidelity."""
     where = plan.gpu.name if plan.gpu else "no GPU named"
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
     return f"{job_line(plan.job)} · {where}{memory} · fidelity {plan.fidelity}"
 
 
 def answer(plan: Plan) -> str:
-    """Return the best recipe with its figures in one line."""
+    """Return a line with the best recipe and its figures."""
     shown = plan.best_or_nearest
     figures = f"{show_bytes(shown.needed_bytes)}, a step takes {pace(plan.timed(shown))}"
     if plan.best is None:
@@ -74,7 +74,8 @@ def headroom(plan: Plan) -> Iterator[str]:
 
 
 def because(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each slot, with its bytes and per cents."""
+    """Yield a sentence for each slot on the best recipe's technique, with its bytes and seconds against
+    another's."""
     for reason in plan.reasons:
         yield _sentence(plan.best_or_nearest, reason)
 
@@ -117,7 +118,7 @@ def about_run(plan: Plan) -> Iterator[str]:
 
 
 def about_cost(plan: Plan) -> Iterator[str]:
-    """Yield the cheapest recipe for a plan with the objective `cost`."""
+    """Yield a sentence with the cheapest recipe for a plan with the objective `cost`."""
     if plan.objective == "cost":
         yield (
             "On one GPU the fastest recipe is also the cheapest, because an hour costs the same. To find "
@@ -126,7 +127,7 @@ def about_cost(plan: Plan) -> Iterator[str]:
 
 
 def changes(plan: Plan) -> list[Grid]:
-    """Return the plan's changes to the user's own recipe."""
+    """Return a table of the plan's changes to the user's own recipe."""
     start = plan.start
     if start is None:
         return []
@@ -156,7 +157,8 @@ def _figures(needed: int | None, seconds: float | None) -> tuple[str, str]:
 
 
 def front(plan: Plan, *, everything: bool = False) -> Grid:
-    """Return the Pareto front with the answer: no recipe is both faster and smaller than one of the front.
+    """Return a table of the Pareto front with the answer: no recipe is both faster and smaller than one of
+    the front.
 
     It shows selected rows (`shown_front`), or all of them for `everything`.
     """
@@ -198,7 +200,8 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
 
 
 def refusals(plan: Plan) -> Grid:
-    """Return the techniques that were not considered, by reason, with the numbers of their recipes."""
+    """Return a table of the techniques that were not considered, by reason, with the numbers of their
+    recipes."""
     heads = ("What", "Why", "Recipes>") if any(one.recipes for one in plan.refused) else ("What", "Why")
     alike: dict[str, list[Exclusion]] = defaultdict(list)
     for refusal in plan.refused:

@@ -1,4 +1,5 @@
-"""A plan on one screen: the verdict, the recipe, four numbers, its gains, a few alternatives, the command."""
+"""The short report of a plan on one screen: the verdict, the recipe, four numbers, its gains, a few
+alternatives, the command."""
 
 from __future__ import annotations
 
@@ -32,20 +33,20 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 GAINS = 3
-"""Number of techniques whose gain is shown."""
+"""Number of techniques whose gain is listed."""
 
 LEAST_GAIN = 0.005
-"""Share of the bytes or the seconds below which a difference is left out."""
+"""Smallest difference of bytes or seconds that is listed, as a share."""
 
 ROWS = 6
-"""Most rows of the alternatives."""
+"""Largest number of rows in the table of alternatives."""
 
 CURES = 3
-"""Number of changes with which a step would fit."""
+"""Number of listed changes with which a step would fit."""
 
 
 def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
-    """Return the short answer of a plan. `configuration` is the user's own, if there was one."""
+    """Return the short report of a plan. `configuration` is the user's own, if there was one."""
     shown = plan.best_or_nearest
     return Page(
         [verdict(plan, configuration), Sentence(shown.recipe, "recipe")],
@@ -59,7 +60,7 @@ def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
 
 
 def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
-    """Return the fit of the answer in everyday words, with the condition under which it holds."""
+    """Return a sentence on the fit of the answer, with the condition under which it holds."""
     shown, limit = plan.best_or_nearest, plan.memory_bytes
     unread = bool(configuration and configuration.doubts)
     is_limited = plan.gpu is None or plan.gpu.memory_bytes != limit
@@ -89,7 +90,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def ways_out(plan: Plan) -> Iterator[Facts | Sentence | str]:
-    """Yield changes with which a recipe would fit."""
+    """Yield sentences on the changes with which a recipe would fit."""
     if plan.ways_out and (lines := [*in_short(plan.ways_out)]):
         yield from lines
     else:
@@ -97,7 +98,7 @@ def ways_out(plan: Plan) -> Iterator[Facts | Sentence | str]:
 
 
 class Gain(NamedTuple):
-    """The saved bytes and seconds of one technique, beside those of the other recipe."""
+    """Bytes and seconds that one technique saves against another."""
 
     text: str
     saved_bytes: int
@@ -122,7 +123,8 @@ class Gain(NamedTuple):
 
 
 def _gains(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the techniques that gain the most, each alone: over the user's, or over the plain ones."""
+    """Yield the techniques that gain the most, each alone, against the user's or the plain ones, as labelled
+    lines."""
     gains = sorted(_all_gains(plan), key=lambda gain: -sum(max(0.0, share) for share in gain.shares))
     label = "gains"
     for gain in [gain for gain in gains if max(gain.shares) >= LEAST_GAIN][:GAINS]:
@@ -151,7 +153,7 @@ def _all_gains(plan: Plan) -> Iterator[Gain]:
 
 
 def _alternatives(plan: Plan) -> Grid:
-    """Return a few recipes of the front, each with its verdict."""
+    """Return a table of a few recipes of the front, each with its verdict."""
     rows = tuple(
         (
             choice.recipe,
@@ -191,4 +193,4 @@ UNEQUAL = (
     "a full simulation of the answer gave other bytes than the search. This is a bug in snugfit: please "
     "report it, and check this recipe with snugfit predict."
 )
-"""Sentence on an answer whose full simulation differs."""
+"""Sentence for an answer whose full simulation gave other figures."""

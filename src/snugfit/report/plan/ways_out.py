@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 MANY = 3
-"""Number of changes that need no further command."""
+"""Number of changes from which no further command is suggested."""
 
 NO_SLOWDOWN = 0.0005
-"""Share of a step below which a slowdown is shown as none."""
+"""Share of a step below which a slowdown is not shown."""
 
 FIDELITY = {"same": "exact", "rounds": "rounds differently", "learns": "another algorithm"}
 """Words for the fidelity of a change."""
@@ -46,7 +46,7 @@ def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Itera
 
 
 def in_short(ways: WaysOut) -> Iterator[Facts | Sentence]:
-    """Yield each change as a labelled line, and the first one as an option; else the smallest larger GPU."""
+    """Yield labelled lines: each change, and the first one as an option; else the smallest larger GPU."""
     changes = map(_about, ways.ways) if ways.ways else filter(None, [_about_larger(ways.larger_gpu)])
     rows = tuple(("" if number else "fits with", text) for number, text in enumerate(changes))
     if rows:
@@ -64,8 +64,8 @@ def of_prediction(prediction: Prediction) -> list[str]:
 
 
 def of_plan(plan: Plan) -> Iterator[str]:
-    """Yield the least memory that was found, and the ways out of the nearest miss; nothing if a recipe
-    fits."""
+    """Yield sentences: the least memory that was found, and the ways out of the nearest miss; nothing if a
+    recipe fits."""
     # The last recipe of the front has the fewest bytes.
     if not plan.fits and (smallest := plan.front[-1]) != plan.nearest:
         yield (
@@ -103,7 +103,8 @@ def _about_larger(larger: LargerGpu | None) -> str:
 
 
 def plan_command(prediction: Prediction) -> str:
-    """Return the command of a plan for this job; empty for an evaluation, or a model that only Python has."""
+    """Return the command line of a plan for this job; empty for an evaluation, or a model that only Python
+    has."""
     job, gpu = prediction.job, prediction.gpu
     if job.model.module is not None or not job.trains:
         return ""

@@ -29,7 +29,7 @@ PLAIN: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},
     Any: {},
 }
-"""Schemas of types without parts; all further types are written as text."""
+"""Schemas of plain types, by type; all other types without parts are written as text."""
 
 
 def documents() -> dict[str, type]:
@@ -76,7 +76,7 @@ def property_schema(name: str, kind: Any, sentences: str) -> dict[str, Any]:
 
 
 def value_schema(kind: Any) -> dict[str, Any]:
-    """Return the schema of a value of this type."""
+    """Return the schema of a value of this Python type."""
     if described_class(kind):
         return reference(kind)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
@@ -118,7 +118,7 @@ def reference(owner: type) -> dict[str, str]:
 
 @cache
 def keys(owner: type) -> dict[str, tuple[Any, str]]:
-    """Return every key of an object with its type and its sentences."""
+    """Return every key of an object with its Python type and its description."""
     own: dict[str, Any] = {}
     names: list[str] = []
     docs: dict[str, str] = {}
@@ -157,7 +157,8 @@ def objects(roots: Iterable[type]) -> Iterator[type]:
 
 
 def parts(kind: Any) -> tuple[Any, ...]:
-    """Return the types within a type: those of the entries of a list, of values, of choices."""
+    """Return the types inside of a type: those of a list's entries, of a mapping's values, of a union's
+    members."""
     return tuple(one for one in typing.get_args(kind) if one not in (type(None), Ellipsis))
 
 

@@ -61,7 +61,7 @@ DOCUMENTS: dict[str, type] = {
 
 
 def heads(word: Any) -> dict[str, tuple[Any, str]]:
-    """Return the keys at the head of a document with this `word` under `what`."""
+    """Return the first keys of a document, such as `schema` and `what`, whose value is `word`."""
     return {
         "schema": (int, "Version of the document's form. It rises when a key changes its meaning or goes."),
         "what": (word, "Name of the document."),
@@ -138,7 +138,7 @@ OPTIONAL: dict[type, set[str]] = {
     Model: {"dtype"},
     GpuPlans: {"run"},
 }
-"""Keys that some documents omit: keys of an option, or of a model with a declared dtype."""
+"""Keys that are absent in some documents: keys of an option, or of a model with a declared dtype."""
 
 SENTENCES = {
     "anatomy": "Bytes at the peak by tensor and module, and the kernels of the step.",
@@ -206,4 +206,4 @@ UNITS = {
     "per_1000_samples": "USD",
     "run": "USD",
 }
-"""Units of numbers, by the end of their names."""
+"""Units of numbers by the suffix of their names."""

@@ -1,1 +1,1 @@
-"""Parts of all reports: tables, the terminal, files."""
+"""Parts that all reports share: tables, the terminal, files."""

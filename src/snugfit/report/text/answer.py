@@ -1,4 +1,4 @@
-"""Parts of all short answers: the verdict, four numbers, and the widest uncertainty."""
+"""Parts that all short reports share: the verdict, four numbers, and the most important warning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 UNREAD = "if the unread parts change nothing"
-"""Condition of a verdict on a configuration that was not read in full."""
+"""Condition of a verdict if the user's configuration was not read in full."""
 
 SCALED_RATES = "step time, as no rates of this GPU were measured"
 
@@ -44,7 +44,7 @@ def subject(
 
 
 def _is_more_than(memory: int, gpu: Gpu) -> bool:
-    """Return True for more memory than this GPU has. Its marketed size is not more, though less is usable."""
+    """Return True for more memory than the GPU's marketed size, though less is usable."""
     return gpu.memory_bytes is not None and memory > max(gpu.memory_bytes, (gpu.marketed_gb or 0) * GIB)
 
 
@@ -95,7 +95,7 @@ def show_gib(size: int, digits: int = 1) -> str:
 
 
 def show_apart(one: int, other: int) -> tuple[str, str]:
-    """Return both sizes with as many digits as show their difference."""
+    """Return both sizes as text, with enough digits to show their difference."""
     for digits in (1, 2, 3):
         shown = show_gib(one, digits), show_gib(other, digits)
         if shown[0] != shown[1]:
@@ -121,7 +121,7 @@ def four_numbers(
 
 
 def uncertain(doubts: Sequence[str], shown: str) -> Iterator[Sentence]:
-    """Yield the doubt that is `shown`, the widest, and the number of further ones."""
+    """Yield the warning that is `shown`, the most important, and the number of further ones."""
     if doubts:
         more = f" ({len(doubts) - 1} more: --details)" if len(doubts) > 1 else ""
         text = (first_sentence(shown) or shown).rstrip(".")

@@ -1,4 +1,4 @@
-"""Short lines of an answer: a label, and the text beside it."""
+"""Labelled lines of a report: a label, and the text next to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABEL = 11
 
 @dataclass(frozen=True)
 class Facts:
-    """Labels with their texts, one below the other. Lines without a label continue the one above."""
+    """A list of labelled lines. Lines without a label continue the one above."""
 
     rows: tuple[tuple[str, str], ...]
 

@@ -35,7 +35,7 @@ _STYLE = {
 
 
 class Drawing:
-    """An empty figure, and the bytes of its `png` or `svg` file after drawing."""
+    """An empty figure to draw on, and then the bytes of its `png` or `svg` file."""
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure

@@ -1,4 +1,4 @@
-"""Writes a report's files completely or not at all."""
+"""Writing of report files completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_atomically(path: Path, content: bytes) -> Path:
     try:
         write_whole(path, content)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror}).") from None
+        raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from None
     return path
 
 
@@ -52,7 +52,7 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written ({error.strerror}).") from None
+        raise UsageError(f"{folder}: cannot be written ({error.strerror}). Name another folder.") from None
 
 
 def writable_folder(folder: Path) -> Path:

@@ -7,8 +7,8 @@ from snugfit.job.job import Job
 
 
 def job_line(job: Job) -> str:
-    """Return model, task, phase, the sizes of a batch, and the dtype of the loaded weights with its reason.
-    The routing of experts follows if it is not balanced."""
+    """Return a line with model, task, phase, the sizes of a batch, and the dtype of the loaded weights with
+    its reason. The routing of experts follows if it is not balanced."""
     routing = "" if job.routing == "balanced" else f" · {job.routing} routing"
     return f"{job.model.name} · {job.task} · {job.phase} · batch {sizes(job)} · {dtype_note(job)}{routing}"
 

@@ -1,4 +1,4 @@
-"""The speed of a step in words: its seconds with their spread, samples and tokens a second, and MFU."""
+"""Text about the speed of a step: its seconds with their range, samples and tokens a second, and MFU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from snugfit.units import show_seconds
 
 
 def pace(speed: StepSpeed) -> str:
-    """Return the speed in words: `about 800.0 ms, 750 ms to 860 ms; 20.0 samples/s, 41,000 tokens/s, 38 %
+    """Return the speed as text: `about 800.0 ms, 750 ms to 860 ms; 20.0 samples/s, 41,000 tokens/s, 38 %
     MFU`. Missing values are left out."""
     about = ", ".join(filter(None, (f"about {show_seconds(speed.step_seconds)}", show_spread(speed))))
     return f"{about}; {show_rates(speed)}"
@@ -22,7 +22,7 @@ def show_rates(speed: StepSpeed) -> str:
 
 
 def show_spread(speed: StepSpeed | None) -> str:
-    """Return the spread: `750 ms to 860 ms`; empty where there is none."""
+    """Return the range of the seconds: `750 ms to 860 ms`; empty where there is none."""
     if speed is None or speed.low_seconds is None or speed.high_seconds is None:
         return ""
     return f"{roughly(speed.low_seconds)} to {roughly(speed.high_seconds)}"

@@ -38,13 +38,13 @@ STYLES = {
     "heading": "bold", "good": "bold green", "tight": "bold yellow", "bad": "bold red",
     "uncertain": "yellow", "fault": "red",
 }  # fmt: skip
-"""Styles of a terminal by role."""
+"""Terminal styles of sentences by role."""
 
 _MARKDOWN = {"heading": "## {}", "good": "**{}**", "tight": "**{}**", "bad": "**{}**", "bullet": "- {}"}
 
 
 class Page:
-    """Lines and tables in order; a plain string becomes a plain sentence."""
+    """A report as lines and tables in order; a plain string becomes a plain sentence."""
 
     def __init__(self, *parts: Iterable[Sentence | Grid | Facts | str]) -> None:
         self._parts = [Sentence(part) if isinstance(part, str) else part for part in chain(*parts)]
@@ -82,7 +82,7 @@ class Page:
 
 @dataclass(frozen=True)
 class ShellCommand:
-    """A command that can be copied from a terminal of any width.
+    """A shell command, printed so that it can be copied from a terminal of any width.
 
     Each line but the last ends in a backslash, or within single quotes, where a recipe ignores whitespace.
     """

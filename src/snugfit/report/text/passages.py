@@ -1,4 +1,4 @@
-"""The passages of a step's phases, and its micro-batches, as parts of a curve."""
+"""The phases and micro-batches of a step, as parts of a curve."""
 
 from __future__ import annotations
 

@@ -18,10 +18,11 @@ from rich.text import Text
 from snugfit.report.text.terminal import words
 
 NARROWEST_HEAD = 8
-"""Smallest width of the head of a column of figures, in characters."""
+"""Smallest width in characters of the head of a column of figures."""
 
 READABLE = 24
-"""Width in characters at which a text is still readable. The first column, the name of the row, gets more."""
+"""Smallest width in characters at which text is readable. The first column, the name of the row, gets
+more."""
 
 READABLE_FIRST = 48
 
@@ -63,7 +64,7 @@ class _Column:
 
 
 class PlainTable:
-    """Columns and rows, laid out for the width of the terminal that prints them."""
+    """A table that is laid out for the width of the terminal that prints it."""
 
     def __init__(self, heads: Sequence[str], rows: Sequence[Sequence[Text]], title: str) -> None:
         self._title, self._rows = title, rows
@@ -178,7 +179,7 @@ def _one_row(columns: Sequence[_Column], widths: Sequence[int], number: int | No
 
 
 def _fill(columns: Sequence[_Column], number: int, width: int) -> Iterator[Text]:
-    """Yield the row's cells in these columns, each after its head, on as many lines as they need."""
+    """Yield the row's cells in these columns as lines, each after its head."""
     line = Text()
     for column in sorted(columns, key=lambda one: one.recipe):
         cell = column.cells[number]

@@ -23,12 +23,12 @@ PIPE_WIDTH = 120
 
 
 def words(value: object, style: str = "") -> Text:
-    """Return foreign words as data: no markup, and no control characters."""
+    """Return words from foreign files as data: no markup, and no control characters."""
     return Text(harmless(str(value)), style=style)
 
 
 def harmless(text: str) -> str:
-    """Return foreign words without characters that control a terminal or reverse the reading direction."""
+    """Return text without characters that control a terminal or reverse the reading direction."""
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

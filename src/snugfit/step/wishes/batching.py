@@ -1,4 +1,4 @@
-"""Wishes for batches: the cut of the global batch, the loader, and the allocator of their memory."""
+"""Handlers of the Setup's fields about batches: micro-batches, the loader, and the allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatchesHandler(Handler):
-    """Pieces of the global batch, one after the other."""
+    """Handler of gradient accumulation: pieces of the global batch, one after the other."""
 
     wish, slot, stage = "micro_batches", Slot.BATCHING, InstallStage.LOOP
     read_by_loops = True
@@ -30,12 +30,13 @@ class MicroBatchesHandler(Handler):
         }
 
     def script(self, value: int, context: ScriptContext) -> dict[str, Any]:
-        """Return the constant of the script."""
+        """Return the number of micro-batches as a constant of the script."""
         return {"pieces": value}
 
 
 class LoaderHandler(Handler):
-    """The way of batches to the device. A rehearsal's batches are never copied, and need no workers."""
+    """Handler of the DataLoader's workers and pinned memory. Batches of a simulation are never copied, and
+    need no workers."""
 
     wish, slot, stage = "loader", Slot.LOADING, InstallStage.LOAD
 
@@ -62,26 +63,25 @@ class LoaderHandler(Handler):
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The allocator's settings in the environment: the variable's name, and its name before torch 2.9, which is
-still read."""
+"""The allocator's environment variable, and its name before torch 2.9, which torch still reads."""
 
 EXPANDABLE = "expandable_segments:True"
 
 
 class ExpandableSegmentsHandler(Handler):
-    """The CUDA allocator grows segments in place. A script sets an environment variable, which the
-    technique's counterparts name.
-    """
+    """Handler of the CUDA allocator's expandable segments. A script sets an environment variable, which the
+    technique's counterparts name."""
 
     wish, slot, stage = "expandable_segments", Slot.ALLOCATOR, InstallStage.PROCESS
 
     def set_process(self, value: bool, device: torch.device) -> None:
-        """Set the allocator, which accepts it also after it has allocated."""
+        """Set the allocator of this process, also after it has allocated."""
         import torch
 
         if value and device.type == "cuda":
             torch.cuda.memory._set_allocator_settings(EXPANDABLE)
 
     def environment(self, value: bool) -> Mapping[str, str | None]:
-        """Return the allocator's variables, from the recipe alone and never from the shell."""
+        """Return the allocator's environment variables for the recipe; those of the user's shell have no
+        effect."""
         return dict.fromkeys(ALLOCATOR_VARIABLES, EXPANDABLE if value else None)

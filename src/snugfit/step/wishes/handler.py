@@ -1,4 +1,5 @@
-"""The effects of a wish: the small, fixed set of methods that every front-end calls.
+"""The base class of handlers: the methods through which a field of `Setup` changes a run, for every
+front-end.
 
 A wish is a field of `Setup`. Its `Handler` has all code for it: for new and live models, steps, the process,
 `TrainingArguments` and exported scripts. A handler overrides the methods that its wish needs, each of which
@@ -28,34 +29,34 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Slot, Technique
 
 Context = Callable[[], AbstractContextManager[Any]]
-"""Makes a context manager; it is entered once."""
+"""A function that returns a context manager, which is entered once."""
 
 STAYS = "stays"
-"""Answer of `Handler.built_on` for a model that `distribute` moves."""
+"""Result of `Handler.built_on` for a model on the host that `distribute` moves to the devices."""
 
 
 @dataclass(kw_only=True)
 class LiveTraining:
-    """A live model with a new recipe, as a front-end passes it to the applier."""
+    """A model that trains already and a new recipe for it, as a front-end passes them to the applier."""
 
     front_end: str
-    """Its name, one of `applier.FRONT_ENDS`."""
+    """Name of the front-end, one of `applier.FRONT_ENDS`."""
 
     recipe: Recipe
-    """Recipe of the training to come."""
+    """The recipe to apply to the model."""
 
     model: Any
-    """The model; a handler may replace it."""
+    """The model; a handler may replace it by another."""
 
     device: torch.device
-    """The device that all of the model is on."""
+    """The device of all of the model's weights."""
 
     own_forwards: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    """Modules whose forward pass was wrapped for a wish, each with its earlier forward."""
+    """Modules with a replaced forward method, each with its attributes from before."""
 
     def technique(self, slot: Slot) -> Technique:
-        """Return the recipe's technique of this slot, or of one that shares its wish."""
-        return _asking(self.recipe, slot)
+        """Return the recipe's technique of this slot, or of another slot that sets the same field."""
+        return _technique_for(self.recipe, slot)
 
     def is_plain(self, slot: Slot) -> bool:
         """Return whether the recipe has the plain technique in this slot."""
@@ -64,40 +65,40 @@ class LiveTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptContext:
-    """Inputs of a handler that writes its wish as Python."""
+    """The target of an exported script, for handlers that write their field as Python."""
 
     job: Job
     setup: Setup
     recipe: Recipe
 
     target: str
-    """Target of the script: `torch`, `accelerate`, `hf`, or the name of a tool."""
+    """Kind of script: `torch`, `accelerate`, `hf`, or the name of a tool."""
 
     trainer: bool
-    """True for the Trainer's loop, whose arguments have most wishes."""
+    """True for a script with a Trainer, whose arguments express most fields."""
 
     library: str
-    """transformers and its version."""
+    """`transformers` and its version, for messages."""
 
     checkpointing_name: str
-    """Name of checkpointing in this version."""
+    """Name of the checkpointing method in this version of transformers."""
 
     checkpointing_options: frozenset[str]
-    """Options of checkpointing in this version."""
+    """Names of the checkpointing options in this version of transformers."""
 
     def refusal(self, slot: Slot, why: str) -> RecipeError:
-        """Return the error for a wish that a script cannot express, with its technique's name."""
-        technique = _asking(self.recipe, slot)
+        """Return the error for a field that a script cannot express, with its technique's name and the
+        reason."""
+        technique = _technique_for(self.recipe, slot)
         return RecipeError(
             f"{technique} cannot be exported: {why}.\nLeave it out or choose another technique for "
             f"{technique.slot} (snugfit techniques). snugfit train takes this recipe as it is."
         )
 
 
-def _asking(recipe: Recipe, slot: Slot) -> Technique:
-    """Return the recipe's technique of this slot. The slots for several GPUs share one wish: the first that
-    is not plain.
-    """
+def _technique_for(recipe: Recipe, slot: Slot) -> Technique:
+    """Return the recipe's technique of this slot. Several slots for several GPUs set one field: the first
+    non-default one is returned."""
     shared = roster.slots_of_several_gpus()
     slots = shared if slot in shared else (slot,)
     asking = [recipe[one] for one in slots if recipe[one] != roster.plain(one)]
@@ -106,38 +107,39 @@ def _asking(recipe: Recipe, slot: Slot) -> Technique:
 
 
 class Handler:
-    """The effects of one wish. The methods here do nothing; a handler overrides those that its wish needs.
+    """The effects of one field of `Setup`. The methods here do nothing; a handler overrides those that its
+    field needs.
 
     Methods for the code, distribution and passes of a model are called only where the value differs from the
     plain loop's (`applier._used`).
     """
 
     wish: ClassVar[str]
-    """The field of `Setup`."""
+    """Name of the field of `Setup`."""
 
     slot: ClassVar[Slot]
-    """Slot of the techniques that set the wish."""
+    """Slot of the techniques that set the field."""
 
     stage: ClassVar[InstallStage]
-    """Time of its effect, relative to other wishes."""
+    """Stage at which the handler runs, before those of later stages."""
 
     refused: ClassVar[Mapping[str, str]] = {}
-    """Front-ends that cannot honour the wish, each with the reason. Elsewhere it is honoured."""
+    """Front-ends that cannot implement the field, each with the reason."""
 
     accelerate_does_it: ClassVar[bool] = False
-    """True if accelerate itself adds it around a forward pass, by its own arguments."""
+    """True if accelerate's own arguments add the effect around a forward pass."""
 
     read_by_loops: ClassVar[bool] = False
-    """True if it is a part of every loop's structure, which each reads from the Setup itself."""
+    """True if every loop implements the field itself and reads it from the Setup."""
 
     def why_refused(self, value: Any, front_end: str) -> str:
-        """Return why a front-end that implements the wish cannot implement this value; empty if it can."""
+        """Return why a front-end that implements the field cannot implement this value; empty if it can."""
         return ""
 
     # ---- a model ----
 
     def import_code(self, value: Any) -> None:
-        """Import libraries that must be there before a rehearsal or a measurement begins."""
+        """Import libraries that must be imported before a simulation or a measurement begins."""
 
     def model_arguments(self, value: Any) -> dict[str, Any]:
         """Return arguments of the model's constructor."""
@@ -148,12 +150,11 @@ class Handler:
         return model
 
     def wrap(self, value: Any, model: Any) -> None:
-        """Change modules of a model that is on its device."""
+        """Change modules of a model that is on its device, for example by wrapping layers."""
 
     def distribute(self, value: Any, model: Any) -> Any:
-        """Return the module to call instead of the wrapped model, so that this process trains it with
-        others.
-        """
+        """Return the module to call instead of the wrapped model, by which this process trains it with
+        others."""
         return model
 
     def built_on(self, value: Any, job: Job) -> str:
@@ -164,26 +165,26 @@ class Handler:
     def make_optimizer(
         self, value: Any, wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
     ) -> torch.optim.Optimizer | None:
-        """Return the optimizer over this process's part of the weights, or None for the usual one."""
+        """Return the optimizer over this process's shard of the weights, or None for the usual optimizer."""
 
     def step_passes(
         self, value: Any, model: Any, runs: Any, around: Callable[[], AbstractContextManager[Any]]
     ) -> StepPasses | None:
-        """Return the passes of steps whose layers several processes share, or None. `around` makes the
-        context of the model's computation."""
+        """Return the passes of a pipeline, in which each process has some layers, or None. `around` returns
+        the context of the forward pass."""
 
     def engine(self, value: Any) -> StepEngine | None:
-        """Return the engine that runs the steps in place of a loop's, or None."""
+        """Return another library's engine that runs the steps in place of a loop's, or None."""
 
     def refuse_training(self, value: Any, recipe: Recipe) -> None:
         """Raise `UsageError` for a value that can be predicted and measured, but not trained."""
 
     def objections(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Yield why a live model cannot have this value."""
+        """Yield reasons why a live model cannot train with this value."""
         return iter(())
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Change a live model, and yield a line for each change."""
+        """Apply this value to a live model, and yield a line of text for each change."""
         return iter(())
 
     # ---- a scaler, a loader ----
@@ -198,13 +199,13 @@ class Handler:
     # ---- a step of the plain loop ----
 
     def fill_multiple(self, value: Any, loop: Any) -> int:
-        """Return a number of tokens; the lengths of batches are filled up to its multiples. 0 leaves them."""
+        """Return a number of tokens; batches are padded to multiples of it. 0 adds no padding."""
         return 0
 
     def prepare_pieces(
         self, value: Any, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the host micro-batches of a step in the form that its passes need."""
+        """Return the host micro-batches of a step, changed as this value needs it."""
         return pieces
 
     def step_runner(self, value: Any, loop: Any, runner: StepRunner | None) -> StepRunner | None:
@@ -217,9 +218,8 @@ class Handler:
         """Return the context of a forward pass and its loss, or None without one."""
 
     def around_pass(self, value: Any, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
-        """Return the context of a micro-batch's passes on the device, or None without one. `is_last` marks
-        the step's last. Inside of it the batch may be replaced by this process's part.
-        """
+        """Return the context around the passes of a micro-batch on the device, or None. `is_last` marks the
+        step's last. In the context the batch may be replaced by this process's part."""
 
     def around_evaluation(self, value: Any, model: Any, batch: dict[str, Any]) -> Context | None:
         """Return the context of a forward pass without a backward pass, over a batch on the device, or
@@ -227,32 +227,30 @@ class Handler:
         """
 
     def after_update(self, value: Any, model: Any, step: int) -> None:
-        """Run work after an optimizer step of this process; `step` counts from 0."""
+        """Run the field's work after an optimizer step of this process; `step` counts from 0."""
 
     def after_evaluation(self, value: Any, model: Any) -> None:
-        """Run work after forward passes without a backward pass."""
+        """Run the field's work after an evaluation's forward passes."""
 
     def around_run(self, value: Any) -> Context | None:
-        """Return the context of all steps of a run, or None without one."""
+        """Return the context around all steps of a run, or None."""
 
     def around_rehearsal(self, value: Any, *, on_gpu: bool) -> Context | None:
-        """Return the context of a rehearsal, in which real code has no shapes to return. A step `on_gpu` may
-        differ from one on a CPU.
-        """
+        """Return the context of a simulated step, in which compiled code computes shapes instead of data; or
+        None. With `on_gpu` a GPU's step is simulated, else a CPU's."""
 
     def set_process(self, value: Any, device: torch.device) -> None:
-        """Change the process, before the model is built."""
+        """Set process-wide options, before the model is built."""
 
     def environment(self, value: Any) -> Mapping[str, str | None]:
-        """Return the environment variables that replace `set_process` in a new process; None removes a
-        variable.
-        """
+        """Return environment variables for a new process with the effect of `set_process`; None removes a
+        variable."""
         return {}
 
     # ---- other libraries ----
 
     def training_arguments(self, value: Any, job: Job, device: torch.device) -> dict[str, Any]:
-        """Return the `TrainingArguments` of this value."""
+        """Return the `TrainingArguments` that express this value."""
         return {}
 
     def accelerator_arguments(self, value: Any) -> dict[str, Any]:
@@ -260,18 +258,18 @@ class Handler:
         return {}
 
     def setup_for_accelerate(self, value: Any, setup: Setup) -> Setup:
-        """Return the Setup in accelerate's terms."""
+        """Return the Setup without the fields that accelerate implements by its own settings."""
         return setup
 
     def around_accelerate(self, value: Any, device: torch.device) -> Context | None:
-        """Return the context of accelerate's whole work, or None without one."""
+        """Return the context around all of accelerate's work, or None."""
 
     def build_for_accelerate(self, value: Any, setup: Setup, build: Callable[..., Any]) -> Any:
-        """Return the model that accelerate moves and distributes, or None for one that needs nothing else.
-        `build` takes further arguments of `build_model`."""
+        """Return the model that is passed to accelerate, or None for the usual one. `build` takes further
+        arguments of `build_model`."""
 
     def set_accelerator(self, value: Any, accelerator: Any, model: Any) -> None:
-        """Change a new `Accelerator` for this model."""
+        """Set options of a new `Accelerator` for this model."""
 
     def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:
         """Return the values of an exported script's template that express the field."""

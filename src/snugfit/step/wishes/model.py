@@ -1,4 +1,4 @@
-"""Wishes that change a model: attention, weights' dtype, adapters, checkpointed layers.
+"""Handlers of the Setup's fields about the model: attention, weights' dtype, adapters, checkpointed layers.
 
 A model of ours is built with them: attention and dtype are arguments of its constructor, and cost bytes when
 changed later. A user's model exists already, and is changed by its own switches.
@@ -28,24 +28,23 @@ if TYPE_CHECKING:
 
 
 class AttentionHandler(Handler):
-    """The attention code, by transformers' name for it (`attn_implementation`)."""
+    """Handler of the attention implementation, by transformers' name for it (`attn_implementation`)."""
 
     wish, slot, stage = "attention", Slot.ATTENTION, InstallStage.BUILD
 
     def import_code(self, value: str) -> None:
-        """Register an attention that is not transformers' own."""
+        """Register a feature's attention in transformers."""
         if own := own_attentions().get(value):
             own.register.run()
 
     def model_arguments(self, value: str) -> dict[str, Any]:
-        """Return the argument under its name in `instantiate`."""
+        """Return the attention as an argument of `instantiate`."""
         self.import_code(value)
         return {"attention": value}
 
     def wrap(self, value: str, model: Any) -> None:
-        """Switch a copy of a model from Python like the model itself, and change it for an attention of our
-        own.
-        """
+        """Set the attention of a module from Python by its own switch, and change modules for a feature's
+        attention."""
         now = getattr(getattr(model, "config", None), "_attn_implementation", None)
         # `sdpa` is the plain wish, under which a model without it keeps its own attention.
         if value != "sdpa" and now not in (None, value) and hasattr(model, "set_attn_implementation"):
@@ -57,34 +56,32 @@ class AttentionHandler(Handler):
     def prepare_pieces(
         self, value: str, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the micro-batches in the form of an attention of our own."""
+        """Return the micro-batches in the form that a feature's attention takes."""
         own = own_attentions().get(value)
         return pieces if own is None else own.pieces.run(loop, model, pieces)
 
     def around_rehearsal(self, value: str, *, on_gpu: bool) -> Context | None:
-        """Return the context of a rehearsal: a CPU has no such kernels, and those of a package have no
-        shapes.
-        """
+        """Return the context of a simulation: a CPU has no such kernels, and a package's kernels compute no
+        shapes."""
         if package := package_attentions().get(value):
             return package.on_shapes.resolve()
         own = own_attentions().get(value)
         return None if own is None or on_gpu else own.on_cpu.resolve()
 
     def set_process(self, value: str, device: torch.device) -> None:
-        """Raise an error for a missing package before the model is built."""
+        """Raise an error for a missing attention package before the model is built."""
         if package := package_attentions().get(value):
             package.refuse.run(device)
 
     def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
-        """Yield an objection for a user's own model without a switch for it."""
+        """Yield an objection if a user's own model has no switch for its attention."""
         if not live.is_plain(self.slot) and not hasattr(live.model, "set_attn_implementation"):
             name = type(live.model).__name__
-            yield f"{live.technique(self.slot)}: {name} does not allow choosing its attention."
+            yield f"{live.technique(self.slot)}: {name} does not allow choosing its attention. Leave it out."
 
     def change(self, value: str, live: LiveTraining) -> Iterator[str]:
-        """Change the attention by the model's own switch. A model without torch's attention keeps its own, as
-        when it is built.
-        """
+        """Set the attention by the model's own switch. A model without torch's attention keeps its own, as
+        when it is built."""
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
         # An attention of our own has changed modules, which transformers' switch does not undo.
@@ -100,13 +97,15 @@ class AttentionHandler(Handler):
                 return
             line = " ".join(str(refusal).split())
             raise RecipeError(
-                f"{type(live.model).__name__} cannot use the attention {value!r}: {line}"
+                f"{type(live.model).__name__} cannot use the attention {value!r}: {line} Try 'sdpa' or "
+                "'eager'."
             ) from None
         self.wrap(value, live.model)
         yield f"attention was {now} and is {value}"
 
     def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
-        """Return an argument of `from_pretrained`; eager where the architecture has no SDPA."""
+        """Return `attn_implementation` as an argument of `from_pretrained`; eager if the architecture has no
+        SDPA."""
         from snugfit.job.architectures import class_of
 
         if own := own_attentions().get(value):
@@ -118,18 +117,21 @@ class AttentionHandler(Handler):
 
 
 class WeightsDtypeHandler(Handler):
-    """The dtype of floating-point weights."""
+    """Handler of the dtype of floating-point weights."""
 
     wish, slot, stage = "weights_dtype", Slot.PRECISION, InstallStage.BUILD
 
     def model_arguments(self, value: str | None) -> dict[str, Any]:
-        """Return the argument under its name in `instantiate`."""
+        """Return the dtype as an argument of `instantiate`."""
         return {"dtype": value}
 
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
-        """Quantized weights have no such dtype."""
+        """Yield an objection if the live model has quantized weights, which cannot be cast."""
         if value and getattr(live.model, "is_quantized", False):
-            yield f"{live.technique(self.slot)}: the model's weights are quantized and cannot be changed."
+            yield (
+                f"{live.technique(self.slot)}: the model's weights are quantized and cannot be changed. "
+                "Leave it out."
+            )
 
     def change(self, value: str | None, live: LiveTraining) -> Iterator[str]:
         """Cast all weights of the live model to the dtype, if one is set."""
@@ -138,7 +140,8 @@ class WeightsDtypeHandler(Handler):
             yield f"weights were {before} and are {value}"
 
     def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
-        """Return an argument of `from_pretrained`; inputs are cast too where no autocast does it."""
+        """Return the dtype as an argument of `from_pretrained`, and a cast of inputs if no autocast does
+        it."""
         text = f"torch.{value or context.job.dtype}"
         cast = input_dtype(context.job, context.setup)
         return {"model_arguments": {"dtype": text}, "cast": f"torch.{cast}" if cast else ""}
@@ -153,25 +156,23 @@ def input_dtype(job: Job, setup: Setup) -> str | None:
 
 
 def dtype_of(model: Any) -> str:
-    """Return the dtype of its floating-point weights, by torch's name; `mixed` where they have several."""
+    """Return the dtype of a model's floating-point weights, by torch's name; `mixed` if they have several."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return dtype_name(next(iter(dtypes))) if len(dtypes) == 1 else "mixed"
 
 
 class CheckpointHandler(Handler):
-    """Layers that keep only their inputs."""
+    """Handler of activation checkpointing."""
 
     wish, slot, stage = "checkpoint", Slot.CHECKPOINTING, InstallStage.RECOMPUTE
 
     def wrap(self, value: CheckpointWish | None, model: Any) -> None:
-        """Wrap layers after the modules inside are final."""
+        """Wrap the chosen layers for checkpointing, after the modules inside are final."""
         if value is not None:
             checkpoint_layers(model, value)
 
     def change(self, value: CheckpointWish | None, live: LiveTraining) -> Iterator[str]:
-        """Wrap layers, by the same code as in every loop, also of a model that trains already. Earlier
-        wrappers are removed first.
-        """
+        """Wrap the chosen layers of a live model for checkpointing, after removing earlier wrappers."""
         unwrap_layers(live)
         stop_own_checkpointing(live.model)
         own = [(module, _own_forward(module)) for module in live.model.modules()]
@@ -181,7 +182,7 @@ class CheckpointHandler(Handler):
             yield f"activations are those of {live.technique(self.slot)}"
 
     def script(self, value: CheckpointWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return a call of the model's own switch, which supports single layers only."""
+        """Return a call of the model's own checkpointing switch, which supports single layers only."""
         if value is None or context.trainer:
             return {}
         if value.layers_per_span != 1:
@@ -200,7 +201,7 @@ class CheckpointHandler(Handler):
 
 
 def unwrap_layers(live: LiveTraining) -> None:
-    """Restore layers that were wrapped to be recomputed."""
+    """Restore the original forward methods of layers that were wrapped for checkpointing."""
     for module, before in live.own_forwards:
         # The wrapper is an attribute of the instance, which hides the method of the class.
         module.__dict__.pop("forward", None)

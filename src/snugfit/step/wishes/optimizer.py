@@ -1,4 +1,4 @@
-"""The wish for an optimizer: made over the parameters that train, when no module changes any more."""
+"""Handler of the Setup's optimizer, which is made after all changes of modules."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ if TYPE_CHECKING:
 
 
 class OptimizerHandler(Handler):
-    """The optimizer. A front-end that makes one calls `make_optimizer`, with its own groups and numbers."""
+    """Handler of the optimizer. A front-end with its own parameter groups and numbers calls
+    `make_optimizer`."""
 
     wish, slot, stage = "optimizer", Slot.OPTIMIZER, InstallStage.OPTIMIZE
     read_by_loops = True
 
     def around_rehearsal(self, value: OptimizerWish, *, on_gpu: bool) -> Context | None:
-        """Make optimizers of compiled code do on shapes the same as on data."""
+        """Return the context in which optimizers of compiled code change memory on `meta` tensors as on real
+        ones."""
         return partial(value.shapes.run, on_gpu=on_gpu) if value.shapes else None
 
     def training_arguments(self, value: OptimizerWish, job: Job, device: torch.device) -> dict[str, Any]:
-        """Return the optimizer's name in the Trainer, if it has one."""
+        """Return `optim`, the optimizer's name in the Trainer, if it has one."""
         return {"optim": value.trainer_name} if value.trainer_name else {}
 
     def script(self, value: OptimizerWish, context: ScriptContext) -> dict[str, Any]:
-        """Return the optimizer as a call, after the lines that prepare the model for it."""
+        """Return the optimizer's constructor call as text, after lines that prepare the model for it."""
         fields: dict[str, Any] = {"decay_groups": context.job.decay_groups and value.weight_decay}
         fields["optimizer"] = call_text(value.factory, "parameters, lr=LEARNING_RATE")
         if fields["optimizer"] is None:
@@ -47,9 +49,8 @@ class OptimizerHandler(Handler):
 
 
 def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """Return the optimizer over these parameters or groups; the recipe's numbers override these. The model,
-    if there is one, is prepared for it.
-    """
+    """Return the optimizer over these parameters or groups; arguments of the recipe override `numbers`. A
+    given model is prepared for it."""
     if wish.prepare and model is not None:
         wish.prepare.run(model)
     optimizer: torch.optim.Optimizer = wish.factory.run(groups, **numbers)
@@ -57,7 +58,7 @@ def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any)
 
 
 def known_numbers(wish: OptimizerWish, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's numbers that the factory takes and the recipe does not set.
+    """Return the user's numbers, such as `lr`, that the constructor takes and the recipe does not set.
 
     Only numbers with the same meaning in every optimizer are included. `eps` has it only with two `betas`
     (Adafactor has two of them, AdEMAMix three betas).

@@ -1,4 +1,4 @@
-"""The arguments of torch's AdamW, for optimizers with an update of their own."""
+"""Base class of AdamW variants with their own update, and torch's arguments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from snugfit.errors import RecipeError
 
 STEP = "step"
-"""The key of a state under which the steps of a weight are counted."""
+"""Key of an optimizer state for the number of steps of a weight."""
 
 
 class OwnAdamW(torch.optim.Optimizer):
-    """AdamW with an update of our own, and torch's defaults."""
+    """Base class of AdamW variants: torch's arguments and defaults, without an update."""
 
     further: ClassVar[Mapping[str, Any]] = {}
-    """Further arguments with their defaults, which are stored in groups too."""
+    """Arguments of a subclass with their defaults, which are stored in groups too."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ def move_moments(
     root: float,
     eps: float,
 ) -> torch.Tensor:
-    """Move both moments by these gradients, operation by operation as torch's (`_single_tensor_adam`).
+    """Update both moments by these gradients with the same operations as torch's `_single_tensor_adam`.
 
     Return the divisor of the update. `root` is that of the second moment's bias correction.
     """
@@ -53,8 +53,8 @@ def move_moments(
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor in the order of its memory, without a copy. Raises `RecipeError` for
-    one that has gaps there, or an element twice."""
+    """Return the elements of a tensor in memory order as a 1-d view. Raises `RecipeError` for a tensor with
+    gaps or overlapping elements."""
     if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         raise RecipeError(
             f"The recipe's optimizer needs weights without gaps in memory, but one of shape "
@@ -73,7 +73,10 @@ def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
             "The recipe's optimizer takes no sparse gradients. Try sparse=False, or 'bf16 + sgd'."
         )
     if gradient.dtype is not weight.dtype:
-        raise RecipeError(f"A weight that is {weight.dtype} has a gradient that is {gradient.dtype}.")
+        raise RecipeError(
+            f"A weight that is {weight.dtype} has a gradient that is {gradient.dtype}. Cast the "
+            "gradient to the weight's dtype."
+        )
     # The strides of a single element have no meaning.
     if gradient.stride() == weight.stride() or weight.numel() < 2:
         return gradient

@@ -1,4 +1,4 @@
-"""Attentions that features add to those of transformers, or whose packages they bring.
+"""Attention implementations that features add to transformers or install with a package.
 
 The module `attentions.py` of a feature has one object for each. The field `attention` of `Setup` holds its
 name.
@@ -16,37 +16,38 @@ from snugfit.techniques.wish import Call
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAttention:
-    """An attention that is not transformers' own, by its functions."""
+    """An attention of a feature, which transformers does not have, as import paths of its functions."""
 
     name: str
     why_no_script: str
-    """Reason against an exported script with it."""
+    """Reason why no exported script can use it."""
     register: Call
-    """Registers it in transformers."""
+    """Function that registers the attention in transformers."""
     enter: Call
-    """Changes a given model that computes with it."""
+    """Function that changes a given model to compute with the attention."""
     leave: Call
-    """Undoes the changes of a given model."""
+    """Function that undoes the changes of `enter` in a given model."""
     pieces: Call
-    """Returns host micro-batches in the form that it needs, from the plain loop, its model and these."""
+    """Function that returns host micro-batches in the form that the attention takes; its arguments are the
+    loop, the model and micro-batches."""
     on_cpu: Call
-    """Context manager of the rehearsal of a CPU."""
+    """Context manager for a simulated step of a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackageAttention:
-    """An attention of transformers whose kernels come with a package of their own."""
+    """An attention of transformers whose kernels are in a package, such as flash-attn."""
 
     name: str
     refuse: Call
-    """Raises `RecipeError` for a device on which its kernels cannot run."""
+    """Function that raises `RecipeError` for a device on which the kernels cannot run."""
     on_shapes: Call
-    """Context manager of a rehearsal."""
+    """Context manager for a simulated step, in which the kernels compute shapes."""
 
 
 @functools.cache
 def package_attentions() -> Mapping[str, PackageAttention]:
-    """Return the attentions of packages, by transformers' name."""
+    """Return the attentions of packages that features support, by transformers' name."""
     return {one.name: one for one in feature_objects("attentions", PackageAttention)}
 
 

@@ -1,4 +1,5 @@
-"""Wishes for the precision of a step: autocast, scaled gradients, and the precision of matrix products."""
+"""Handlers of the Setup's fields about precision: autocast, gradient scaling, and the precision of matrix
+products."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
-"""accelerate's word for an autocast dtype."""
+"""accelerate's `mixed_precision` by the dtype of autocast."""
 
 
 class AutocastHandler(Handler):
-    """The dtype of autocast regions."""
+    """Handler of autocast's dtype."""
 
     wish, slot, stage = "autocast", Slot.PRECISION, InstallStage.LOOP
     accelerate_does_it = True
@@ -39,13 +40,13 @@ class AutocastHandler(Handler):
             )
 
     def around_forward(self, value: str | None, device: torch.device) -> Context | None:
-        """torch's own autocast region, on this device."""
+        """Return torch's autocast context for the device."""
         import torch
 
         return partial(torch.autocast, device.type, dtype=getattr(torch, value)) if value else None
 
     def training_arguments(self, value: str | None, job: Job, device: torch.device) -> dict[str, Any]:
-        """Return the Trainer's two switches, of which one at most is on."""
+        """Return `bf16` and `fp16` of `TrainingArguments`, of which one at most is True."""
         return {"bf16": value == "bfloat16", "fp16": value == "float16"}
 
     def accelerator_arguments(self, value: str | None) -> dict[str, Any]:
@@ -53,20 +54,20 @@ class AutocastHandler(Handler):
         return {"mixed_precision": MIXED[value]}
 
     def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
-        """Return torch's dtype for a loop of torch's, and accelerate's word for one of accelerate's."""
+        """Return the autocast dtype for a torch script, or `mixed_precision` for an accelerate script."""
         word = {"mixed": MIXED[value]} if value else {}
         return {"autocast": f"torch.{value}" if value else "", **word}
 
 
 class ScaleGradientsHandler(Handler):
-    """The loss is scaled against underflow; steps with gradients that overflow are skipped. accelerate and
-    the Trainer do it whenever they autocast to fp16."""
+    """Handler of gradient scaling: the loss is scaled against underflow, and steps whose gradients overflow
+    are skipped. accelerate and the Trainer do it whenever they autocast to fp16."""
 
     wish, slot, stage = "scale_gradients", Slot.PRECISION, InstallStage.LOOP
     accelerate_does_it = True
 
     def make_scaler(self, value: bool, device: torch.device) -> torch.amp.GradScaler | None:
-        """Return torch's own scaler, on this device."""
+        """Return torch's gradient scaler for the device, or None."""
         import torch
 
         return torch.amp.GradScaler(device.type) if value else None
@@ -77,12 +78,12 @@ class ScaleGradientsHandler(Handler):
 
 
 class MatmulHandler(Handler):
-    """torch's `fp32_precision` of matrix products and convolutions."""
+    """Handler of `fp32_precision`, torch's setting for fp32 matrix products and convolutions."""
 
     wish, slot, stage = "matmul", Slot.MATMUL, InstallStage.BUILD
 
     def around_run(self, value: str) -> Context | None:
-        """Set the backends, and restore them afterwards."""
+        """Return a context that sets the precision of torch's backends and restores it afterwards."""
         return partial(matmul_precision, value)
 
     def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
@@ -116,9 +117,8 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def _tf32_switches() -> tuple[bool, bool] | None:
-    """Return torch's older switches for matrix products and for cuDNN; None where torch raises because only
-    the newer ones were set.
-    """
+    """Return torch's older TF32 switches for matrix products and for cuDNN; None if torch raises because only
+    the newer ones were set."""
     import torch
 
     try:

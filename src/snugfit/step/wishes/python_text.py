@@ -13,7 +13,7 @@ _OWN = "snugfit."
 
 
 def literal(value: Any) -> str:
-    """Return an expression with this value: text, numbers, truth values, lists and mappings of these."""
+    """Return a Python expression for a value: text, numbers, truth values, lists and mappings of these."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
@@ -26,13 +26,13 @@ def literal(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CallText:
-    """A call of another library's function, as text."""
+    """A call of another library's function, as Python text."""
 
     imported: str
-    """The line that imports it."""
+    """The line that imports the function."""
 
     called: str
-    """The expression that calls it."""
+    """The expression that calls the function."""
 
 
 def call_text(call: Call, first: str) -> CallText | None:
@@ -47,5 +47,5 @@ def call_text(call: Call, first: str) -> CallText | None:
 
 
 def keywords_text(arguments: Mapping[str, Any]) -> str:
-    """Keyword arguments that follow others: `, foreach=True`."""
+    """Return keyword arguments as text that follows other arguments: `, foreach=True`."""
     return "".join(f", {key}={literal(value)}" for key, value in arguments.items())

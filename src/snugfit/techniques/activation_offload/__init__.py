@@ -1,1 +1,1 @@
-"""The memory in which activations wait for the backward pass."""
+"""The slot `activation_offload`: the memory in which activations wait for the backward pass."""

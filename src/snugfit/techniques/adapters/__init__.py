@@ -1,1 +1,1 @@
-"""The weights that train: all of them, or small ones added to the frozen model."""
+"""The slot `adapters`: the trained weights, all of the model's or small ones added to a frozen model."""

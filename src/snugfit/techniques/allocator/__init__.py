@@ -1,1 +1,1 @@
-"""The growth of torch's CUDA allocator."""
+"""The slot `allocator`: the growth of torch's CUDA allocator."""

@@ -1,1 +1,1 @@
-"""The computation of softmax(QK^T)V."""
+"""The slot `attention`: the implementation of softmax(QK^T)V."""

@@ -1,7 +1,7 @@
-"""Attention as the formula reads: scores, softmax, dropout and product, each a tensor of its own.
+"""Eager attention: scores, softmax, dropout and product are separate tensors.
 
 The score matrix takes batch x heads x length x length elements, several times over. Models computed attention
-so before it was fused, and figures published then were measured with it.
+so before fused kernels existed, and older published figures were measured with it.
 """
 
 from __future__ import annotations

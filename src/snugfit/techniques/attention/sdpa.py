@@ -1,4 +1,4 @@
-"""torch's fused attention: the score matrix is never whole in memory where a fused kernel takes the call."""
+"""torch's fused attention. Fused kernels never have the whole score matrix in memory."""
 
 from __future__ import annotations
 

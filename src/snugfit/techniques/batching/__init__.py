@@ -1,1 +1,1 @@
-"""The division of the global batch into passes through the model."""
+"""The slot `batching`: the division of the global batch into micro-batches."""

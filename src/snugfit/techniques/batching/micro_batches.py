@@ -45,7 +45,7 @@ class MicroBatches(Technique):
         return self.n
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Require equal pieces, none of them empty."""
+        """Refuse a number of pieces that does not divide the batch into equal, non-empty ones."""
         if job.batch_size % self.n:
             near = nearest_divisors(job.batch_size, self.n)
             tries = " or ".join(f"{self.name}({divisor})" for divisor in near)
@@ -53,9 +53,8 @@ class MicroBatches(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Refuse samples that depend on each other: training in pieces would differ. It may be one, too,
-        where data could not show it.
-        """
+        """Return why no plan may cut this job's batch: its samples depend on each other. Random data of the
+        job may also hide such a dependence."""
         # A loss that compares samples (contrastive, batch statistics) has another value for pieces.
         if reason := mixing_of(job).reason:
             return (
@@ -67,13 +66,14 @@ class MicroBatches(Technique):
 
     @classmethod
     def uncertain(cls, job: Job) -> str:
-        """Return the doubt whether this job's loss is a mean over independent samples; empty without one."""
+        """Return a warning that this job's loss may not be a mean over independent samples; empty if it is
+        one."""
         unknown = mixing_of(job).unknown
         return unknown and f"it is not known whether its loss is a mean over samples: {unknown}"
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield every way to cut the job's batch."""
+        """Yield this technique with each number of pieces that divides the job's batch."""
         yield from (cls(n=n) for n in divisors_of(job.batch_size) if n > 1)
 
 

@@ -1,1 +1,1 @@
-"""The activations that are kept for the backward pass, and those that are computed again."""
+"""The slot `checkpointing`: the activations that are kept for the backward pass, and those computed again."""

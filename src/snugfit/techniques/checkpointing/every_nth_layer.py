@@ -54,7 +54,7 @@ class EveryNthLayer(Technique):
         return CheckpointWish(every=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse a prefix of keys and values, which would be dropped."""
+        """Refuse prefix tuning, since recomputed layers would drop its keys and values."""
         return dropped_prefix(job)
 
     @classmethod

@@ -28,8 +28,8 @@ class FirstLayers(Technique):
     elsewhere: ClassVar = ("recompute_num_layers", "recompute_method", "activations_checkpoint_num_layers")
 
     k: int = between(1, 10_000)
-    """Layers that are recomputed, from the first; of an encoder and a decoder so many each. As many as there
-    are is every layer."""
+    """Number of recomputed layers, from the first; of an encoder and a decoder so many each. The number of
+    all layers is `every_layer`."""
 
     @property
     def value(self) -> CheckpointWish:
@@ -38,28 +38,33 @@ class FirstLayers(Technique):
         return CheckpointWish(first=self.k)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse a prefix of keys and values, which would be dropped."""
+        """Refuse prefix tuning, since recomputed layers would drop its keys and values."""
         return dropped_prefix(job)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Warn if the model has no more layers: then every layer is recomputed."""
+        """Warn if the model has fewer than k layers: then every layer is recomputed."""
         if (layers := job.model.layers) and self.k >= layers:
-            yield f"{job.model.name} has {layers} layers, so every layer is recomputed."
+            yield (
+                f"{job.model.name} has {layers} layers, so every layer is recomputed. Give a smaller "
+                "number to recompute fewer."
+            )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return an objection if the number of layers is unknown, since there is nothing to choose among."""
+        """Return why no plan can choose k: the number of layers is unknown. Empty if it is known."""
         if job.model.layers > 1:
             return ""
-        return f"its config says of no layers (--keep '{cls.name}(2)' plans with two)"
+        return f"its config has no number of layers (--keep '{cls.name}(2)' plans with two)"
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return one layer and more, up to all but one."""
+        """Return this technique for 1 to L - 1 of the model's L layers, each with less memory than the one
+        before."""
         # All layers together are `every_layer`, a technique of its own.
         return [cls(k=k) for k in range(1, job.model.layers)]
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield half of the layers."""
+        """Yield this technique for half of the model's layers, the only setting that a plan tries at
+        first."""
         yield cls(k=max(1, job.model.layers // 2))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HANDING_ON = frozenset(
     {"t5", "mt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct", "wavlm"}
 )
-"""Architectures with a position bias that the first layer computes and passes on with the hidden state."""
+"""Model types whose first layer computes a position bias and passes it on with the hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,8 @@ class Segments(Technique):
         return CheckpointWish(layers_per_span=0, spans=self.k)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse a prefix of keys and values, which would be dropped. Refuse layers that pass on more than
-        their hidden state, since a segment's layers are called together.
-        """
+        """Refuse prefix tuning, whose keys and values would be dropped, and models whose layers pass on more
+        than the hidden state. A segment calls its layers as one function."""
         yield from dropped_prefix(job)
         # A segment's layers are called together and pass on the hidden state alone.
         if job.trains and job.model.architecture in HANDING_ON:

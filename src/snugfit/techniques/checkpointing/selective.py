@@ -49,9 +49,8 @@ class Selective(Technique):
         return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse a prefix of keys and values, which would be dropped, and unfused attention, which cannot be
-        kept.
-        """
+        """Refuse prefix tuning, whose keys and values would be dropped, and unfused attention, whose result
+        cannot be kept."""
         yield from dropped_prefix(job)
         if self.what == "attention" and recipe[Slot.ATTENTION].value == "eager":
             yield (
@@ -66,9 +65,8 @@ class Selective(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against a plan with it: short sequences, or attention that is not kept. As
-        measured and predicted, recomputing fewer layers then saves the same bytes in less time.
-        """
+        """Return why no plan chooses this technique: sequences are short, or attention is not kept.
+        Recomputing fewer layers then saves the same bytes in less time, as measured and predicted."""
         stated = {} if job.model.module is not None else job.model.config
         # The width in the job's own config avoids an import of transformers for most jobs.
         short = not has_sequence(job.task) or job.sequence_length < _stated_width(stated)
@@ -86,7 +84,7 @@ class Selective(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield attention alone if it can be kept, else products.
+        """Yield the setting that a plan tries: `attention` if it can be kept, else `products`.
 
         Further settings are for users who name them. Recomputing fewer layers takes less time than keeping
         all products.
@@ -95,7 +93,8 @@ class Selective(Technique):
         yield cls(what="products" if lost else "attention")
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return the reason against steps whose attention would be computed again, for its dropout."""
+        """Return why a plan skips this combination: attention with dropout would be computed again. Empty if
+        it would not."""
         dropout = job.stated_dropout(of="att")
         is_seeded = seeds_dropout(recipe[Slot.KERNELS].alone)
         if not dropout or (is_seeded and draws_once(recipe[Slot.ENGINE].alone)):
@@ -105,9 +104,8 @@ class Selective(Technique):
 
 
 def _stated_width(facts: Mapping[str, Any]) -> int:
-    """Return the width in the model's own config, without an import of transformers; 0 if the config has
-    parts. Most jobs need no more.
-    """
+    """Return the hidden size in the model's own config, without importing transformers; 0 if the config has
+    sub-configs."""
     # A config with parts has a width for each, and only transformers knows the one of the text.
     parts = any(isinstance(value, Mapping) for key, value in facts.items() if key.endswith("config"))
     width = 0 if parts else facts.get("hidden_size", 0)
@@ -115,5 +113,6 @@ def _stated_width(facts: Mapping[str, Any]) -> int:
 
 
 def _width(job: Job) -> int:
-    """Return the size of each token's vector between layers; 0 if the config does not have it."""
+    """Return the hidden size of the model, the elements of a token's vector between layers; 0 if the config
+    has none."""
     return getattr(job.config_to_read().get_text_config(), "hidden_size", 0)

@@ -1,1 +1,1 @@
-"""The division of sequences: whole on each GPU, or shared by several."""
+"""The slot `context_parallel`: sequences are whole on each GPU, or split over several."""

@@ -1,1 +1,1 @@
-"""The execution of the model's layers: uncompiled or compiled."""
+"""The slot `engine`: the execution of the model's layers, uncompiled or compiled."""

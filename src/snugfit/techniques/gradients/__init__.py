@@ -1,1 +1,1 @@
-"""The lifetime of the weights' gradients."""
+"""The slot `gradients`: the lifetime of the weights' gradients."""

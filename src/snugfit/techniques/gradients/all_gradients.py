@@ -1,4 +1,4 @@
-"""All gradients exist together when the backward pass ends, and the optimizer's step reads them then."""
+"""All gradients exist together when the backward pass ends; the optimizer's step then reads them."""
 
 from __future__ import annotations
 

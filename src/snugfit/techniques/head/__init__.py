@@ -1,1 +1,1 @@
-"""The computation of a loss from a language model's logits."""
+"""The slot `head`: the computation of a loss from a language model's logits."""

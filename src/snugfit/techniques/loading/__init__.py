@@ -1,1 +1,1 @@
-"""The way of batches to the device."""
+"""The slot `loading`: preparing batches and copying them to the device."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 FEW = 2
-"""Processes that prepare batches of tokens fast enough for any step."""
+"""Worker processes that a plan takes for batches of tokens, enough for any step."""
 
 MOST = 8
 """Largest number of worker processes in a plan (chosen): hosts have that many cores for each GPU."""
@@ -47,7 +47,7 @@ class Workers(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield as many processes as the batches' pictures or sound need."""
+        """Yield this technique with the number of workers that the batches' pictures or sound need."""
         # Tokens are cheap to prepare, so only floats (pictures, sound) need more workers.
         yield cls(n=min(MOST, max(FEW, -(-_bytes_of_floats(job) // BYTES_OF_ONE))))
 

@@ -1,1 +1,1 @@
-"""The computation of updates from gradients, and the states that it needs."""
+"""The slot `optimizer`: the computation of updates from gradients, and its states."""

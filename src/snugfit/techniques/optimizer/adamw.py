@@ -28,7 +28,7 @@ class AdamW(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Take torch's AdamW with foreach kernels."""
+        """Choose torch's AdamW with foreach kernels."""
         # torch chooses foreach by itself on CUDA; the name makes every device do the same.
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": True})
         return setup.with_adamw(OptimizerWish(factory=factory, trainer_name="adamw_torch"))

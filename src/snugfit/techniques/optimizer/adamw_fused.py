@@ -21,6 +21,6 @@ class AdamWFused(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch_fused"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Take torch's AdamW with fused kernels."""
+        """Choose torch's AdamW with fused kernels."""
         factory = Call(path="torch.optim:AdamW", arguments={"fused": True})
         return setup.with_adamw(OptimizerWish(factory=factory, trainer_name="adamw_torch_fused"))

@@ -21,6 +21,6 @@ class AdamWLoop(Technique):
     elsewhere: ClassVar = ("adamw_for_loop", "adamw_single_tensor")
 
     def install(self, setup: Setup) -> Setup:
-        """Take torch's AdamW with one kernel after the other for each parameter."""
+        """Choose torch's AdamW without foreach, which runs its kernels parameter by parameter."""
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": False, "fused": False})
         return setup.with_adamw(OptimizerWish(factory=factory))

@@ -1,1 +1,1 @@
-"""Who keeps weights, gradients and optimizer states: the GPU, or DeepSpeed on the host as well."""
+"""The slot `pipeline_parallel`: all layers on each GPU, or consecutive ones on several."""

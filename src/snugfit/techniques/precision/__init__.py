@@ -1,1 +1,1 @@
-"""The number formats of weights and products."""
+"""The slot `precision`: the number formats of weights and products."""

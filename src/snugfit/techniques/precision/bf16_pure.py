@@ -34,7 +34,7 @@ class Bf16Pure(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against a plan with it: it changes nothing for bfloat16 weights."""
+        """Return why no plan chooses this technique: weights that are loaded in bfloat16 stay as they are."""
         if job.dtype == "bfloat16":
             return "the weights are already loaded in bfloat16, so it changes nothing"
         return ""
@@ -42,4 +42,4 @@ class Bf16Pure(Technique):
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Warn on a GPU before Ampere, which emulates bfloat16."""
         if compute_capability and compute_capability < (8, 0):
-            yield "this GPU does not support bfloat16 and emulates it slowly."
+            yield "this GPU does not support bfloat16 and emulates it slowly. Try 'fp16'."

@@ -1,4 +1,4 @@
-"""Adapters of peft and of transformers' own `model.add_adapter`: the content of peft's files.
+"""Saving and loading of adapters, of peft and of transformers' own `model.add_adapter`, in peft's files.
 
 Each adapter is written in the form that `PeftModel.from_pretrained` and `load_adapter` read. Trainable base
 weights go into the files of trained adapters, and peft loads them from there. peft's own `save_pretrained`
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_model.safetensors"
 DEFAULT = "default"
-"""The adapter whose files peft puts into the folder itself."""
+"""Name of the adapter whose files peft writes into the folder itself."""
 
 _BASE = "base_model.model."
-"""Prefix of names in peft's files."""
+"""Prefix of the names of base weights in peft's files."""
 
 _IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
-"""Statistics of each parameter in AdaLoRA's rank allocator, by their names there."""
+"""Names of the statistics of each parameter in AdaLoRA's rank allocator."""
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
@@ -36,7 +36,7 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def is_of_adapter(model: Any, name: str) -> bool:
-    """Return True if a tensor of this name belongs to an adapter, whose own name is a part of it."""
+    """Return True if a tensor of this name belongs to an adapter."""
     parts = name.split(".")
     return parts[0] == "prompt_encoder" or any(part in model.peft_config for part in parts)
 
@@ -53,13 +53,14 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def active_adapters(model: Any) -> list[str]:
-    """Return the adapters that the forward pass uses."""
+    """Return the names of the adapters that the forward pass uses."""
     active = getattr(model, "active_adapters", [])
     return sorted(active() if callable(active) else active)
 
 
 def refuse_what_cannot_be_kept(model: Any) -> None:
-    """Raise `SnugfitError` for adapters whose weights are outside of the model."""
+    """Raise `SnugfitError` for adapters whose weights are outside of the model, which checkpoints cannot
+    contain."""
     kinds = [config.peft_type for config in model.peft_config.values()]
     if len(kinds) > 1 and "ADAPTION_PROMPT" in kinds:
         raise SnugfitError(
@@ -71,7 +72,7 @@ def refuse_what_cannot_be_kept(model: Any) -> None:
 def files_of(
     model: Any, weights: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Return peft's files of each adapter, as tensors by name, and each adapter's config by its folder.
+    """Return the content of peft's files: each adapter's tensors by name, and its config, by folder.
 
     `weights` is the model's `state_dict`.
     """
@@ -119,8 +120,7 @@ def _base_weights_that_train(model: Any, exports: list[torch.Tensor]) -> dict[st
 
 
 def allocator_states(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the statistics of AdaLoRA's rank allocators by their module's name: they are not in the
-    model."""
+    """Return the statistics of AdaLoRA's rank allocators by their module's name. No `state_dict` has them."""
     return {
         name: {
             **{field: dict(getattr(allocator, field)) for field in _IMPORTANCE},
@@ -131,7 +131,7 @@ def allocator_states(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def restore_allocators(model: torch.nn.Module, states: Mapping[str, Any]) -> None:
-    """Restore the statistics of `allocator_states`."""
+    """Restore the statistics of AdaLoRA's rank allocators, as `allocator_states` returned them."""
     for name, allocator in _allocators(model):
         state = dict(states[name])
         allocator.peft_config.rank_pattern = state.pop("rank_pattern")

@@ -24,20 +24,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 CODE = "code of "
-"""Prefix of the names of these facts."""
+"""Prefix of the names of facts about code."""
 
 TO_GO_ON = " (compare_code=False continues anyway)"
-"""Suffix of such a fact in an error."""
+"""Suffix of a code fact's name in an error about resuming."""
 
 _DIGITS = 12
-"""Hexadecimal digits of a digest. A choice: enough for no two versions of a function to share them."""
+"""Number of hexadecimal digits of a digest (chosen): enough for no two versions of a function to share
+them."""
 
 _INSTALLED = ("site-packages", "dist-packages", "<frozen")
-"""Parts of the names of files whose code is not the user's."""
+"""Parts of the paths of files whose code is not the user's."""
 
 
 def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the code and plain values of each function, method or callable object, by its name.
+    """Return the code digests and plain values of each function, method or callable object, by its name.
 
     The fact of a missing function is None.
     """
@@ -50,7 +51,7 @@ def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Code:
-    """The user's own code that one callable runs."""
+    """Collects the user's own code that one callable runs, for a digest."""
 
     def __init__(self, given: Any) -> None:
         self.values: dict[str, Any] = {}
@@ -61,7 +62,7 @@ class _Code:
         self.text = f"{name} ({self._digest.hexdigest()[:_DIGITS]})" if self._is_users else name
 
     def _add(self, given: Any) -> None:
-        """Add a function with its bound arguments, or the methods of an object's class."""
+        """Add the code of a function and its bound arguments, or of the methods of an object's class."""
         if isinstance(given, functools.partial):
             bound = {**{str(index): value for index, value in enumerate(given.args)}, **given.keywords}
             self._add_values(bound)
@@ -136,7 +137,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code, and that of the functions and classes defined in it."""
+    """Yield the code object, and those of the functions and classes defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,11 +1,11 @@
-"""Facts about live objects that distinguish one run from another, and that checkpoints store.
+"""Facts about a run's model, optimizer and schedule, by which a checkpoint recognizes another run.
 
 The description of a run (its job, recipe and options) is complete if the run is built from it. Front-ends
 that receive a model, an optimizer and a schedule read facts from these objects. A fact decides a step's
 numbers and is not restored by a checkpoint. Or it is restored, and this would hide a change of the user's.
 
-    {"learning_rate": 0.001, "config.hidden_dropout_prob": 0.1, "dropout.Dropout.p": "0.1 x 25",
-     "optimizer.class": "AdamW", "optimizer.lr": 0.001, "schedule.factor at step 100": 0.9, ...}
+{"learning_rate": 0.001, "config.hidden_dropout_prob": 0.1, "dropout.Dropout.p": "0.1 x 25",
+"optimizer.class": "AdamW", "optimizer.lr": 0.001, "schedule.factor at step 100": 0.9, ...}
 
 Facts are one flat mapping of names to JSON values, so that errors can name each difference. A fact of one
 side only is compared if it describes a model or its data (`DESCRIBED`). Both sides must also have the same
@@ -34,37 +34,38 @@ FACTS = "facts"
 
 DROPOUT = "dropout."
 DESCRIBED = (DROPOUT, "config.", "adapters", "data_collator.", "loader.")
-"""Prefixes of facts that are compared even if only one side has them; rates of dropout even with other
+"""Prefixes of facts that are compared even if only one of two runs has them; dropout rates even with other
 software."""
 
 CONTENT = "dataset.content"
-"""The fact whose value has no meaning to a reader."""
+"""Name of the fact whose value is a checksum that a reader cannot interpret."""
 
 _FACTOR = ".factor at step"
 
 _STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000)
-"""Steps at which a schedule's function is evaluated. A choice."""
+"""Numbers of steps for which a schedule's function is evaluated (chosen)."""
 
 _NO_CONFIG_FACTS = frozenset({
     "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "problem_type", "id2label",
     "label2id", "gradient_checkpointing", "pad_token_id", "bos_token_id", "eos_token_id", "finetuning_task",
     "output_attentions", "output_hidden_states", "return_dict",
 })  # fmt: skip
-"""Fields of a model's config that change no number of a step, or that transformers sets during training."""
+"""Fields of a model's config that are not compared, since they change no step or transformers sets them."""
 
 _NO_ADAPTER_FACTS = frozenset({
     "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
 })  # fmt: skip
-"""Fields of an adapter's config that change no number."""
+"""Fields of an adapter's config that are not compared, since they change no number."""
 
 _NO_GROUP_FACTS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
-"""Fields of an optimizer's group that only decide the implementation of its update."""
+"""Fields of an optimizer's group that are not compared, since they only choose an implementation."""
 
 _PROGRESS = frozenset({"last_epoch", "base_lrs", "lr_lambdas", "verbose"})
-"""Fields of a schedule's state that are not settings; names with a leading `_` are not settings either."""
+"""Fields of a schedule's state that are progress and not settings. Names with a leading `_` are not settings
+either."""
 
 _NO_FACT = object()
-"""The mark of a value without a JSON form."""
+"""Marker for a value that has no JSON form, so that checkpoints do not record or compare it."""
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -216,7 +217,8 @@ def _factors(scheduler: Any, prefix: str) -> Facts:
 
 
 def settings_of(prefix: str, owner: Any) -> Facts:
-    """Return the class and the plain public attributes of a user's object, such as a collator's mask rate.
+    """Return the class and the plain public attributes of a user's object as facts, such as a collator's mask
+    rate.
 
     A function has none.
     """
@@ -241,7 +243,7 @@ def flatten(prefix: str, settings: Mapping[Any, Any]) -> Facts:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value in its JSON form, a number, text, or a list of them; else `_NO_FACT`."""
+    """Return the value as JSON: a number, text, or a list of them; `_NO_FACT` for any other."""
     if getattr(value, "ndim", 1) == 0:  # a tensor or a number of numpy's
         value = value.item()
     if isinstance(value, str):

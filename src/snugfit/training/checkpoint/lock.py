@@ -1,4 +1,4 @@
-"""One trainer per folder.
+"""A lock by which one process at a time trains in a folder.
 
 `filelock` takes the kernel's lock on a file `.lock`. The kernel frees it after any death of the holder. A
 process forked by the holder (a loader's worker) does not inherit it. The file has one line of JSON about the
@@ -32,10 +32,10 @@ from snugfit.errors import UsageError
 LOCK, GUARD = ".lock", ".lock.guard"
 
 GRACE_SECONDS = 2.0
-"""Seconds to wait for a lock whose holder is dead or not yet named, or for a guard. A choice."""
+"""Seconds to wait for a lock whose holder is dead or not named yet (chosen)."""
 
 POLL_SECONDS = 0.02
-"""Seconds between two attempts. A choice."""
+"""Seconds between two attempts to take a lock (chosen)."""
 
 LONGEST_LINE = 4096
 
@@ -44,7 +44,7 @@ _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The process that holds, or held, a folder."""
+    """The process that holds a folder's lock, or held it."""
 
     pid: int
     """The number of the process."""
@@ -53,7 +53,7 @@ class Holder:
     """Seconds from the machine's start to the start of the process."""
 
     boot: str
-    """The kernel's name for this start of the machine; empty if it gives none."""
+    """The kernel's id of this start of the machine; empty if it has none."""
 
     host: str
     """The name of the machine."""
@@ -63,7 +63,7 @@ class Holder:
 
     @classmethod
     def current(cls) -> Self:
-        """Return this process, as a holder from now on."""
+        """Return the current process as a holder that takes the lock now."""
         return cls(
             pid=os.getpid(),
             started=_start_seconds(os.getpid()) or 0.0,
@@ -134,7 +134,7 @@ def hold_folder(root: Path) -> Iterator[None]:
 
 
 def _take(lock: FileLock, path: Path, current: Holder) -> None:
-    """Take the kernel's lock; without one on this file system, the line decides."""
+    """Take the kernel's lock. On a file system without locks, decide by the recorded holder."""
 
     def holder_lives() -> bool:
         holder = _read(path)
@@ -164,7 +164,7 @@ def _take(lock: FileLock, path: Path, current: Holder) -> None:
 
 
 def _read(path: Path) -> Holder | None:
-    """Return the holder in the line; None for no line, half a line, or one of another program."""
+    """Return the holder that the lock file records; None for no line, half a line, or another program's."""
     try:
         line = read_document(path, limit=LONGEST_LINE)
     except (BadDocument, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""One run's checkpoints: copied between two steps, written during the next ones, and found again.
+"""The manager of a run's checkpoints: it copies a state between two steps and writes it during the next ones.
 
 Training waits for the copy to the host, and for an unfinished earlier save; never for a disk. A failed save
 is a warning and the run continues, because the next one may work. If the last save fails, the run ends with
@@ -38,7 +38,7 @@ LONGEST_VALUE = 60
 
 
 class Writable(Protocol):
-    """A checkpoint that can be written."""
+    """A snapshot of a run that can be written to files."""
 
     @property
     def step(self) -> int:
@@ -46,7 +46,7 @@ class Writable(Protocol):
 
     @property
     def bytes(self) -> int:
-        """The size of the checkpoint in bytes."""
+        """The size of its files in bytes."""
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint's files into `folder`."""
@@ -54,18 +54,19 @@ class Writable(Protocol):
 
 @runtime_checkable
 class WrittenByAll(Writable, Protocol):
-    """A checkpoint that several processes write, each its part."""
+    """A snapshot that several processes write, each its part."""
 
     def write_share(self) -> None:
-        """Write this process's part, in a process other than the first, during the first one's `write`."""
+        """Write the part of a process other than the first, while the first runs `write`."""
 
     def close(self) -> None:
-        """End the write in the first process, finished or not; the others wait for this."""
+        """End the write in the first process, finished or not; the other processes wait for this."""
 
 
 @contextmanager
 def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
-    """Lock the store in this folder for this process, and remove the drafts of dead writers.
+    """Context in which this process has the locked store of a folder. Incomplete checkpoints of dead
+    processes are removed.
 
     `begin_anew` is the advice for a new run in errors. Raises `UsageError` if checkpoints cannot be saved
     there, or another trainer writes there.
@@ -79,7 +80,7 @@ def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
 
 @contextmanager
 def open_shared_store(folder: Path, ranks: Ranks, *, begin_anew: str) -> Iterator[Store]:
-    """Return the store in this folder, which the first process locks for all."""
+    """Context in which several processes use the store in this folder, which the first one locks for all."""
     with ExitStack() as held:
 
         def hold() -> bool:
@@ -91,7 +92,7 @@ def open_shared_store(folder: Path, ranks: Ranks, *, begin_anew: str) -> Iterato
 
 
 def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
-    """Return the step of a checkpoint that a user names for a run in `root`.
+    """Return the step of a checkpoint folder that a user names for a run in `root`.
 
     A checkpoint that was being replaced when its writer died is accepted. Raises `UsageError` for another
     folder, or with `in_root` for one outside of `root`.
@@ -114,7 +115,7 @@ def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
 
 @final
 class CheckpointManager:
-    """A manager that saves snapshots into a store in order, and finds the checkpoint to resume from."""
+    """Saves snapshots of one run into a store in order, and finds the checkpoint to resume from."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class CheckpointManager:
     # ---- saving ------------------------------------------------------------------------------------------
 
     def prepare(self, state: TrainState) -> None:
-        """Allocate the host memory for snapshots of this state, during the first steps."""
+        """Allocate the host memory for snapshots of this state, in a thread during the first steps."""
         self._staging.prepare(tensor_bytes(state))
 
     def save(self, step: int, take: Callable[[Staging], Writable | None], *, best: int | None = None) -> None:
@@ -210,7 +211,13 @@ class CheckpointManager:
         except Exception as fault:  # without this the error would be lost in its thread
             self._failure = fault
             reason = str(fault) or type(fault).__name__
-            self._journal.tell("warning", text=f"A checkpoint was not saved: {reason}. The run continues.")
+            self._journal.tell(
+                "warning",
+                text=(
+                    f"A checkpoint was not saved: {reason}. The run continues. Remove the cause before the "
+                    "next save."
+                ),
+            )
         else:
             self._journal.tell(
                 "saved",
@@ -228,7 +235,8 @@ class CheckpointManager:
                 snapshot.close()
 
     def _retain(self, keep: frozenset[int]) -> str:
-        """Remove the checkpoints beyond the limit, and return the reason of a refusal, or an empty text.
+        """Remove the checkpoints beyond the limit. Return the reason why one could not be removed, or an
+        empty text.
 
         A refusal does not make the save itself a failure.
         """
@@ -244,7 +252,7 @@ class CheckpointManager:
         return self._is_waited_for and self.is_too_late()
 
     def wait(self) -> None:
-        """Wait for the current save, at most until the time limit of a stop."""
+        """Wait until the current save is written, or until the time limit of a stop."""
         self._is_waited_for = True
         if self._thread is not None:
             self._thread.join()
@@ -302,7 +310,7 @@ class CheckpointManager:
             self._journal.tell("warning", text=text)
 
     def set_aside_earlier(self) -> None:
-        """Rename the checkpoints in the folder of a new run."""
+        """Rename the old checkpoints in the folder of a new run."""
         for moved in self.store.restart():
             self._journal.tell("warning", text=f"An earlier run's checkpoint was renamed to {moved.name}.")
 
@@ -326,7 +334,7 @@ class CheckpointManager:
 
 
 def _write_share(snapshot: Writable, *_: Any) -> None:
-    """Write the part of a process other than the first; only the first reports errors."""
+    """Write the part of a process other than the first. Its errors are reported by the first process."""
     if isinstance(snapshot, WrittenByAll):
         with suppress(Exception):
             snapshot.write_share()
@@ -335,7 +343,7 @@ def _write_share(snapshot: Writable, *_: Any) -> None:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str] = (), *, prefix: str = ""
 ) -> list[str]:
-    """Return the differences between two descriptions by name, among all names or these."""
+    """Return sentences on the differences between two descriptions of runs, for these names or all."""
 
     def short(value: Any) -> str:
         text = json.dumps(value) if not isinstance(value, str) else repr(value)

@@ -32,31 +32,30 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of a piece of a file that is read between two checks for a stop. A choice."""
+"""Number of bytes of a file that are read between two checks for a stop (chosen)."""
 
 LARGEST_JSON = 1 << 30
-"""Largest size in bytes of another JSON file: a log of a million steps has a fifth. A choice."""
+"""Largest size in bytes of a JSON file other than the manifest: a log of a million steps has a fifth
+(chosen)."""
 
 _DAMAGE = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
     errno.EIO, errno.EBADMSG, errno.EUCLEAN,
 }  # fmt: skip
-"""System errors for a missing file, or a disk that lost it.
-
-Other errors (no permission, too many open files) prove nothing about the checkpoint.
-"""
+"""System errors of a missing file, or a disk that lost it. Other errors (no permission, too many open files)
+prove nothing about the checkpoint."""
 
 
 class BrokenCheckpoint(SnugfitError):
-    """The folder is no whole checkpoint; the message names the file and its fault."""
+    """Error: the folder is not a whole checkpoint; the message names the file and its fault."""
 
 
 class NewerCheckpoint(SnugfitError):
-    """The checkpoint is valid, but its schema is newer than this snugfit."""
+    """Error: the checkpoint is valid, but its schema is newer than this snugfit."""
 
 
 class SaveStopped(SnugfitError):
-    """A save was stopped on request, and left nothing behind."""
+    """Error: a save was stopped on request, and left nothing behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint that is whole by its manifest."""
 
     folder: Path
     """The folder of the checkpoint."""
@@ -84,11 +83,11 @@ class Checkpoint:
     """Every file except the manifest, by its path inside the folder."""
 
     about: Mapping[str, Any]
-    """The description that its writer stored."""
+    """The description of the run that its writer stored."""
 
 
 def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], bool]) -> dict[str, Contents]:
-    """Write everything in `folder` to the disk, and the manifest last.
+    """Sync every file in `folder` to the disk, and write the manifest last.
 
     Raises `OSError` with the file's name if the disk refuses, and `SaveStopped` if `stop` returns True.
     """
@@ -99,7 +98,7 @@ def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], b
         else:
             names.append(os.path.relpath(entry.path, folder))
     if MANIFEST in names:
-        raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest. No other file may have it.")
+        raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest. Rename the other file.")
     files = {name: _contents(folder, name, stop=stop, sync=True) for name in sorted(names)}
     _write_manifest(folder / MANIFEST, step, files, about)
     # Inner folders come first, because an outer one refers to them.
@@ -137,13 +136,13 @@ def _write_manifest(path: Path, step: int, files: Mapping[str, Contents], about:
 
 
 def checksum(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its own; the same in every schema."""
+    """Return the SHA-256 of a manifest without its own checksum; the rule is the same in every schema."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Write a file or a folder's entries to the disk.
+    """Sync a file or a folder's entries to the disk.
 
     Some file systems reject this request for folders, and sync them in their own way; that error is ignored.
     """
@@ -160,7 +159,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add this file's name to the system's errors within the context."""
+    """Context that adds this file's name to the system's errors."""
     try:
         yield
     except OSError as refusal:
@@ -179,7 +178,9 @@ def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) 
         with open(descriptor, "rb", buffering=0) as file:
             while True:
                 if stop():
-                    raise SaveStopped(f"The save of {folder.name} was stopped.")
+                    raise SaveStopped(
+                        f"The save of {folder.name} was stopped. Earlier checkpoints are unchanged."
+                    )
                 if not (count := file.readinto(piece) or 0):
                     break
                 digest.update(piece[:count])
@@ -190,7 +191,7 @@ def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) 
 
 
 def _plain(folder: Path, name: str) -> os.stat_result:
-    """Return the file's state. Raises `BrokenCheckpoint` unless it is a plain file in plain folders."""
+    """Return the `stat` of a file. Raises `BrokenCheckpoint` unless it is a plain file in plain folders."""
     parent = folder
     for part in name.split("/")[:-1]:
         parent /= part

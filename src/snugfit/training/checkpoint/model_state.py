@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 MODEL_STATE, MODEL_TENSORS = "model_state.json", "model_state.safetensors"
 
 _WEIGHT, _EXTRA = "weight.", "extra."
-"""Prefixes of tensors in the file: the model's own, and those of extra state."""
+"""Prefixes of tensor names in the file: of the model's tensors, and of extra state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBeginning:
-    """The state of a model at the start of its run."""
+    """Properties of a model at the start of its run, to which later states are compared."""
 
     frozen: Mapping[str, int]
-    """Checksums of frozen tensors; of adapted models only."""
+    """Checksums of frozen tensors; of models with adapters only."""
 
     numbers: Numbers
-    """Numbers in its modules' attributes."""
+    """Numbers in the attributes of its modules."""
 
 
 # Weak keys: the record of a model must not keep it alive.
@@ -58,7 +58,7 @@ _BEGINNINGS: WeakKeyDictionary[torch.nn.Module, ModelBeginning] = WeakKeyDiction
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """The state of a model for a checkpoint."""
+    """The part of a model's state that the libraries' files omit, for a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor]
     """Saved tensors by their names among the model's parameters and buffers."""
@@ -84,7 +84,7 @@ class ModelState:
         yield from self.extra_tensors.values()
 
     def with_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> ModelState:
-        """Return the same state with a copy of each tensor."""
+        """Return a copy of the state in which `copy` was applied to each tensor."""
         return replace(
             self,
             tensors={name: copy(value) for name, value in self.tensors.items()},
@@ -92,7 +92,7 @@ class ModelState:
         )
 
     def write(self, folder: Path, written: Mapping[int, tuple[str, str] | None]) -> None:
-        """Write the tensors that are in no other file, and the other state.
+        """Write the tensors that no other file has, and the remaining state.
 
         `written` has the name and file of each tensor that is in one, by its `id`. None means that the file
         is loaded as a whole.
@@ -181,8 +181,8 @@ def _frozen_tensors(model: torch.nn.Module, persistent: set[str]) -> dict[str, t
 
 
 def beginning_of(model: torch.nn.Module) -> ModelBeginning:
-    """Return the state of the model at the first call: before its weights are loaded, or before its first
-    step."""
+    """Return a model's properties at the first call for it: before its weights are loaded, or before its
+    first step."""
     if model not in _BEGINNINGS:
         # Only adapted models leave frozen weights out of their checkpoints.
         frozen = _frozen_tensors(model, set(model.state_dict())) if adapters.is_adapted(model) else {}
@@ -191,8 +191,7 @@ def beginning_of(model: torch.nn.Module) -> ModelBeginning:
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return the sum of each tensor's bits as integers, with a reduction on its device and one wait for
-    all."""
+    """Return the sum of each tensor's bits as integers, reduced on its device with one wait for all."""
     import torch
 
     sums = [_sum_of_bits(tensor.detach()) for tensor in tensors.values()]
@@ -201,7 +200,8 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum () of int64; 0 for a tensor whose bits cannot be read, as of some quantizers."""
+    """Return the sum of a tensor's bits, a scalar of int64; 0 if they cannot be read, as of some
+    quantizers."""
     import torch
 
     try:
@@ -224,7 +224,7 @@ def has_model_state(folder: Path) -> bool:
 
 
 def names_kept_beside(folder: Path) -> set[str]:
-    """Return the names of a model's tensors that are not in the libraries' files."""
+    """Return the names of a model's tensors that a checkpoint has outside of the libraries' files."""
     return set(_read(folder)["kept_in"]) if has_model_state(folder) else set()
 
 
@@ -271,7 +271,8 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
-    """Copy a value into the parameter or buffer of this name; replace a buffer of another size (a cache)."""
+    """Copy a value into the parameter or buffer of this name; replace a buffer of another size, such as a
+    cache."""
     import torch
 
     if own.shape == value.shape:
@@ -286,7 +287,7 @@ def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tens
 
 
 def _make_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Make a buffer again that a forward pass has made, for the next forward pass.
+    """Register a saved buffer that a forward pass created, for the next forward pass.
 
     If another version of its library lacks the module, the buffer's user is gone too.
     """
@@ -320,7 +321,10 @@ def _refuse_another_base(
         f"the active adapters were {document['active']} and are {active}": active != document["active"],
     }
     if wrong := [text for text, applies in faults.items() if applies]:
-        raise SnugfitError(f"{folder} has the weights of another model: {'; '.join(wrong)}.")
+        raise SnugfitError(
+            f"{folder} has the weights of another model: {'; '.join(wrong)}. Resume with the model that "
+            "wrote it, or start a new run."
+        )
 
 
 def _first(names: Sequence[str]) -> str:
@@ -334,7 +338,7 @@ Numbers = Mapping[tuple[str, str], Any]
 """Values by the names of module and attribute."""
 
 _SWITCHES = frozenset({"training", "gradient_checkpointing"})
-"""Attributes that loops set, and that are not a state."""
+"""Attributes of modules that loops set, and that are not state."""
 
 _MARKS = ("_is_", "_hf_", "ds_", "applied_pre_backward_")
 """Prefixes of marks that accelerate, transformers and DeepSpeed leave on a model.
@@ -345,7 +349,7 @@ autocast.
 
 
 def _is_memory(name: str) -> bool:
-    """Return True if an attribute of this name may be part of a module's state."""
+    """Return True if a module's attribute of this name may be state."""
     return name not in _SWITCHES and not name.startswith(_MARKS)
 
 
@@ -385,7 +389,7 @@ def _plain_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Ten
 
 
 def restore_attributes(model: torch.nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restore the attributes of `attributes_to_keep`.
+    """Set module attributes to their saved values, as `attributes_to_keep` returned them.
 
     A module that another version of its library lacks is ignored, because its user is gone too.
     """

@@ -1,4 +1,4 @@
-"""An optimizer's state in a checkpoint, and the optimizers that cannot be checked or resumed.
+"""Saving and restoring of an optimizer's state, and refusal of optimizers that cannot be resumed.
 
 States are saved and restored unchanged. torch's own `load_state_dict` casts each to its parameter's dtype:
 this would round Adafactor's fp32 moments of bf16 weights. bitsandbytes' `state_dict` wraps them for FSDP.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _TORCHS_OWN = frozenset({"defaults", "state", "param_groups"})
-"""Attributes of every optimizer that are saved separately."""
+"""Attributes that every torch optimizer has, which are saved separately."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -53,7 +53,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Restore the state of `optimizer_state`; this process restores only the states of its own weights.
+    """Restore an optimizer's saved state, as `optimizer_state` returned it; this process restores only the
+    states of its own weights.
 
     Raises `SnugfitError` for another optimizer's state.
     """

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 TENSOR, TUPLE, PAIRS, FLOAT = "tensor", "tuple", "pairs", "float"
 PARAMETER, NUMPY, DTYPE = "parameter", "numpy", "dtype"
-"""Tags in a tree for values without a JSON form."""
+"""Tags in the JSON tree for values without a JSON form."""
 
 ARRAY = "array"
-"""In place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
+"""Word in place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
 
 
 def pack(state: Any, parameters: Sequence[torch.Tensor] = ()) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -71,8 +71,8 @@ class _Packer:
         return self._numpy(value) if type(value).__module__ == "numpy" else _plain(value)
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        """Return the node of a tensor; one made of several, as in torchao's optimizers, is refused as an
-        object."""
+        """Return the JSON node of a tensor; a tensor made of several, as in torchao's optimizers, is refused
+        as an object."""
         if id(value) in self._parameters:
             return {PARAMETER: self._parameters[id(value)]}
         if hasattr(value, "__tensor_flatten__"):
@@ -80,7 +80,7 @@ class _Packer:
         return {TENSOR: self._name_of(value), "on": value.device.type}
 
     def _key(self, key: Any) -> Any:
-        """Return the node of a dict's key.
+        """Return the JSON node of a dict's key.
 
         Raises `SnugfitError` for a tensor, because the one read later would be another key.
         """
@@ -101,7 +101,8 @@ class _Packer:
         return _plain(value)
 
     def _each(self, values: Sequence[Any]) -> list[Any]:
-        """Return a node per value, quickly for ints: generators' states are hundreds, and training waits."""
+        """Return the JSON node of each value, fast for ints: generators' states have hundreds, and training
+        waits."""
         return list(values) if set(map(type, values)) == {int} else [self.tree(value) for value in values]
 
 

@@ -1,4 +1,4 @@
-"""The parts of a run's state that this process has, and the files of a checkpoint with them.
+"""The interface for checkpoints of sharded runs, in which each process has a part of the state.
 
 A process has the whole model and all optimizer states, unless a feature spreads them over several processes
 (`Feature.state_parts`).
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class StateParts:
-    """The state of a process that has all of it. `state` is a `TrainState`."""
+    """Checkpoint operations for a process that has the whole state. A feature overrides them for shards.
+    `state` is a `TrainState`."""
 
     def is_spread(self, state: Any) -> bool:
         """Return whether this process has only parts of the weights, layers or optimizer states."""
@@ -31,11 +32,12 @@ class StateParts:
         return False
 
     def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer with this process's states."""
+        """Return the optimizer that holds this process's states."""
         return optimizer
 
     def loads_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether states are read to the host, before `restore` puts them where they belong."""
+        """Return whether saved states are first read to the host, before `restore` moves them to their
+        devices."""
         return False
 
     def own_states(
@@ -46,7 +48,8 @@ class StateParts:
         return optimized, saved
 
     def tensor_bytes(self, state: Any) -> list[int] | None:
-        """Return the bytes of each tensor in a snapshot; None for those of the model and the optimizer."""
+        """Return the bytes of each tensor in this process's snapshot; None if they are those of the model and
+        the optimizer."""
         return None
 
     def snapshot(self, state: Any, staging: Staging, *, random: Sequence[Any], is_last: bool) -> Any:
@@ -59,10 +62,12 @@ class StateParts:
         return False
 
     def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Any) -> None:
-        """Load weights and the model's state from such a checkpoint. All processes call it."""
+        """Load weights and the model's state from a checkpoint of several processes. All processes call
+        it."""
 
     def restore(self, state: Any, folder: Path) -> None:
-        """Keep this process's part of a state that was just restored, and load its parts from `folder`."""
+        """Reduce a state that was just restored to this process's part, and load the rest of that part from
+        `folder`."""
 
     def of_trainer(self, trainer: Any) -> Any:
         """Return the parts of each process of a user's Trainer; None if each has all of the model."""
@@ -70,13 +75,13 @@ class StateParts:
 
 @functools.cache
 def state_parts() -> StateParts:
-    """Return the parts of the feature that spreads a model, or else the whole state."""
+    """Return the feature's checkpoint operations for shards, or those for a whole state."""
     parts: StateParts = next((make() for make in hooks("state_parts")), StateParts())
     return parts
 
 
 def updated_elsewhere(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return the weights that other processes update, and have the states of."""
+    """Return the weights whose states and updates belong to other processes."""
     inside = state_parts().local_optimizer(optimizer).param_groups
     own = {id(weight) for group in inside for weight in group["params"]}
     return [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]

@@ -23,11 +23,11 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class SaveFailed(SnugfitError):
-    """The system refused a save. It left no files, and earlier checkpoints are unchanged."""
+    """Error: the system refused a save. It left no files, and earlier checkpoints are unchanged."""
 
 
 def why(fault: BaseException, draft: Path) -> str | None:
-    """Return the file and the reason of a system error or an unusual file; None for another error.
+    """Return, as text, the file and the reason of a system error during a save; None for another error.
 
     It must be called before the draft is removed.
     """
@@ -73,7 +73,7 @@ def _inside(filename: object, draft: Path) -> str:
 
 
 def _last_written(draft: Path) -> str:
-    """Return the file of the failed write: the one that changed last."""
+    """Return the file at which a write failed: the one that changed last."""
     with suppress(OSError):
         files = [path for path in draft.rglob("*") if path.is_file()]
         if files:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 256 << 20
-"""Smallest size of a chunk in bytes. A choice: small against a state, large against a tensor."""
+"""Smallest size of a chunk of page-locked memory in bytes (chosen): small against a state, large against a
+tensor."""
 
 ALIGNED = 256
-"""Alignment of tensors in bytes, as in CUDA's own memory."""
+"""Alignment of tensors in a chunk in bytes, as in CUDA's own memory."""
 
 
 class Staging:
@@ -45,7 +46,7 @@ class Staging:
             self._preparing.start()
 
     def begin(self) -> None:
-        """Start a snapshot, which overwrites the previous copies."""
+        """Start a new snapshot: its copies overwrite the previous ones."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -78,7 +79,7 @@ class Staging:
         return copied
 
     def _room(self, size: int) -> memoryview | None:
-        """Return this many bytes of page-locked memory, or None if the host has no more."""
+        """Return this many bytes of page-locked memory; None if the host has no more."""
         while True:
             if self._chunk == len(self._chunks) and not self._take(size):
                 return None

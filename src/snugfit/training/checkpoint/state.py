@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 STATE, TENSORS = "state.json", "state.safetensors"
 
 RANDOM_OF_OTHERS = "random_of_others"
-"""The key of the generators of all processes after the first, by rank."""
+"""Key of the random generators of all processes after the first, by rank."""
 
 _KEPT = ("optimizer", "scheduler", "scaler", "random", "progress", "frozen")
-"""The keys of every checkpoint's state."""
+"""Keys that the state of every checkpoint has."""
 
 
 @dataclass(kw_only=True)
 class RunProgress:
-    """The progress of a run, written unchanged into `state.json`."""
+    """The counts and best metric of a run so far, written unchanged into `state.json`."""
 
     step: int = 0
     """Number of finished optimizer steps."""
@@ -106,7 +106,7 @@ class RunProgress:
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The objects that the steps of a run use and change."""
+    """The model, optimizer and other objects that the steps of a run use and change."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -131,7 +131,7 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A run between two steps, on the host; nothing in it changes any more."""
+    """A copy of a run's state on the host, from between two steps."""
 
     weights: ModelWeights
     """All state of the model."""
@@ -146,7 +146,7 @@ class Snapshot:
     """The number of finished optimizer steps."""
 
     files: Mapping[str, str] = field(default_factory=dict)
-    """A front-end's own files: text by the name of its file."""
+    """A front-end's own text files, by name."""
 
     processing: Any = None
     """A tokenizer or processor to save with it, or None."""
@@ -168,7 +168,7 @@ class Snapshot:
 
     @functools.cached_property
     def _texts(self) -> Mapping[str, str]:
-        """All files of text except the model's and the tokenizer's own, by name."""
+        """Text of all files except the model's and the tokenizer's own, by name."""
         return {STATE: json.dumps(self.tree, allow_nan=False) + "\n", **self.files}
 
     @property
@@ -222,7 +222,7 @@ def check_packable(state: TrainState) -> None:
 
 
 def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `SnugfitError` if this part's state has a value that no checkpoint can contain."""
+    """Raise `SnugfitError` if a part of the state has a value that no checkpoint can contain."""
     try:
         pack(value, parameters_of(optimizer))
     except SnugfitError as fault:
@@ -252,7 +252,7 @@ def tensor_bytes(state: TrainState) -> list[int]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return this process's part of a tensor."""
+    """Return the shard of a tensor that this process has."""
     held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return held
 
@@ -284,14 +284,14 @@ def state_of(state: TrainState, random: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _optimized_names(state: TrainState) -> list[str]:
-    """Return the names of the optimizer's parameters in order: its states have only indices."""
+    """Return the names of the optimizer's parameters, in the order of its states' indices."""
     names = {id(weight): name for name, weight in state.model.named_parameters()}
     return [names.get(id(weight), "") for weight in parameters_of(state.optimizer)]
 
 
 @contextlib.contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """Wrap the reading of this checkpoint's files in the context.
+    """Context for reading a checkpoint's files.
 
     Raises `SnugfitError` for content that snugfit does not write: the checksums are right, so another program
     has made it.
@@ -354,7 +354,7 @@ def restore(state: TrainState, folder: Path) -> int:
 
 
 def restore_frozen(model: torch.nn.Module, folder: Path) -> None:
-    """Restore only the set of trainable parameters."""
+    """Set which parameters train as the checkpoint has it, and load nothing else."""
     with as_written(folder):
         frozen = dict(_read(folder)[0][PAIRS])["frozen"]
     set_frozen(model, frozen)
@@ -373,7 +373,7 @@ def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the tree and the tensors in `folder`, which `pack` made of the state."""
+    """Return the tree and the tensors of the state in `folder`, for `unpack`."""
     from safetensors.torch import load_file
 
     return json.loads((folder / STATE).read_text(encoding="utf-8")), load_file(folder / TENSORS)

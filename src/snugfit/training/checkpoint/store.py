@@ -47,12 +47,12 @@ _HIDDEN = re.compile(rf"\.(draft|gone|replaced)-{_STEP}-[0-9a-f]{{8}}")
 
 
 class AllBroken(SnugfitError):
-    """No checkpoint in the folder is whole."""
+    """Error: no checkpoint in the folder is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A checkpoint that was ignored because it is damaged."""
+    """A damaged checkpoint that was ignored."""
 
     step: int
     """The step in its name."""
@@ -64,7 +64,7 @@ class Broken:
     """The file, and its fault."""
 
     moved_to: Path
-    """Its present path: another name, unless the folder is read-only."""
+    """Its present path: the folder was renamed, unless the file system is read-only."""
 
     def __str__(self) -> str:
         beside = f" (renamed to {self.moved_to.name})" if self.moved_to != self.folder else ""
@@ -72,7 +72,7 @@ class Broken:
 
 
 class Store:
-    """The checkpoints of one run."""
+    """The folder with the checkpoints of one run."""
 
     def __init__(self, root: Path, *, begin_anew: str = "with --restart") -> None:
         self.root, self._begin_anew = root.absolute(), begin_anew
@@ -104,7 +104,7 @@ class Store:
             _remove(shown)
 
     def sweep(self) -> list[Path]:
-        """Remove the drafts of dead writers; return the removed paths.
+        """Remove the incomplete checkpoints of dead processes; return the removed paths.
 
         A checkpoint whose replacement was interrupted gets its name back.
         """
@@ -144,7 +144,7 @@ class Store:
             fill(draft)
             files = seal(draft, step, about, stop)
             if stop():
-                raise SaveStopped(f"The save of step {step} was stopped.")
+                raise SaveStopped(f"The save of step {step} was stopped. Earlier checkpoints are unchanged.")
             self._show(draft, step)
         # torch's CheckpointException is a BaseException, and no draft may be left over.
         except BaseException as fault:
@@ -156,7 +156,7 @@ class Store:
         return Checkpoint(folder=self._folder(step), step=step, files=files, about=about)
 
     def _show(self, draft: Path, step: int) -> None:
-        """Give a finished draft its name. Until then the store keeps the folder that had the name before."""
+        """Rename a finished draft to its final name. A checkpoint with that name is kept until then."""
         final, before = self._folder(step), self._hidden_name("replaced", step)
         if os.path.lexists(final):
             # No folder can be renamed to the name of a folder with files.
@@ -263,8 +263,8 @@ class Store:
                 sync(self.root)
         except OSError as refusal:
             raise SnugfitError(
-                f"{self.root}: old checkpoints could not be removed ({refusal.strerror}). The newer ones "
-                "are complete."
+                f"{self.root}: old checkpoints could not be removed ({refusal.strerror}). The newer "
+                "ones are complete. Remove them yourself."
             ) from None
         for hidden in gone:
             _remove(hidden)
@@ -291,7 +291,7 @@ class Store:
         return [(step, path) for step, _, path in sorted(by_age, reverse=True)]
 
     def _rename_aside(self, step: int, folder: Path, why: str) -> Path:
-        """Rename a checkpoint; return its new path."""
+        """Rename a checkpoint so that it no longer counts; return its new path."""
         path = self.root / f"checkpoint-{step}.{why}"
         for number in itertools.count(2):
             if not os.path.lexists(path):

@@ -51,25 +51,23 @@ class ModelWeights:
     """
 
     configs: Mapping[str, Any]
-    """peft's config of each adapter, by its folder."""
+    """peft's config of each adapter, by the adapter's folder."""
 
     state: ModelState
     """All state of the next step; it shares its tensors with `files`."""
 
     dtype: torch.dtype | None = None
-    """The dtype of the saved weights, if the live model computes with them in another."""
+    """The dtype of the saved weights, if it differs from that of the live model."""
 
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Second halves of weights, which the optimizer holds, by their weights' names.
-
-    Files have both halves as one, in 32 bits.
-    """
+    """Low halves of weights that the optimizer holds, by the weights' names. Files have both halves as one,
+    in 32 bits."""
 
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Return both halves of a weight as one; None without residuals."""
+    """Function that joins both halves of a weight; None without residuals."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors; one in several places comes several times."""
+        """Yield all tensors; a tensor in several places comes several times."""
         for tensors in self.files.values():
             yield from tensors.values()
         yield from self.residuals.values()
@@ -77,12 +75,13 @@ class ModelWeights:
 
     @property
     def widened_bytes(self) -> int:
-        """The number of bytes by which the files exceed their tensors, without their residuals."""
+        """The number of bytes that the files add to their tensors by a wider dtype, without the low
+        halves."""
         in_16_bits = {id(value): 2 * value.numel() for value in self.residuals.values()}
         return sum(in_16_bits.values())
 
     def with_copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> ModelWeights:
-        """Return the same weights with a copy of each tensor."""
+        """Return a copy of the weights in which `copy` was applied to each tensor."""
         files = {
             file: {name: copy(value) for name, value in tensors.items()}
             for file, tensors in self.files.items()
@@ -91,7 +90,8 @@ class ModelWeights:
         return replace(self, files=files, residuals=residuals, state=self.state.with_copies(copy))
 
     def _tensors_to_write(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the one file in their saved form, by name. A tied weight stays one tensor."""
+        """Return the tensors of the one file in their saved dtype, by name. A tied weight stays one
+        tensor."""
         weights = self.files[WEIGHTS]
         if self.join is None:
             return dict(weights)
@@ -150,7 +150,7 @@ class ModelWeights:
 
 
 def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Write this dtype into a model's config, which decides its dtype in transformers."""
+    """Write this dtype into the `config.json` at `config`, from which transformers reads it."""
     facts = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
     config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -189,7 +189,7 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def held_parts(optimizer: Any) -> Mapping[torch.Tensor, torch.Tensor]:
-    """Return the second halves of weights by their weights; empty if the optimizer holds none."""
+    """Return the low halves of weights that the optimizer holds, by weight; empty if it holds none."""
     parts: Mapping[torch.Tensor, torch.Tensor] = getattr(optimizer, "held_parts", dict)()
     return parts
 
@@ -256,11 +256,15 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
         RuntimeError, LookupError, ValueError, TypeError, AttributeError, OSError, MemoryError,
         SafetensorError,
     ) as fault:  # fmt: skip
-        raise SnugfitError(f"{folder} has no weights of this model: {fault}") from None
+        raise SnugfitError(
+            f"{folder} has no weights of this model: {fault} Resume with the model that wrote it, or "
+            "start a new run."
+        ) from None
 
 
 def _load_module(model: torch.nn.Module, folder: Path) -> None:
-    """Load a module that is not of transformers; extra state without tensors is in the model's state."""
+    """Load the weights of a module that is not of transformers; its extra state without tensors is in the
+    model's state."""
     from safetensors.torch import load_file
 
     # Extra state is missing from the file on purpose, so strictness is checked below.

@@ -1,4 +1,4 @@
-"""A run that is open under one recipe: its model, its optimizer and its steps.
+"""A run under one recipe: its model, optimizer and steps.
 
 A change of recipe opens the run again, from the boundary at which the previous one ended. No tensor of a
 recipe outlives its `ActiveRun`.
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 COMPARED = 16
-"""Number of candidate samples for the comparison of gradients, if there are so many."""
+"""Largest number of samples for the comparison of gradients."""
 
 
 @final
 class ActiveRun:
-    """A run that is built from `checkpoint` or from the beginning.
+    """A run under one recipe, built from `checkpoint` or from the beginning.
 
     Up to the step `sync_to`, each update waits for a check of the gradients.
     """
@@ -62,7 +62,7 @@ class ActiveRun:
         self.setup = run.setup(recipe)
         self.order = run.order(recipe.pieces)
         self.steps = run.steps(self.order)
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         self._engine = engine_of(self.setup)
         kind = TrainingStep if self._engine is None else self._engine.training_step
         self.step = kind(run.job, self.setup, run.device, exchange)
@@ -144,11 +144,14 @@ class ActiveRun:
         return result
 
     def _warn_of_runner(self) -> None:
-        """Write one warning with the reason if a runner cannot run the steps in its way."""
+        """Write one warning with the reason if the `StepRunner` cannot replay the steps."""
         runner = self.step.runner
         if runner is not None and runner.why_not and not self._is_told:
             self._is_told = True
-            self._journal.tell("warning", text=f"Steps run as they are written: {runner.why_not}.")
+            self._journal.tell(
+                "warning",
+                text=(f"Steps run as they are written: {runner.why_not}. To record them, remove the cause."),
+            )
 
     def _count(self, updated: bool) -> None:
         """Count a step. Raises `SnugfitError` after too many steps in a row without an update."""
@@ -178,7 +181,7 @@ class ActiveRun:
         raise self._run.ranks.alike(SnugfitError(text))
 
     def rewind_rng(self) -> None:
-        """Restore the states of the random generators before the last step."""
+        """Restore the states of the random generators from before the last step."""
         set_rng_states(self._rng_at_step_start, self._run.device)
 
     def check_weights(self) -> None:
@@ -187,7 +190,7 @@ class ActiveRun:
         self._logger.write(self.step.norm)
 
     def _keeps_whole(self) -> bool:
-        """Return True if a checkpoint of this boundary has the whole model, even of a sharded one."""
+        """Return True if a checkpoint at this step has the whole model, even of a sharded one."""
         return self._is_ended or self.progress.step == self.steps
 
     def save_end(self) -> None:
@@ -197,7 +200,7 @@ class ActiveRun:
         self.save()
 
     def save(self) -> None:
-        """Save a checkpoint of this boundary, unless there is one."""
+        """Save a checkpoint of the state between two steps, unless there is one."""
         if self._checkpoints.saved_step == self.progress.step:
             return
         self.check_weights()

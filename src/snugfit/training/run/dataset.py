@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from snugfit.training.options import TrainOptions
 
 Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
-"""A path, rows in memory, or samples."""
+"""The type of a user's dataset: a path, rows in memory, or samples."""
 
 PREPARED = {"pixel_values", "input_features", "input_values"}
-"""Keys in the outputs of processors: a sample in memory with one of them needs no further preparation."""
+"""Keys that processors put into samples: a sample in memory with one of them needs no further preparation."""
 
 
 def data_of(
@@ -63,7 +63,7 @@ def data_of(
     if options.train_sampling_strategy == "group_by_length":
         raise UsageError(
             "group_by_length needs the lengths of samples, which are not known with your own collate "
-            "function."
+            "function. Leave one of them out."
         )
     return Data(samples=_map_style(source), collate=collate)
 
@@ -75,7 +75,8 @@ def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, opti
         pad_token, lengths = padding_token(job, as_tokenizer(tokenizer)), samples.lengths.tolist()
     elif options.train_sampling_strategy == "group_by_length":
         raise UsageError(
-            f"group_by_length is for samples of tokens. Those of {job.task} have no lengths here."
+            f"group_by_length is for samples of tokens. Those of {job.task} have no lengths here. Leave "
+            "it out."
         )
     collate = samples.collate_with(Collate(job, pad_token, pad_to_multiple_of=options.pad_to_multiple_of))
     notes = (*samples.notes, *_notes_on_cuts(samples))
@@ -85,13 +86,16 @@ def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, opti
 def _notes_on_cuts(samples: IndexedSamples) -> Iterator[str]:
     """Yield notes for the user on truncated and omitted rows."""
     if samples.cut:
-        yield (f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} of their tokens were cut off.")
+        yield (
+            f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} of their tokens were cut "
+            "off. A longer sequence length keeps more."
+        )
     if samples.left_out:
         yield f"{samples.left_out:,} rows were left out, because there is nothing to learn in them."
 
 
 def stack(samples: list[Any]) -> dict[str, Any]:
-    """Stack prepared samples into one batch. Raises `UsageError` if that is impossible.
+    """Collate prepared samples into one batch. Raises `UsageError` if that is impossible.
 
     Labels that are numbers, arrays and lists become tensors, fp32 if they have a fraction. Any other number,
     a switch, a name or None stays as it is, and must be equal in all samples.
@@ -139,7 +143,8 @@ def _is_prepared(source: Source, job: Job) -> bool:
 
 
 def _map_style(source: Source) -> Sequence[Mapping[str, Any]]:
-    """Return samples that need no reader, if they have a length and indices. Raises `UsageError`."""
+    """Return samples in memory that need no reader: with a length and indices. Raises `UsageError` for
+    others."""
     if isinstance(source, str | os.PathLike) or not all(
         hasattr(source, n) for n in ("__len__", "__getitem__")
     ):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The metrics of a model on the evaluation data."""
+    """Loss and accuracy of a model on the evaluation data."""
 
     loss: float
     """Mean over samples, or over tokens that have a label."""

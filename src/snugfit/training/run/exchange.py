@@ -23,12 +23,12 @@ from snugfit.training.ranks import Ranks
 
 @final
 class StepExchange:
-    """The exchanges of one run's steps."""
+    """The exchanges between processes in each step of one run."""
 
     def __init__(self, ranks: Ranks, stops: Stops) -> None:
         self.ranks, self._stops = ranks, stops
         self.tokens = 0
-        """Tokens of the last step in all processes, without padding."""
+        """Tokens of the last step in all processes, without padding tokens."""
         self.own_seconds = 0.0
         """Seconds of this process's own part of the last step: up to its loss, without the exchanges."""
         self._began = self._forwarded = 0.0
@@ -46,7 +46,7 @@ class StepExchange:
         return [self.ranks.data_ranks * share / (self._items or 1) for share in items]
 
     def forward_ends(self) -> None:
-        """Record the end of a micro-batch's forward pass, on the CPU.
+        """Record the time at which a micro-batch's forward pass ended, on the CPU.
 
         There a backward pass that exchanges gradients is over when its call returns.
         """

@@ -37,14 +37,15 @@ PREFETCH_STEPS = 2
 """Number of steps whose batches the workers prepare ahead of the current step."""
 
 _WORKER_DEATH = re.compile(r"DataLoader worker \(pid(?:\(s\))? [0-9, ]+\) (?:is killed by |exited )([^.]*)")
-"""The wording of torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py."""
+"""Parts of torch's messages about a dead worker (torch/csrc/DataLoader.cpp and
+torch/utils/data/dataloader.py)."""
 
 REPORTED_WITHIN = 2.0
-"""Seconds that the system may take to report a dead worker."""
+"""Seconds within which the system reports a dead worker's exit code."""
 
 
 def collate_for(job: Job, setup: Setup, collate: Collate) -> Collate:
-    """Return `collate`, with a cast to the weights' dtype if no other code casts.
+    """Return `collate`, followed by a cast to the weights' dtype if no autocast casts inputs.
 
     Pictures and sound are made in fp32, and a model with all weights in bfloat16 takes only bfloat16.
     """
@@ -98,7 +99,7 @@ def feed(
 
 @final
 class Prefetcher(Generic[Fetched]):
-    """A reader that fetches the next step's batches during other work, for every front-end."""
+    """Fetches the next step's batches while the device works, for every front-end."""
 
     def __init__(self, make: Callable[[], Fetched]) -> None:
         self.make = make
@@ -106,7 +107,7 @@ class Prefetcher(Generic[Fetched]):
         self._fetched: list[Fetched] = []
         self._fault: Exception | None = None
         self.fetching_seconds = 0.0
-        """Seconds of the last fetch."""
+        """Seconds that the last fetch took."""
 
     def fetch(self) -> None:
         """Create the next batches and store them, unless they are ready.
@@ -141,8 +142,8 @@ def _epoch_keys(order: SampleOrder, start: int, stop: int) -> Iterator[list[tupl
 
 @final
 class _EpochDataset:
-    """Batches of samples by epoch and index, because masks differ between epochs and workers serve all
-    epochs.
+    """A dataset of whole batches by epoch and index, because masks differ between epochs and workers serve
+    all epochs.
 
     Our own errors, such as for a broken picture, are returned in the batch's place. An error raised in a
     worker would have the worker's traceback in its message.
@@ -184,7 +185,7 @@ def _next(batches: Iterator[Any]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def report_worker_death(workers: Sequence[BaseProcess] = ()) -> Iterator[None]:
-    """Raise `SnugfitError` for a worker that died within the context, `OutOfMemory` if it was killed."""
+    """Context that raises `SnugfitError` for a dead worker, or `OutOfMemory` if the system killed it."""
     try:
         yield
     except (RuntimeError, ConnectionError, EOFError) as fault:

@@ -61,13 +61,13 @@ if TYPE_CHECKING:
 
 
 class StepRejected(SnugfitError):
-    """A step was rejected because of its forward and backward passes. Nothing was updated."""
+    """Error that rejects a step after its forward and backward passes. Nothing was updated."""
 
     name = "refused"
     """The first part of the name of the file that lists the step's samples."""
 
     option = ""
-    """The option of a run that decides the reaction."""
+    """The option of a run that chooses the reaction: stop or skip."""
 
     def __init__(self, what: str, loss: float, norm: float | None) -> None:
         super().__init__(f"{what}. No weight was changed.")
@@ -88,7 +88,7 @@ class StepRejected(SnugfitError):
 
 
 class NonFinite(StepRejected):
-    """A step was rejected because of a NaN or infinite loss or gradient."""
+    """Error that rejects a step with a NaN or infinite loss or gradient."""
 
     name, option = "nonfinite", "on_nonfinite"
 
@@ -98,7 +98,7 @@ class NonFinite(StepRejected):
 
 
 class WeightsNonFinite(SnugfitError):
-    """A step's gradients were not finite, and its update has used them."""
+    """Error: an update has used gradients with NaN or infinity, so the weights are wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +119,16 @@ class PhaseTracker(Observer):
         self.now = "build"
 
     def phase(self, name: str) -> None:
-        """Store the phase that begins."""
+        """Set the current phase."""
         self.now = name
 
 
 def _nothing() -> None:
-    """Do nothing: the default of `meanwhile`."""
+    """Do nothing: the default of a callback."""
 
 
 class TrainingStep(PlainStep):
-    """Optimizer steps of one job and Setup, over micro-batches from the caller."""
+    """Runs optimizer steps of one job and Setup over micro-batches that the caller provides."""
 
     def __init__(
         self, job: Job, setup: Setup, device: torch.device, exchange: StepExchange | None = None
@@ -141,13 +141,13 @@ class TrainingStep(PlainStep):
         for it."""
         self.phases = PhaseTracker()
         self._check = FiniteCheck(device)
-        self.computed = self._hear_loss
+        self.computed = self._record_loss
         self._asked_of_loss: Callable[[], Any] = _nothing
-        """Called when the copy of a step's loss is launched, before its backward pass."""
+        """Function that is called when the copy of a step's loss is launched, before its backward pass."""
         self._unchecked = False
         self._taken = 0
         self.unread = False
-        """True if the last step's norm is still unread (`read_norm`)."""
+        """True if the host has not read the last step's gradient norm yet (`read_norm`)."""
         self.sync_before_update = device.type != "cuda"
         """True if each update waits for the gradients.
 
@@ -158,9 +158,10 @@ class TrainingStep(PlainStep):
         """Global L2 norm of the gradients, before clipping, of the last step whose norm was read; None for a
         job without clipping."""
         self.rejects: Callable[[float], StepRejected | None] = lambda loss: None
-        """A function of a step's loss, called before its update: the rejection of the step, or None."""
+        """Function of a step's loss that returns the error to reject the step, or None. It is called before
+        the update."""
         self.device_was_busy = False
-        """True if the last step's device was still busy when the host had done its own work."""
+        """True if the device was still busy in the last step when the host had done its own work."""
 
     def start_runner(self) -> None:
         """Let a runner run the following steps. Updates within passes wait only for the norm of a clip."""
@@ -295,7 +296,7 @@ class TrainingStep(PlainStep):
                 piece["labels"].clamp_(min=0)
         return self._exchange.weights(pieces, items)
 
-    def _hear_loss(self, total: torch.Tensor) -> None:
+    def _record_loss(self, total: torch.Tensor) -> None:
         self._check.record_loss(total)
         # On the CPU, a backward pass with its exchange of gradients is over before `loss` runs.
         if self._exchange is not None and self.device.type == "cpu":
@@ -327,7 +328,7 @@ class TrainingStep(PlainStep):
                 raise WeightsNonFinite
 
     def _is_so_in_all_stages(self, is_so: bool) -> bool:
-        """Return True if this is True in all processes of a pipeline, each with its own layers.
+        """Return True if `is_so` is True in all processes of a pipeline, each with its own layers.
 
         Without a pipeline every process has the same result.
         """
@@ -362,7 +363,8 @@ class TrainingStep(PlainStep):
     def _update(
         self, state: TrainState, trained: list[torch.nn.Parameter], norm: torch.Tensor | None
     ) -> bool:
-        """Return True if there was an update: a scaler omits steps that overflow."""
+        """Clip by `norm` and update the weights. Return True if there was an update: a scaler skips steps
+        that overflow."""
         if norm is not None:
             scale(trained, self.job.clip or 0.0, norm, state.optimizer)
         self.phases.phase("update")
@@ -393,7 +395,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 class FiniteCheck:
-    """The loss and norm of each step, copied to the host with as little waiting as possible."""
+    """Copies the loss and gradient norm of each step to the host with as little waiting as possible."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -426,7 +428,7 @@ class FiniteCheck:
             self._gradients_known.record()
 
     def is_done(self) -> bool:
-        """Return True if the device has computed all gradients."""
+        """Return True if the device has finished the backward pass."""
         return self._gradients_known is None or bool(self._gradients_known.query())
 
     def norm(self) -> float:

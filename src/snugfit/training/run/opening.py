@@ -1,4 +1,4 @@
-"""Opening of a run for its next step: new, or exactly as in a checkpoint.
+"""Construction of a run's objects for its next step: new, or in the state of a checkpoint.
 
 Seeds are set before anything is built, so a new run is a function of its seed. A resumed run is built the
 same way, with its weights from the checkpoint, and then all other states are restored. The generators come
@@ -43,9 +43,10 @@ def open_run(
     checkpoint: Checkpoint | None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> TrainState:
-    """Open the run under `setup`, which takes `steps` optimizer steps in total.
+    """Build model, optimizer and schedule of the run under `setup`, which takes `steps` optimizer steps in
+    total.
 
-    It is at its beginning, or in the state of `checkpoint`. `tell` receives notes, such as the newly
+    The run is at its beginning, or in the state of `checkpoint`. `tell` receives notes, such as the newly
     initialized weights. Raises `SnugfitError` if the checkpoint does not fit the model.
     """
     seed = run.options.seed
@@ -89,8 +90,7 @@ def not_built(run: Run, recipe: Recipe, cause: str) -> OutOfMemory:
 
 
 def _set_rates(scheduler: Any) -> None:
-    """Set the learning rates of the current step: the restored ones come from the end of a shorter
-    schedule."""
+    """Set the learning rates of the current step: the restored ones are those of a shorter schedule's end."""
     step = scheduler.last_epoch
     scheduler._last_lr = [
         rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -148,7 +148,10 @@ def schedule(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     arguments.warmup_steps = warmup
     warmup_steps = arguments.get_warmup_steps(steps)
     if warmup_steps > steps:
-        raise UsageError(f"warmup_steps is {warmup:g}, but the run has only {steps} step{'s' * (steps > 1)}.")
+        raise UsageError(
+            f"warmup_steps is {warmup:g}, but the run has only {steps} step{'s' * (steps > 1)}. Set "
+            f"warmup_steps to at most {steps}."
+        )
     try:
         return get_scheduler(
             options.lr_scheduler_type,

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 WINDOW = 50
-"""Batches that are sorted together: transformers' own number."""
+"""Number of batches that are sorted together by length: transformers' own number."""
 
 MicroBatchIndices = tuple[tuple[int, ...], ...]
-"""The samples of each micro-batch of a step."""
+"""The type of a step's samples: a tuple of sample indices for each micro-batch."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class SampleOrder:
-    """The samples of every step of a run."""
+    """Computes the samples of every step of a run, from the seed and the number of the step."""
 
     samples: int
     """Number of samples of the dataset."""
@@ -83,11 +83,14 @@ class SampleOrder:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}: {value!r} is not allowed; it must be a whole number from 1.")
         if self.batch_size % self.ranks:
-            raise UsageError(f"A batch of {self.batch_size} cannot be shared evenly by {self.ranks} GPUs.")
+            raise UsageError(
+                f"A batch of {self.batch_size} cannot be shared evenly by {self.ranks} GPUs. Choose a "
+                f"multiple of {self.ranks}."
+            )
         if self.batch_size // self.ranks % self.micro_batches:
             raise UsageError(
-                f"A batch of {self.batch_size // self.ranks} cannot be cut into {self.micro_batches} equal "
-                "micro-batches."
+                f"A batch of {self.batch_size // self.ranks} cannot be cut into {self.micro_batches} "
+                "equal micro-batches. Choose another batch size, or another number of micro-batches."
             )
         if not self.steps_per_epoch:
             raise UsageError(
@@ -95,11 +98,13 @@ class SampleOrder:
                 "leaves out incomplete batches. Turn it off, or use a smaller batch."
             )
         if self.bucket and (self.lengths is None or len(self.lengths) != self.samples):
-            raise UsageError("Grouping by length needs the length of every sample.")
+            raise UsageError(
+                "Grouping by length needs the length of every sample. Leave group_by_length out."
+            )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of optimizer steps that read every sample once."""
+        """Number of optimizer steps in an epoch."""
         return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
 
     def epoch(self, step: int) -> int:
@@ -141,7 +146,7 @@ class SampleOrder:
 
 
 def _cut(samples: tuple[int, ...], count: int) -> MicroBatchIndices:
-    """Return `count` pieces, whose sizes differ by one at most."""
+    """Return the samples in `count` pieces, whose sizes differ by one at most."""
     ends = [len(samples) * (number + 1) // count for number in range(count)]
     return tuple(samples[start:end] for start, end in itertools.pairwise([0, *ends]))
 
@@ -169,7 +174,8 @@ def _epoch(order: SampleOrder, epoch: int) -> np.ndarray:
 
 
 def _by_length(samples: np.ndarray, lengths: np.ndarray, window: int) -> np.ndarray:
-    """Return sample indices (n,) sorted within each window, the longest first; `lengths` has all samples."""
+    """Return sample indices (n,) sorted by length within each window, the longest first; `lengths` are those
+    of all samples."""
     import numpy as np
 
     windows = np.arange(len(samples)) // window

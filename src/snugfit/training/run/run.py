@@ -1,4 +1,4 @@
-"""The description of a run, and its comparison with the descriptions in checkpoints.
+"""The description of a run, by which a checkpoint is resumed only by the same run.
 
 A run consists of its job, recipe, options and data, and of the software and machine that it began on. Its
 checkpoints store all of that, so that a run is only resumed as itself. A difference that would change a
@@ -43,20 +43,20 @@ FREE_OPTIONS = frozenset({
     "early_stopping_threshold", "logging_steps", "stop_seconds", "on_nonfinite", "most_skipped_in_a_row",
     "report_to", "run_name", "on_loss_spike", "loss_spike_rtol",
 })  # fmt: skip
-"""Options that change no number of a step: they may differ when a run is resumed."""
+"""Options that may differ when a run is resumed, since they change no number of a step."""
 
 LENGTH_OPTIONS = frozenset({"num_train_epochs", "max_steps"})
-"""Options that may differ too if the learning rate does not depend on the length of the run."""
+"""Options that may differ on resuming if the learning rate does not depend on the length of the run."""
 
 LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 FINGERPRINT_SAMPLES = 64
-"""Number of samples in a dataset's fingerprint, spread evenly."""
+"""Number of samples in a dataset's checksum, spread evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Samples with their collate function."""
+    """A dataset with its collate function."""
 
     samples: Sequence[Mapping[str, Any]]
     """A map-style dataset: `len`, and a sample for each index.
@@ -125,7 +125,7 @@ class Run:
     device: torch.device
 
     compare_code: bool = True
-    """True if it must be resumed with its original code."""
+    """True if the run must be resumed with the same code of the user's functions."""
 
     ranks: Ranks = ALONE
     """This process among those that train together, in the mesh of the recipe."""

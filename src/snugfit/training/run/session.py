@@ -1,4 +1,4 @@
-"""A run in this process: its steps, and the work on the boundaries between them. See `train.py`."""
+"""A run in this process: its steps, and evaluation, checkpoints and stops between them. See `train.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpo
 
 
 class Session:
-    """One run in this process."""
+    """Runs one training run in this process, through changes of its recipe."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Session:
             self._checkpoints.wait()  # no thread may write here after the folder is released
 
     def _begin(self, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-        """Open the run. Raises `OutOfMemory` if the model cannot even be built."""
+        """Build the run under this recipe. Raises `OutOfMemory` if the model cannot even be built."""
         try:
             self._open(recipe, checkpoint)
         except (SnugfitError, RuntimeError, MemoryError) as fault:
@@ -122,7 +122,7 @@ class Session:
             raise not_built(self._run, recipe, cause) from fault
 
     def _open_after(self, ran_out: Any, checkpoint: Checkpoint | None) -> None:
-        """Open the run of several processes under another recipe, after memory ran out in one of them."""
+        """Build the run of several processes under another recipe, after memory ran out in one of them."""
         self._ran_out, ranks, before = ran_out, self._run.ranks, ran_out.recipe
         mixes = True
         while mixes:
@@ -140,7 +140,8 @@ class Session:
         )
 
     def _compare_cut(self) -> None:
-        """Compare gradients of a few samples with those of pieces, once, before the first cut."""
+        """Compare gradients of a few samples with those of micro-batches, once, before the first recipe with
+        micro-batches."""
         if self._is_compared or self._active.step.passes is not None:  # a pipeline's stage has no loss
             return
         self._is_compared = True
@@ -158,7 +159,7 @@ class Session:
         return after
 
     def _cuts_alone(self) -> bool:
-        """Return True if this process cuts its batch, and no other waits for it."""
+        """Return True if this process alone may change its micro-batches, since no other waits for it."""
         active = self._active
         return active.order.micro_batches > 1 and active.step.passes is None and not self._run.ranks.are_many
 
@@ -176,7 +177,8 @@ class Session:
                 self._replay()
 
     def _replay(self) -> None:
-        """Go back to the last state with correct weights, and repeat the steps up to the wrong one.
+        """Restore the last state with correct weights, and repeat the steps up to the one with wrong
+        gradients.
 
         That step then stops before its update.
         """
@@ -291,7 +293,7 @@ class Session:
             raise
 
     def _meanwhile(self, prefetcher: Prefetcher[MicroBatches | None]) -> None:
-        """Write the last step and fetch a batch during the device's backward pass."""
+        """Write the previous step's events and fetch a batch, during the device's backward pass."""
         self._logger.write(self._active.step.norm)
         prefetcher.fetch()
 
@@ -412,7 +414,7 @@ class Session:
             raise OutOfMemory(f"{text} {fault} {WHAT_TO_TRY}") from fault
 
     def _checkpoint_to_go_on_from(self, phase: str) -> Checkpoint | None:
-        """Return a checkpoint of this boundary, if no weight has changed since.
+        """Return a checkpoint of this boundary to continue from, if no weight has changed since.
 
         If the update itself failed, return the last one, or None for the beginning.
         """
@@ -425,7 +427,7 @@ class Session:
         return self._checkpoints.newest()
 
     def _end(self, outcome: str) -> Trained:
-        """Save the last boundary, and return the result."""
+        """Save the state at the end of the run, and return the result."""
         options, progress = self._run.options, self._progress
         signal = self._stops.stopping
         if outcome == STOPPED:
@@ -465,7 +467,8 @@ class Session:
 
 
 def is_due(strategy: str, every: int, step: int, steps: int, steps_per_epoch: int) -> bool:
-    """Return True if `strategy` includes the boundary after `step`, of a run of `steps` steps.
+    """Return True if `strategy` requires an evaluation or a checkpoint after `step`, of a run of `steps`
+    steps.
 
     The run's end is included by each strategy but `no`.
     """

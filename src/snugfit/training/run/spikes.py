@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from snugfit.training.options import TrainOptions
 
 WINDOW = 10
-"""Number of losses in the mean; with fewer there is no spike."""
+"""Number of previous losses in the mean; with fewer there is no spike."""
 
 MOST_WARNINGS = 3
-"""Number of warnings per process; small losses often have spikes, and the journal has all losses."""
+"""Largest number of warnings of spikes per process; small losses often have spikes, and the journal has all
+losses."""
 
 
 class LossSpike(StepRejected):
-    """A step was rejected because of a spike of its loss."""
+    """Error that rejects a step because of a spike of its loss."""
 
     name, option = "spike", "on_loss_spike"
 
@@ -35,18 +36,18 @@ class LossSpike(StepRejected):
 
 @final
 class Spikes:
-    """The comparison of each loss of a run with the previous ones."""
+    """Detects spikes by comparing each loss of a run with the previous ones."""
 
     def __init__(self, options: TrainOptions, journal: Journal) -> None:
         self._rtol, self._policy = options.loss_spike_rtol, options.on_loss_spike
         self._journal, self._warnings = journal, 0
 
     def reject(self, loss: float, progress: RunProgress) -> LossSpike | None:
-        """Return the reason to reject a step before its update, or None."""
+        """Return the error that rejects a step with this loss before its update, or None."""
         return None if self._policy == "warn" else self._spike(loss, progress)
 
     def remember(self, loss: float, progress: RunProgress) -> None:
-        """Store the loss of a finished step, and warn of a spike."""
+        """Store the loss of a finished step, and warn if it is a spike."""
         if (
             self._policy == "warn"
             and self._warnings < MOST_WARNINGS

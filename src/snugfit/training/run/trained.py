@@ -46,7 +46,7 @@ class Trained:
 
 
 class LastNotKept(SnugfitError):
-    """A run has ended, and its last checkpoint could not be saved."""
+    """Error: a run has ended, and its last checkpoint could not be saved."""
 
     def __init__(self, why: str, trained: Trained) -> None:
         super().__init__(why)

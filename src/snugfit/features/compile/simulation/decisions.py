@@ -1,4 +1,4 @@
-"""Record Inductor's decisions by the memory of a whole program, and extend them to more layers.
+"""Inductor's decisions that depend on a whole program's memory, recorded for few layers and extended to more.
 
 Two decisions depend on the whole program. Inductor evaluates several orders of its kernels, and chooses the
 one with the lowest estimated peak (`torch._inductor.memory.reorder_for_peak_memory`). The second decision is
@@ -20,12 +20,12 @@ from unittest.mock import patch
 from snugfit.rehearsal.trace.grow import Entry, grow
 
 CHOSEN_AMONG = 2
-"""Number of orders from which there is a choice."""
+"""Number of kernel orders from which Inductor has a choice."""
 
 
 @dataclass
 class Reuse:
-    """A buffer that may reuse the memory of an older one."""
+    """An estimate for a buffer that may reuse the memory of an older one."""
 
     nbytes: int
     taken: bool
@@ -35,7 +35,7 @@ class Reuse:
 
 @dataclass
 class Decisions:
-    """Decisions while a program was lowered."""
+    """Inductor's memory estimates and decisions while a program was lowered."""
 
     orders: list[list[int]] = field(default_factory=list)
     """Estimated bytes after each kernel, for each order of the kernels."""
@@ -44,7 +44,8 @@ class Decisions:
     reuses: list[Reuse] = field(default_factory=list)
 
     def are_alike(self, deeper: Decisions, periods: int) -> bool:
-        """Return whether Inductor decides as here and in `deeper` for `periods` more periods of layers.
+        """Return whether Inductor makes the same decisions for `periods` more periods of layers as here and
+        in `deeper`.
 
         The deeper model has one period more than this one.
         """
@@ -53,7 +54,7 @@ class Decisions:
 
 @contextlib.contextmanager
 def noted_decisions() -> Iterator[Decisions]:
-    """Record the decisions of one lowering inside the context."""
+    """Context that yields the decisions of the program that is lowered in it."""
     from torch._inductor import memory
     from torch._inductor.codegen import wrapper
 
@@ -123,7 +124,7 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
 
 
 def _lowest(peaks: Sequence[int]) -> int:
-    """Return the index of Inductor's choice: the first of the lowest."""
+    """Return the index of the lowest peak, the first of equal ones, as Inductor chooses."""
     return peaks.index(min(peaks))
 
 
@@ -144,7 +145,7 @@ def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> i
 
 
 def _changes(timeline: Sequence[int]) -> list[int]:
-    """Return the bytes that each kernel but the first adds."""
+    """Return the bytes that each kernel adds, except the first."""
     return [after - before for before, after in itertools.pairwise(timeline)]
 
 

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
 IRREGULAR = (
-    "A program of this step would be recorded as a CUDA graph again and again: its inputs have other "
+    "A program of this step would be recorded as a CUDA graph in each step. Its inputs have other "
     "addresses each time, or it is new while others are replayed. Leave the mode out of 'compiled'."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class GraphFunction:
-    """A program to record."""
+    """A compiled program that is recorded as a CUDA graph."""
 
     run: Callable[[list[Any]], Any]
     static: frozenset[int]
@@ -46,23 +46,23 @@ class GraphFunction:
 
 
 Place = tuple[int, int]
-"""An output of the path: the index of its graph, and its own."""
+"""The type of an output's position: the index of its graph, and its index there."""
 
 
 @dataclass(eq=False)
 class _Node:
-    """A recorded program, as a child of the program before it in its step."""
+    """A recorded program, as a child of the program that ran before it in its step."""
 
     function: GraphFunction
     inputs: tuple[Any, ...] = ()
-    """Position of each input: a `Place`, the block of a weight, or None if it was not examined."""
+    """Origin of each input: a `Place`, the block of a weight, or None if it was not examined."""
     outputs: list[weakref.ref[Any] | None] = field(default_factory=list)
     """The storages of its last run's outputs."""
     children: dict[GraphFunction, list[_Node]] = field(default_factory=lambda: defaultdict(list))
 
 
 class _State(Enum):
-    """The kind of the last program's run in this step."""
+    """State of a program after its last run in this step: run with kernels, recorded, or replayed."""
 
     NOTHING = auto()
     FIRST_RUN = auto()
@@ -71,7 +71,7 @@ class _State(Enum):
 
 
 class GraphTrees:
-    """The graphs of one simulation."""
+    """The simulated CUDA graphs of one step's compiled programs."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -84,11 +84,11 @@ class GraphTrees:
         self._generator: list[torch.Tensor] = []
 
     def begin_call(self) -> None:
-        """Count a call of compiled code."""
+        """Count a call of compiled code, by which a new step is recognized."""
         self._calls += 1
 
     def call(self, function: GraphFunction, arguments: list[Any]) -> Any:
-        """Run a program: for the first time, recorded, or as a replay."""
+        """Run a program: with kernels the first time, then recorded, then as a replay."""
         self._start()
         out = self._run(function, arguments)
         # Between a forward pass and its backward pass no new step can begin.
@@ -97,7 +97,7 @@ class GraphTrees:
         return out
 
     def _start(self) -> None:
-        """Create the pool at the first call."""
+        """Create the graphs' memory pool at the first call."""
         import torch
 
         if not self._generator:
@@ -135,11 +135,11 @@ class GraphTrees:
 
     @property
     def _last(self) -> _Node:
-        """The last program of this step."""
+        """Return the program that ran last in this step."""
         return self._path[-1] if self._path else self._roots
 
     def _try_to_end(self) -> None:
-        """End the path if a new step has begun, or if none of its outputs is alive."""
+        """End the sequence of programs if a new step has begun, or if none of its outputs is alive."""
         begins = self._calls != self._calls_then and not self._pending
         if not (begins or not any(True for _ in self._live())):
             return
@@ -149,14 +149,14 @@ class GraphTrees:
         self._path, self._state = [], _State.NOTHING
 
     def _live(self) -> Iterator[tuple[Place, Any]]:
-        """Yield the live outputs of the path's programs."""
+        """Yield the live outputs of the programs of this step, with their positions."""
         for depth, node in enumerate(self._path):
             for number, reference in enumerate(node.outputs):
                 if reference is not None and (storage := reference()) is not None:
                     yield (depth, number), storage
 
     def _places(self, function: GraphFunction, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the position of each input.
+        """Return the origin of each input.
 
         A static input that is no weight is assumed to have the same address in each step.
         """
@@ -210,7 +210,7 @@ class GraphTrees:
         return self._after(node, out, _State.PLAYING)
 
     def _after(self, node: _Node, out: Any, state: _State) -> Any:
-        """Record the outputs and the kind of a program's run, and return the outputs."""
+        """Record the outputs of a program's run and how it ran, and return the outputs."""
         known = {storage._cdata for _, storage in self._live()}
         node.outputs = []
         for one in out:
@@ -224,8 +224,8 @@ class GraphTrees:
         return out
 
     def _copy_inputs(self, node: _Node, arguments: list[Any]) -> list[Any]:
-        """Return the inputs, with those of changing addresses copied to recorded ones. Empty the given
-        list."""
+        """Return the inputs, with those of changing addresses copied to the recorded addresses. Empty the
+        given list."""
         import torch
 
         given = list(arguments)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 BALANCE = 54.4
-"""Multiplications per element of operands and result above which a product in 16 bits is assumed to be
-padded.
+"""Number of multiplications per element of operands and result above which a product in 16 bits is assumed to
+be padded.
 
 On an H200, products with 59 were padded and those with 49 were not. On an H100, some products with 48 were
 padded, in the backward pass of an attention over 393 positions. All were benchmarked (`timed_padding.py`).
@@ -35,8 +35,8 @@ HALF = 2
 """Bytes of a number in 16 bits."""
 
 PADDED = (
-    "Compiled products with sizes that are no multiple of 16 bytes: Inductor times on the GPU whether to pad "
-    "them. Where one H200 padded them, they are predicted padded."
+    "Compiled products have sizes that are no multiple of 16 bytes. Inductor decides on the GPU, by "
+    "timing, if it pads them. The prediction pads those that one H200 padded."
 )
 
 
@@ -44,7 +44,7 @@ PADDED = (
 def joint_passes_for(
     policy: Policy, doubt: Callable[[str], None], times: Callable[[PaddedProduct], None]
 ) -> Iterator[None]:
-    """Run the passes inside the context with tensors on the CPU and decisions for the policy's device.
+    """Context in which Inductor's passes run with tensors on the CPU and decisions for the policy's device.
 
     The passes ignore patterns and constants on `meta`. Autograd, with which they trace, needs a GPU for
     tensors on `cuda`. `doubt` is called with assumptions, and `times` with the products that a GPU would
@@ -83,7 +83,7 @@ def _decisions_of(
     may_replace: Callable[[Any], bool] = fuse_attention._sfdp_params_check
 
     def may_replace_on_cuda(match: Any) -> bool:
-        """Return True if torch allows it and a fused kernel multiplies in tf32."""
+        """Return True if torch allows the replacement and the fused kernel multiplies in tf32."""
         in_fp32 = match.kwargs["query"].meta["val"].dtype == torch.float32
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         # On CUDA, torch fuses attention in fp32 only with tf32.

@@ -1,4 +1,4 @@
-"""Simulate layers compiled one by one, or a model compiled as a whole (`compiling.py`).
+"""Simulation of compiled layers, or of a model compiled as a whole (`compiling.py`).
 
 Dynamo and AOTAutograd run as in a real step, on the simulation's tensors. The policy's overrides are active,
 and the recorder does not see these stages. Inductor lowers their graphs for the policy's device
@@ -49,9 +49,9 @@ NOT_COMPILED = (
 )
 
 PARTLY_COMPILED = (
-    "torch compiled only parts of {name}: {operator}{where} ran outside its programs{why}. What runs there "
-    "on a GPU may be something else, so nothing is predicted. Try 'compiled', which compiles layers, or "
-    "measure it with snugfit measure."
+    "torch compiled only parts of {name}: {operator}{where} ran outside its programs{why}. A GPU may "
+    "run other code there, so nothing is predicted. Try 'compiled', which compiles layers, or measure "
+    "it with snugfit measure."
 )
 
 NOT_SIMULATED = (
@@ -60,14 +60,14 @@ NOT_SIMULATED = (
 )
 
 _ASKED_IN_PYTHON = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
-"""Functions of torch that are replaced during a simulation."""
+"""Functions of torch that are replaced during a simulation, by replacement."""
 
 _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
 
 
 @dataclass
 class _Program:
-    """The program of one graph."""
+    """One program of those that torch.compile makes of a graph."""
 
     call: Callable[[list[Any]], Any]
     strides: list[tuple[int, ...] | None]
@@ -82,11 +82,11 @@ _PROGRAMS: dict[Any, _Program] = {}
 """Programs by graph and policy, shared by the simulations of a plan."""
 
 _GRAPHS: dict[Any, Any] = {}
-"""Functions that run a traced graph forward and backward, with keys like those of `_PROGRAMS`."""
+"""Functions that run a traced graph forward and backward, by keys like those of `_PROGRAMS`."""
 
 
 class Compiler:
-    """The compiler of one simulation's layers."""
+    """Compiles the layers of one simulation, in place of `torch.compile`."""
 
     def __init__(
         self, policy: Policy, recorder: Recorder, notes: PolicyNotes, eager_callback: Callable[..., Any]
@@ -154,20 +154,20 @@ class Compiler:
             time_padding(self._policy, products, self._padded)
 
     def play(self, function: GraphFunction, arguments: list[Any]) -> Any:
-        """Run a program that is recorded as a CUDA graph, with the copies of its inputs."""
+        """Run a program as a simulated CUDA graph, with the copies of its inputs."""
         with self._inside():
             return self._trees.call(function, arguments)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Count the kernels of this context as those of programs."""
+        """Context in which recorded kernels count as parts of compiled programs."""
         start = len(self._recorder.kernels)
         yield
         self._within.append(range(start, len(self._recorder.kernels)))
 
     @contextlib.contextmanager
     def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
-        """Record a program of this simulation inside the context."""
+        """Context in which a program of this simulation is recorded."""
         import torch
 
         # A program inside an operator's dispatch does not count: there Dynamo compiles torch's own Python.
@@ -178,7 +178,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _real_surroundings(self) -> Iterator[None]:
-        """Restore the state of a real step for Dynamo inside the context."""
+        """Context that restores the state of a real step for Dynamo."""
         import torch
         from torch._dynamo import eval_frame
         from torch.nn.modules import module as hooked
@@ -204,7 +204,8 @@ class Compiler:
 
     @contextlib.contextmanager
     def _autocast_of_cuda(self) -> Iterator[None]:
-        """Set CUDA's autocast state to that of the switch inside the context, for code that reads it.
+        """Context in which CUDA's autocast has the same state as the simulated autocast, for code that reads
+        it.
 
         It casts nothing itself, because no tensor here is on CUDA.
         """
@@ -222,7 +223,7 @@ class Compiler:
             torch.set_autocast_dtype("cuda", dtype)
 
     def compiled_graph(self, graph: Any, inputs: Sequence[Any], records: bool, budget: float) -> Any:
-        """Return a function that runs a graph from Dynamo, cached by process.
+        """Return a function that runs a graph from Dynamo; it is cached for the process.
 
         A program that `records` CUDA graphs is created each time.
         """
@@ -238,7 +239,7 @@ class Compiler:
             return compiled
 
     def _lower(self, graph: Any, inputs: Sequence[Any], records: bool, budget: float) -> Any:
-        """Return a function that runs Inductor's programs of a graph."""
+        """Lower a graph by Inductor, and return a function that runs its programs."""
         from torch._inductor import compile_fx as fx
 
         self._assumed, self._timed = [], []
@@ -264,7 +265,7 @@ class Compiler:
             program = _Program(call, strides, again, decisions, attention_in(text))
             _PROGRAMS[key] = program
         # AOTAutograd needs the strides of the outputs, also from a stored program.
-        _tell_strides(program.strides)
+        _report_strides(program.strides)
         assumed = tuple(dict.fromkeys(self._assumed))
         run = _runs_program(program, assumed, tuple(self._timed))
         # Only CUDA has graphs; on the CPU the program runs as it is.
@@ -289,7 +290,7 @@ def _inputs_given_back(graph: Any) -> frozenset[int]:
 
 
 def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[PaddedProduct]) -> Run:
-    """Return a function that runs a program of Inductor, after a benchmark of these products."""
+    """Return a function that runs a program of Inductor, after benchmarks of the `timed` products."""
     call, again, attention = program.call, program.again, program.attention
 
     def run(arguments: list[Any]) -> Any:
@@ -307,7 +308,7 @@ def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[Pad
 
 
 def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
-    """Return the message for a kernel outside of the programs, with Dynamo's reasons for graph breaks."""
+    """Return the warning about a kernel outside of the programs, with Dynamo's reasons for graph breaks."""
     reasons = [str(reason).strip().splitlines()[0] for reason in breaks]
     where = f" in {kernel.module}" if kernel.module else ""
     why = f" (torch broke the graph: {reasons[-1]})" if reasons else ""
@@ -321,7 +322,7 @@ To trace a layer again takes as long as its simulation.
 """
 
 MANY = 4096
-"""Limit for Dynamo's traces of one layer's code."""
+"""Largest number of Dynamo's traces of one layer's code."""
 
 _RAN: list[list[Decisions]] = []
 """Lists that collect the decisions of the programs that run."""
@@ -332,8 +333,8 @@ _NOW: list[Compiler] = []
 
 @functools.cache
 def _backend_of(records: bool, budget: float, autocast: str) -> Callable[[Any, Sequence[Any]], Any]:
-    """Return one function for all simulations with these settings, because Dynamo's cache uses it as a
-    key."""
+    """Return the backend for all simulations with these settings, one object, because Dynamo's cache uses it
+    as a key."""
 
     def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
         with compiling.autocast_begins(autocast):
@@ -358,7 +359,7 @@ def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Ten
 
 
 def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
-    """Benchmark a kernel's configurations at its first launch in a process."""
+    """Simulate the benchmark of a kernel's configurations at its first launch in a process."""
     now = _NOW[-1]
     if source not in now._chosen:
         now._chosen.add(source)
@@ -366,7 +367,8 @@ def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """Return the process's state that AOTAutograd and Inductor read in addition to the graph."""
+    """Return the process's state that AOTAutograd and Inductor read in addition to the graph, as a part of a
+    cache key."""
     import torch
     from torch._functorch import config as functorch
 
@@ -378,7 +380,7 @@ def _surroundings() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> Iterator[None]:
-    """Compile the layers of a Setup with `compile` for the policy's device inside the context.
+    """Context in which the compiled layers of a Setup are compiled for the policy's device.
 
     Their programs and kernels go to the recorder.
     """
@@ -458,8 +460,8 @@ def _strides(outputs: Any) -> Iterator[tuple[int, ...] | None]:
         yield tuple(int(one) for one in out.get_layout().stride) if is_tensor else None
 
 
-def _tell_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
-    """Report the strides of the outputs to AOTAutograd, as Inductor does."""
+def _report_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
+    """Report the strides of a graph's outputs to AOTAutograd, as Inductor does."""
     import torch
 
     context = torch._guards.TracingContext.try_get()
@@ -483,7 +485,8 @@ class FirstSizes:
 
     @contextlib.contextmanager
     def ask(self, inputs: Sequence[Any]) -> Iterator[bool]:
-        """Yield True if torch would compile Dynamo's current graph with dynamic shapes for these inputs.
+        """Context that yields True if torch would compile Dynamo's current graph with dynamic shapes for
+        these inputs.
 
         Inside the context, AOTAutograd uses the layout of gradients for that case.
         """

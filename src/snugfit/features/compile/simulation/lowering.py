@@ -1,4 +1,4 @@
-"""Lower a graph of tensors on `meta` with Inductor for the policy's device, without that device.
+"""Lowering of a graph by Inductor for a GPU that is not in this machine.
 
 Dynamo and AOTAutograd trace and partition on `meta` as on other devices. Later stages read the device of the
 graph's tensors. Patterns and constants ignore `meta`, and fusion needs the real device. So each tensor of the
@@ -80,8 +80,7 @@ def lower(
 
 
 def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
-    """Compute the metadata of the graph's tensors again from its inputs, as Inductor does before it lowers
-    one.
+    """Recompute the metadata of the graph's tensors from its inputs, as Inductor does before the lowering.
 
     Inputs of a backward program have the strides of its forward program's outputs. Those of a convolution are
     channels last, although the graph was traced otherwise. Gradients of a fused attention that replaced an
@@ -106,7 +105,7 @@ def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
 
 
 def computed_again(graph: Any) -> Counter[int]:
-    """Return the forward contractions in this graph of a backward pass, counted by FLOPs."""
+    """Return the contractions that this backward graph recomputes from the forward pass, counted by FLOPs."""
     import torch
 
     from snugfit.rehearsal.record.kernels import CONTRACTIONS, flops_of, group_of
@@ -153,7 +152,7 @@ def _device(value: Any, device: torch.device) -> Any:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """Return the same fake tensor on this device. It has the same storage, which passes compare."""
+    """Return a fake tensor's copy on this device. It has the same storage, which passes compare."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -167,31 +166,29 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def _init_patterns() -> None:
-    """Let Inductor trace its patterns, which it does once, on the current device. Here it must be the CPU."""
+    """Trace Inductor's patterns, which happens once, while the current device is the CPU."""
     from torch._inductor.fx_passes import post_grad
 
     post_grad.lazy_init()
 
 
 REGISTERS = 65_536
-"""Registers of a multiprocessor, on every GPU since Kepler.
-
-The source is the CUDA C++ Programming Guide, table of technical specifications.
-"""
+"""Number of registers of a multiprocessor, on every GPU since Kepler. The source is the CUDA C++ Programming
+Guide, table of technical specifications."""
 
 WARP = 32
-"""Threads of a warp."""
+"""Number of threads of a warp."""
 
 TOOLKIT = "13.0"
-"""Version of CUDA that Inductor reads; it only tests for its existence."""
+"""Version of CUDA that Inductor reads; it only checks that there is one."""
 
 SHARED = 49_152
-"""Bytes of shared memory that a block may use by default."""
+"""Bytes of shared memory that a thread block may use by default."""
 
 
 @contextlib.contextmanager
 def describe_gpu(policy: CudaPolicy) -> Iterator[None]:
-    """Describe this GPU to Inductor on a machine without it.
+    """Context in which Inductor sees this GPU on a machine without it.
 
     Inductor chooses fusion, the split of reductions and library kernels by the device. It reads torch's
     device interfaces, `torch.cuda` and Triton's driver, which are patched during a lowering. Nothing is
@@ -246,7 +243,7 @@ def _interface(policy: CudaPolicy) -> Any:
     )
 
     class Described(CudaInterface):
-        """torch's interface of a machine with this GPU."""
+        """torch's device interface of a machine with this GPU."""
 
         Worker: Any = SimpleNamespace(  # read by processes that compile
             set_device=lambda device: None,
@@ -272,7 +269,7 @@ def _interface(policy: CudaPolicy) -> Any:
 
 
 class _Driver:
-    """Triton's driver, with the methods that code generation uses."""
+    """A replacement for Triton's driver, with the methods that code generation uses."""
 
     def __init__(self, policy: CudaPolicy) -> None:
         self._capability = policy.capability[0] * 10 + policy.capability[1]
@@ -284,7 +281,7 @@ class _Driver:
         return GPUTarget("cuda", self._capability, WARP)
 
     def get_current_device(self) -> int:
-        """Return the index of the only device."""
+        """Return 0, the index of the only device."""
         return 0
 
     def get_current_stream(self, device: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Run a program of Inductor on shapes: it creates, passes on and frees the real buffers in order.
+"""Execution of Inductor's Python program on `meta`: it allocates and frees the same buffers as on a GPU.
 
 Only the program itself is used of the generated text. Its kernels are replaced by functions that record their
 launches. The rest (allocations, views, torch's products and attention) runs on `meta` under the recorder.
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     import torch
 
 Run = Callable[[list[Any]], Any]
-"""A program, which empties the list of its inputs."""
+"""The type of a compiled program: a function of a list of inputs, which it empties."""
 
 Launch = Callable[[str, Sequence[Any], Sequence[Any], str], None]
-"""A function that records a kernel: name, tensors that it reads, tensors that it writes, layout."""
+"""The type of a function that records a kernel: name, tensors that it reads, tensors that it writes,
+layout."""
 
 Choose = Callable[[str, Sequence[Any]], None]
-"""A function that is called before each launch of a kernel with several configurations.
-
-Its arguments are the kernel's source and the tensors that it changes. The first launch of a process
-benchmarks the configurations.
-"""
+"""The type of a function that is called before each launch of a kernel with several configurations. Its
+arguments are the kernel's source and the tensors that it changes. The first launch of a process benchmarks
+the configurations."""
 
 _SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
 _PARAMETER = re.compile(r"'(\w+)': '(\*?)")
@@ -39,7 +38,7 @@ _LAYOUTS = (
     (re.compile(r"@triton_heuristics\.\w*reduction\("), REDUCTION),
     (re.compile(r"@triton_heuristics\.pointwise\("), POINTWISE),
 )
-"""Patterns in a kernel's source, each with a layout; the first match decides."""
+"""Patterns in a kernel's source, each with the layout that it means; the first match decides."""
 
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash_attention_for_cpu|cudnn|flash|efficient)")
@@ -53,7 +52,7 @@ def attention_in(text: str) -> tuple[str, ...]:
 
 
 def as_boxed(run: Run) -> Run:
-    """Mark the program for AOTAutograd as one that empties its list of inputs."""
+    """Return the program marked for AOTAutograd as one that empties its list of inputs."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -158,7 +157,8 @@ def settings_of(source: str) -> int:
 
 
 _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_tensor_metadata", "assert_alignment")
-"""Checks of a program on its inputs and on operators' outputs; the second and third since torch 2.14."""
+"""Names of checks of a program on its inputs and on operators' outputs; the second and third since torch
+2.14."""
 
 
 def _namespace() -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _namespace() -> dict[str, Any]:
 
 
 class _Library:
-    """Kernels of libraries, by torch's operators of the same names."""
+    """Replacement for Inductor's library kernels, by torch's operators of the same names."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -205,7 +205,7 @@ class _Library:
 
 
 class _Torch:
-    """The module torch on a machine with the GPU."""
+    """Replacement for the module torch, as on a machine with the GPU."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -214,7 +214,7 @@ class _Torch:
 
 
 class _Operators:
-    """torch's operators, with those that save the random state for a recomputation."""
+    """Replacement for torch's operators, with those that save the random state for a recomputation."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -223,7 +223,7 @@ class _Operators:
 
 
 class _WithRandomState:
-    """Operators with a random state on the host, for any device."""
+    """Replacement for operators that save the random state: the state is on the host, for any device."""
 
     @staticmethod
     def run_and_save_rng_state(operator: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -235,12 +235,12 @@ class _WithRandomState:
 
     @staticmethod
     def run_with_rng_state(state: Any, operator: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Return the operator's output again."""
+        """Return the operator's output, computed again from a random state."""
         return operator(*arguments, **keywords)
 
 
 class _Cuda:
-    """The functions of `torch.cuda` that a program uses."""
+    """Replacement for the functions of `torch.cuda` that a program uses."""
 
     @staticmethod
     def set_device(index: int) -> None:

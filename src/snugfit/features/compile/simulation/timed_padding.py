@@ -1,4 +1,4 @@
-"""Simulate the memory of Inductor's padding benchmarks (`fx_passes/pad_mm.py`).
+"""The simulated memory of Inductor's padding benchmarks (`fx_passes/pad_mm.py`).
 
 For a product with sizes that are no multiple of 16 bytes, Inductor creates operands on the GPU. It runs the
 product with and without padding, once and then repeatedly. All of this is freed after the benchmark. But the
@@ -31,7 +31,7 @@ class Operand(NamedTuple):
 
 
 class PaddedProduct(NamedTuple):
-    """A product to benchmark."""
+    """A matrix product that Inductor benchmarks with and without padding."""
 
     key: str
     """Key of Inductor's decision in its cache."""
@@ -46,7 +46,7 @@ class PaddedProduct(NamedTuple):
 def product_of(
     match: Any, first: torch.Tensor, second: torch.Tensor, operator: Any, added: Any
 ) -> PaddedProduct:
-    """Return the product of a pass's match."""
+    """Return the product that a graph pass has matched, for a benchmark."""
     from torch._inductor.fx_passes import pad_mm
 
     def describe(tensor: torch.Tensor, name: str = "") -> Operand:
@@ -81,7 +81,7 @@ def time_padding(policy: Policy, products: Iterable[PaddedProduct], timed: set[s
 
 
 def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
-    """Run the steps of `_should_pad` in its order: operands, padded ones, and both products."""
+    """Allocate and free as `_should_pad` does, in its order: operands, padded ones, and both products."""
     first, second = _make(product.first), _make(product.second)
     added = None if product.added is None or not as_it_is else _make(product.added)
     rows, inner, columns = _padding(first, second)
@@ -152,7 +152,7 @@ def _pad(matrix: torch.Tensor, below: int, beside: int) -> torch.Tensor:
 
 
 def _pad_sum(added: torch.Tensor, below: int, beside: int) -> torch.Tensor:
-    """Return the padded added tensor; one dimension is a row (`pad_dim` of `pad_addmm`)."""
+    """Return an added tensor after padding; one dimension is a row (`pad_dim` of `pad_addmm`)."""
     import torch
 
     widths = {added.dim() - 1: beside, added.dim() - 2: below}

@@ -1,1 +1,2 @@
-"""Code for several processes besides the wish's handler: axes of their mesh."""
+"""Code that applies the fields `parallel` and `sharding` to a model: DDP, FSDP2, stages, cut matrices and
+sequences."""

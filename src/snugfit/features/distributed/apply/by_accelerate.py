@@ -29,18 +29,17 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-"""Prefixes of the variables by which `accelerate launch` configures its processes."""
+"""Prefixes of the environment variables by which `accelerate launch` configures its processes."""
 
 LIBRARIES = {"accelerate": "accelerate", "trainer": "the Trainer"}
-"""Loops with accelerate's processes, each with its library's name."""
+"""Loops whose processes accelerate sets up, each with the name of its library."""
 
 TRY = "Leave --loop out, or try ddp or fsdp"
 
 
 def why_refused(wish: ParallelWish, front_end: str) -> str:
-    """Return the settings that accelerate and the Trainer do not have, with an alternative; empty if they
-    have all.
-    """
+    """Return an error that names settings which accelerate and the Trainer do not have, with an alternative;
+    empty if none."""
     if (library := LIBRARIES.get(front_end)) is None:
         return ""
     # A wish with other fields than these cannot be expressed by the libraries.
@@ -63,9 +62,10 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
         "TrainingArguments have no word for gradients in buckets. Try ddp without bucket_views": (
             wish.bucket_views and front_end == "trainer"
         ),
-        f"{library} keeps what is in no layer until it was used. Try reshard=layers or reshard=none": (
-            wish.weights == "sharded" and wish.reshard == "all"
-        ),
+        (
+            f"{library} keeps weights outside of layers gathered until their use. Try reshard=layers or "
+            "reshard=none"
+        ): (wish.weights == "sharded" and wish.reshard == "all"),
         f"shards on the host are simulated by snugfit's own loop alone. {TRY} without offload": wish.on_host,
     }
     return next((why for why, is_so in whys.items() if is_so), "")
@@ -81,7 +81,8 @@ def told_to_accelerate(setup: Setup) -> Setup:
 
 @contextlib.contextmanager
 def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
-    """Make accelerate treat this process as one of several on GPUs, in torch's existing process group.
+    """Context in which accelerate treats this process as one of several on GPUs, in torch's existing process
+    group.
 
     Variables of a launcher are ignored. On `meta` a mesh of ranks must exist from the beginning, so
     accelerate's device is `meta` then and not CUDA.
@@ -105,7 +106,7 @@ def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
 
 
 def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
-    """Return arguments of `Accelerator`. One row of processes needs no `ParallelismConfig`."""
+    """Return arguments of `Accelerator` for these processes. One axis needs no `ParallelismConfig`."""
     if wish.weights == "copied":
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -122,7 +123,7 @@ def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
 
 
 def training_arguments(wish: ParallelWish) -> dict[str, Any]:
-    """Return the wish as `TrainingArguments`."""
+    """Return the `TrainingArguments` that distribute the model in this way."""
     # Without arguments, the Trainer of one of several processes takes DDP.
     if wish.weights == "copied":
         return {}

@@ -56,7 +56,7 @@ LIVE = (
 
 
 class ParallelHandler(Handler):
-    """This process's part of the training."""
+    """Handler of the field `parallel`: it makes this process one rank of the training."""
 
     wish, slot, stage = PARALLEL.name, Slot.SHARDING, InstallStage.DISTRIBUTE
     refused: ClassVar = {
@@ -65,7 +65,7 @@ class ParallelHandler(Handler):
     }
 
     def why_refused(self, value: ParallelWish, front_end: str) -> str:
-        """Return the settings that accelerate and the Trainer do not have."""
+        """Return an error that names settings which accelerate and the Trainer do not have; empty if none."""
         return by_accelerate.why_refused(value, front_end)
 
     def import_code(self, value: ParallelWish) -> None:
@@ -76,18 +76,19 @@ class ParallelHandler(Handler):
         import torch.nn.parallel  # noqa: F401
 
     def model_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
-        """Register the attention of cut sequences, which the model's constructor looks up by its name."""
+        """Register ring attention by its name, under which the model's constructor looks it up; return no
+        arguments."""
         if value is not None and value.context > 1:
             ring_attention.register()
         return {}
 
     def replace_model(self, value: ParallelWish, model: Any) -> Any:
-        """Return the model with the layers of this process's stages."""
+        """Return the model without the layers of other pipeline stages."""
         return keep_stage(value, model) if value.stages > 1 else model
 
     def built_on(self, value: ParallelWish, job: Job) -> str:
-        """Return the place where the model is built. With `stays`, each process takes its part of a layer's
-        weights from the host."""
+        """Return the device on which the model is built. With `stays`, each process copies its part of a
+        layer's weights from the host."""
         builds_there = job.build_on == "host" and value.tensor == value.stages == 1
         if value.weights == "sharded" and (value.on_host or builds_there):
             return STAYS
@@ -97,7 +98,8 @@ class ParallelHandler(Handler):
     def make_optimizer(
         self, value: ParallelWish, wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
     ) -> torch.optim.Optimizer | None:
-        """Return the optimizer of parts, or one whose states are sharded."""
+        """Return the optimizer of this process's pipeline stages, or one with sharded states; None for the
+        usual one."""
         groups = optimizer_groups(groups)
         if value.states == "sharded":
             return sharded_optimizer(wish, groups, **numbers)
@@ -110,7 +112,7 @@ class ParallelHandler(Handler):
         runs: Any,
         around: Callable[[], AbstractContextManager[Any]],
     ) -> StepPasses | None:
-        """Return the passes of this process's stages."""
+        """Return the forward and backward passes of this process's pipeline stages; None without stages."""
         if value.stages == 1:
             return None
         from snugfit.features.distributed.apply.pipeline import StagePasses
@@ -118,7 +120,7 @@ class ParallelHandler(Handler):
         return StagePasses(value, runs, model, around)
 
     def refuse_training(self, value: ParallelWish, recipe: Recipe) -> None:
-        """Refuse optimizers of stages whose states no checkpoint has."""
+        """Raise `UsageError` for optimizers of pipeline stages whose states no checkpoint can hold."""
         if value.stages == 1 or recipe.setup().optimizer_path in KNOW_SHARDS:
             return
         raise UsageError(
@@ -156,7 +158,8 @@ class ParallelHandler(Handler):
     def around_pass(
         self, value: ParallelWish, model: Any, batch: dict[str, Any], *, is_last: bool
     ) -> Context | None:
-        """Exchange gradients after the last micro-batch alone, and cut sequences."""
+        """Return a context of one micro-batch: gradients are exchanged after the last only, and sequences are
+        cut."""
         contexts: list[Context] = []
         if value.weights == "sharded" or (value.copies and value.tensor > 1):
             contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
@@ -170,7 +173,7 @@ class ParallelHandler(Handler):
         return functools.partial(_within, contexts) if contexts else None
 
     def around_evaluation(self, value: ParallelWish, model: Any, batch: dict[str, Any]) -> Context | None:
-        """Cut sequences also without a backward pass."""
+        """Return a context in which sequences are cut over ranks; None if they are not."""
         if value.context == 1:
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
@@ -180,11 +183,11 @@ class ParallelHandler(Handler):
         return by_accelerate.told_to_accelerate(setup)
 
     def around_accelerate(self, value: ParallelWish, device: torch.device) -> Context | None:
-        """Make accelerate treat this process as one of several."""
+        """Return the context in which accelerate treats this process as one of several."""
         return functools.partial(by_accelerate.one_of_several, device, value)
 
     def build_for_accelerate(self, value: ParallelWish, setup: Setup, build: Callable[..., Any]) -> Any:
-        """Return a model to be sharded, which stays on the host: accelerate moves its parts."""
+        """Return a model on the host; accelerate moves each process's shards to its GPU."""
         if value.weights != "sharded":
             return None
         model = build(stays=True)
@@ -198,24 +201,23 @@ class ParallelHandler(Handler):
             by_accelerate.name_layers(accelerator, model)
 
     def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
-        """Return accelerate's own arguments for it."""
+        """Return the arguments of `Accelerator` for several processes."""
         return by_accelerate.accelerator_arguments(value) if value is not None else {}
 
     def training_arguments(
         self, value: ParallelWish | None, job: Job, device: torch.device
     ) -> dict[str, Any]:
-        """Return the Trainer's arguments for it."""
+        """Return the `TrainingArguments` for several processes."""
         return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish, model: Any, step: int) -> None:
-        """Release DDP's first buckets in NCCL, once."""
+        """Release the memory of DDP's first buckets in NCCL, once."""
         if value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
     def after_evaluation(self, value: ParallelWish, model: Any) -> None:
-        """Drop the gathered weights that FSDP2 keeps for a backward pass. Until then they replace the trained
-        parts as the model's parameters.
-        """
+        """Drop the gathered weights that FSDP2 keeps for a backward pass. Until then they replace the shards
+        as the model's parameters."""
         if value.weights != "alone":
             from torch.distributed.fsdp import FSDPModule
 
@@ -225,7 +227,7 @@ class ParallelHandler(Handler):
                     module.reshard()
 
     def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the script's fields that shard the model."""
+        """Return the values of a script's template that distribute the model."""
         return {} if value is None else parallel_fields(value, context)
 
 
@@ -259,7 +261,7 @@ def _release_first_buckets(model: Any) -> None:
 
 
 _SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
-"""Ranks that share each sequence, by the model and by its wrapper."""
+"""Meshes of the ranks that share each sequence, by model and by its wrapper."""
 
 
 @contextlib.contextmanager
@@ -354,16 +356,17 @@ def give_back_whole_weights(device: str) -> None:
 
 
 ACCELERATE_S_FSDP = (
-    "accelerate's FSDP2 makes the embedding a group of its own, and the last norm with the head another one, "
-    "which stays gathered after the forward pass. Under bf16 it trains weights in float32, sums gradients in "
-    "bf16 and casts what the model gives to bf16, where snugfit's own loop sums in float32 and casts no "
-    "output. So its bytes and losses are those of --loop accelerate or trainer, not of the plain loop"
+    "accelerate's FSDP2 makes the embedding a group of its own, and the last norm with the head "
+    "another one, which stays gathered after the forward pass. Under bf16 it trains weights in "
+    "float32, sums gradients in bf16 and casts the model's output to bf16. snugfit's own loop sums in "
+    "float32 and casts no output. So its bytes and losses are those of --loop accelerate or trainer, "
+    "not of the plain loop"
 )
 """`accelerate.utils.fsdp_utils.fsdp2_prepare_model` and the plugin's `set_mixed_precision` of 1.15."""
 
 
 def _imports(wish: ParallelWish) -> tuple[str, ...]:
-    """Return the imports that shard a model in a script of torch's."""
+    """Return the import lines of a torch script that distributes the model."""
     if wish.weights == "copied":
         return ("from torch.nn.parallel import DistributedDataParallel",)
     names = (*(("CPUOffloadPolicy",) if wish.on_host else ()), "MixedPrecisionPolicy", "fully_shard")
@@ -374,12 +377,14 @@ def _imports(wish: ParallelWish) -> tuple[str, ...]:
 
 
 def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any]:
-    """Return the values of a template. Raises `RecipeError` for a setting that its script does not
-    support.
-    """
+    """Return the values of a script's template. Raises `RecipeError` for a setting that the script does not
+    support."""
     cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
     if cuts_more:
-        raise context.refusal(cuts_more[0], "scripts for several GPUs share the batch among them alone")
+        raise context.refusal(
+            cuts_more[0],
+            "a script for several GPUs only shares the batch among them (ddp, fsdp, hsdp, zero1)",
+        )
     if why := _why_not(wish, context.target):
         raise context.refusal(Slot.SHARDING, why)
     more: dict[str, Any] = {"mixed": MIXED[wish.dtype]} if wish.dtype else {}
@@ -416,12 +421,13 @@ def _why_not(wish: ParallelWish, target: str) -> str:
     if wish.states == "sharded":
         return "accelerate does not place the states of torch's ZeroRedundancyOptimizer"
     if wish.weights == "sharded" and wish.reshard == "all":
-        return "accelerate keeps what is in no layer gathered until it was used. Try reshard=layers"
+        return "accelerate keeps weights outside of layers gathered until their use. Try reshard=layers"
     return ""
 
 
 def optimizer_groups(groups: Sequence[Any]) -> list[Any]:
-    """Split parameters, or groups of them, into groups that are each sharded over the same ranks."""
+    """Split an optimizer's parameter groups so that all weights of a group are sharded over the same
+    ranks."""
     if not groups or not isinstance(groups[0], dict):
         parts = split(groups, mesh)
         return [{"params": part} for part in parts] if len(parts) > 1 else list(groups)

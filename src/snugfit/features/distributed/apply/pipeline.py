@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from snugfit.step.step import Observer
 
 EACH = ("attention_mask", "position_ids")
-"""Inputs of every stage, in addition to the first's token ids and the last's labels."""
+"""Names of inputs that all stages get, in addition to the first's token ids and the last's labels."""
 
 
 class StagePasses:
@@ -47,11 +47,11 @@ class StagePasses:
 
         self._wish, self._around = wish, around
         self.model = model
-        """This process's part of the model."""
+        """This process's stage of the model."""
         position = position_of(wish, dist.get_rank())
         self._parts = {position: runs} if wish.chunks == 1 else parts_of(wish, model)
         self.group = mesh_of(wish, device_of(model)).get_group("stage")
-        """The processes that have the other stages of the same copy of the model."""
+        """The process group of all stages of one copy of the model."""
         meeting = torch.zeros(1, device=next(model.parameters()).device)
         dist.all_reduce(meeting, group=self.group)  # NCCL wants all of a group before two of them exchange
         self._ends = _group_of_ends(wish, self.group) if is_tied(model) else None
@@ -61,18 +61,18 @@ class StagePasses:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process has the stage that takes token ids."""
+        """Return True if this process has the first stage, which takes token ids."""
         return 0 in self._parts
 
     @property
     def is_last(self) -> bool:
-        """Return whether this process has the stage that computes the loss."""
+        """Return True if this process has the last stage, which computes the loss."""
         return self._wish.all_stages - 1 in self._parts
 
     def accumulate(
         self, loop: Any, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
     ) -> torch.Tensor | None:
-        """Leave a step's gradients in the parameters: all micro-batches at once, in the schedule's order.
+        """Run all micro-batches of a step in the schedule's order, and leave gradients in the parameters.
         Return the loss where this process computes it and the loop keeps losses."""
         count = loop.pieces
         whole = join(pieces, count)
@@ -124,7 +124,7 @@ class StagePasses:
         return losses
 
     def _sum_shared_gradient(self, observer: Observer) -> None:
-        """Add up the gradients of the matrix that the first stage and the last have."""
+        """Sum the gradients of a tied embedding and head, which the first and the last stage share."""
         import torch.distributed as dist
 
         shared = shared_weight(self.model)
@@ -136,12 +136,12 @@ class StagePasses:
         dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=self._ends)
 
     def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
-        """Scale the gradients of all stages so that their norm together is at most this."""
+        """Scale the gradients of all stages so that their total L2 norm is at most `largest`."""
         trained = [weight for weight in weights if weight.grad is not None]
         scale(trained, largest, self.norm_of_all(trained))
 
     def norm_of_all(self, trained: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-        """Return the L2 norm of the gradients of all stages, of which this one has these weights'."""
+        """Return the L2 norm of the gradients of all stages; `trained` are this stage's weights."""
         import torch.distributed as dist
 
         elsewhere = shared_weight(self.model) if self.is_last else None  # the first stage counts it
@@ -151,13 +151,12 @@ class StagePasses:
         return square.sqrt()
 
     def in_turn(self) -> StagesInTurn:
-        """Return the whole model for forward passes alone, one stage after the other."""
+        """Return a model for evaluation, whose stages run one after the other."""
         return StagesInTurn(self)
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Return the loss of a batch (B, S) on the device, where this process computes it; 0 in the others.
-        All call it.
-        """
+        All processes call it."""
         import torch
         import torch.distributed as dist
 
@@ -185,14 +184,14 @@ class StagePasses:
         return given
 
     def _rank_of(self, stage: int) -> int:
-        """Return the process of this copy of the model that has a stage."""
+        """Return the rank of the process that has a stage of this copy of the model."""
         import torch.distributed as dist
 
         return dist.get_process_group_ranks(self.group)[stage % self._wish.stages]
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of the tensors between stages."""
+        """Return the dtype of the hidden states that stages exchange."""
         import torch
 
         dtype: torch.dtype = (
@@ -201,7 +200,7 @@ class StagePasses:
         return dtype
 
     def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
-        """Send the losses of this many steps from the last stage to all stages."""
+        """Return the losses of the last `steps` steps in all stages, sent by the last stage."""
         import torch
         import torch.distributed as dist
 
@@ -214,7 +213,7 @@ class StagePasses:
         return [float(value) for value in values]
 
     def _make(self, shape: tuple[int, int], micro_batches: int) -> None:
-        """Make the schedule for batches of this shape (B, S)."""
+        """Create torch's schedule for batches of this shape (B, S) in so many micro-batches."""
         import torch
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
         from torch.utils._python_dispatch import _disable_current_modes
@@ -248,33 +247,32 @@ class StagePasses:
 
 
 class StagesInTurn:
-    """A model with stages that run one after the other, without a backward pass."""
+    """A model in pipeline stages for evaluation: they run one after the other, without a backward pass."""
 
     def __init__(self, passes: StagePasses) -> None:
         self._passes = passes
 
     @property
     def training(self) -> bool:
-        """Return whether the model is in training mode."""
+        """Return True in training mode."""
         return bool(self._passes.model.training)
 
     def train(self, mode: bool = True) -> None:
-        """Put the model into this mode."""
+        """Set training or evaluation mode."""
         self._passes.model.train(mode)
 
     def eval(self) -> None:
-        """Put the model into evaluation mode, without dropout."""
+        """Set evaluation mode, in which dropout is off."""
         self.train(False)
 
     def __call__(self, **batch: Any) -> torch.Tensor:
-        """Return the loss of a batch on the device, where the last stage is; 0 in the others."""
+        """Return the loss of a batch on the device in the last stage, and 0 in the others."""
         return self._passes.forward(batch)
 
 
 def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
-    """Return the processes that have the first and the last stage of the same copy of the model: with two
-    stages all. All processes make the groups of all copies, in one order.
-    """
+    """Return the process group of the first and the last stage of this copy of the model. All processes
+    create the groups of all copies, in one order."""
     import torch.distributed as dist
 
     if wish.stages == 2:
@@ -286,7 +284,7 @@ def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
 
 
 def _times_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Return a micro-batch's part of the loss of the whole batch."""
+    """Return a micro-batch's mean loss times its share of the batch's counted items."""
     return loss * share.item()
 
 
@@ -321,12 +319,13 @@ def _stage_class() -> type[PipelineStage]:
             return out
 
         def backward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """Run a backward pass of one micro-batch, or its part for the gradient of the stage's inputs."""
+            """Run the backward pass of one micro-batch, whole or only for the gradient of the stage's
+            inputs."""
             self.observer.phase("backward")
             return super().backward_one_chunk(*given, **more)
 
         def backward_weight_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """Run the part of a backward pass for the gradients of weights."""
+            """Run the part of a backward pass that computes the gradients of weights."""
             self.observer.phase("backward")
             return super().backward_weight_one_chunk(*given, **more)
 

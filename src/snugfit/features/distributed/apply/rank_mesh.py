@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def device_of(model: torch.nn.Module) -> str:
-    """Return the kind of device that this process computes on, while the model may wait on the host."""
+    """Return the kind of device that this process computes on, even while the model is on the host."""
     import torch.distributed as dist
 
     kind = next(model.parameters()).device.type
@@ -44,8 +44,9 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
 
 
 def with_contexts(wish: ParallelWish) -> ParallelWish:
-    """Return the wish with its data axis extended over the ranks of each sequence. They hold the same weights
-    and have gradients of their own. So one copy is sharded over that many times more ranks.
+    """Return `wish` with its data axis multiplied by the ranks of each sequence.
+
+    Those ranks have the same weights and different gradients, so weights are sharded over them too.
     """
     return replace(wish, context=1, shards=wish.shards * wish.context)
 

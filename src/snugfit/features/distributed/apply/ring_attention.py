@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 HALVES = ("torch.float16", "torch.bfloat16")
 
 NOT_IN_A_RING = ("sliding_window", "position_bias", "softcap", "s_aux")
-"""Further arguments that models pass to transformers' attention if theirs differs."""
+"""Names of attention arguments that ring attention does not support."""
 
 SEQUENCE = 2
-"""The dimension of a query, (B, H, S, D), along which it is cut."""
+"""Dimension of a query (B, H, S, D) that is cut over ranks."""
 
 
 def register() -> None:
@@ -57,9 +57,8 @@ def register() -> None:
 
 @contextlib.contextmanager
 def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[None]:
-    """Replace a batch on the device by this rank's part, and run attention around the ranks of the mesh.
-    Afterwards the batch is unchanged.
-    """
+    """Context in which a batch on the device is this rank's part, and attention goes around the ranks of the
+    mesh."""
     import torch
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -83,7 +82,7 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
 
 
 def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the model's inputs before they are cut: new tensors, since torch cuts them in place."""
+    """Return copies of the model's inputs before they are cut, since torch cuts them in place."""
     import torch
 
     ids = batch["input_ids"].clone()
@@ -103,8 +102,8 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
     """Raise `RecipeError` for a batch that cannot be cut."""
     if (mask := batch.get("attention_mask")) is not None and not bool(mask.all()):
         raise RecipeError(
-            f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does not "
-            "know. Fill them to one length (pack: true)."
+            f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does "
+            "not support. Fill them to one length (pack: true)."
         )
     length = batch["input_ids"].size(1)
     # Two pieces a rank balance the work of a causal mask.
@@ -119,13 +118,13 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
 
 
 class _Passes:
-    """Counter of attention calls within one batch's passes."""
+    """Counter of calls of ring attention within one batch."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def check(self, model: Any) -> None:
-        """Raise `RecipeError` if the model's layers have another attention in addition."""
+        """Raise `RecipeError` if some layers of the model use another attention too."""
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", 1)
         if self.calls < layers:
             raise RecipeError(
@@ -135,7 +134,7 @@ class _Passes:
 
 
 _PASSES: list[_Passes] = []
-"""Those that are on now."""
+"""Counters of the current contexts of `cut_batch`."""
 
 
 def attend(
@@ -163,7 +162,7 @@ def attend(
         asked.append("dropout")
     if asked or not causal:
         raise RecipeError(
-            f"{type(module).__name__}: ring attention is causal and knows nothing else, and this one has "
+            f"{type(module).__name__}: ring attention supports plain causal attention, but this one has "
             f"{' and '.join(asked) or 'no such order'}. Leave the technique that cuts sequences out."
         )
     for passes in _PASSES:
@@ -179,7 +178,7 @@ def attend(
 
 
 def _dtype_of(query: torch.Tensor) -> str:
-    """Return the dtype of attention: autocast casts the 32-bit results of rotary embeddings."""
+    """Return the dtype of attention: autocast's where it is on, or that of the query."""
     import torch
 
     device = query.device.type

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import OptimizerWish
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
-"""Module of its class. Importing it costs time, and a process with such an optimizer has imported it."""
+"""Module of torch's class. Its name is compared, because importing it takes time."""
 
 
 def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """Return the optimizer with states sharded over the processes; the recipe's numbers override these."""
+    """Return an optimizer of torch with states sharded over the processes; `numbers` (learning rate and
+    others) override the recipe's."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kind: Any = wish.factory.resolve()
@@ -27,7 +28,7 @@ def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch
 
 
 def spreads_states(optimizer: Any) -> bool:
-    """Return whether other processes have the states of some of its weights."""
+    """Return True if other processes have the states of some of this optimizer's weights."""
     return any(kind.__module__ == _MODULE for kind in type(optimizer).__mro__)
 
 

@@ -40,20 +40,19 @@ if TYPE_CHECKING:
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 PARTS = (EMBEDDING, "layers", "norm")
-"""Names of a decoder's parts in transformers that are cut apart; Llama's names, which most have."""
+"""Names of the parts of a decoder that stages divide, in transformers' Llama and most others."""
 
 _TIED = "shares_its_embedding"
 
 
 @functools.cache
 def _elsewhere() -> Any:
-    """Return the class that replaces a part of another stage."""
+    """Return the class of modules that replace a layer of another stage."""
     from torch import nn
 
     class Elsewhere(nn.Module):
-        """Module that returns its input. A `weight` is one that the part would share with another, which this
-        stage has.
-        """
+        """Module that returns its input. Its `weight`, if any, is shared with a part of this stage (a tied
+        head)."""
 
         def __init__(self, weight: Any = None) -> None:
             super().__init__()
@@ -62,35 +61,35 @@ def _elsewhere() -> Any:
                 self.weight = weight
 
         def forward(self, hidden_states: Any, *arguments: Any, **keywords: Any) -> Any:
-            """Return the previous stages' results."""
+            """Return the hidden states unchanged."""
             return hidden_states
 
     return Elsewhere
 
 
 def is_elsewhere(module: Any) -> bool:
-    """Return whether this module replaces a layer of another stage."""
+    """Return True if this module replaces a layer of another stage."""
     return bool(getattr(module, ELSEWHERE, False))
 
 
 def is_stage(model: Any) -> bool:
-    """Return whether other processes have other layers of this model."""
+    """Return True if the model has only some of the layers, and other processes have the rest."""
     return any(map(is_elsewhere, model.modules()))
 
 
 def position_of(wish: ParallelWish, rank: int) -> int:
-    """Return the position, from 0, of a rank among those of the same copy of the model."""
+    """Return the position of a rank, from 0, among the pipeline ranks of its copy of the model."""
     # Stages are the mesh's first axis.
     return rank // (wish.ranks // wish.stages)
 
 
 def stages_at(position: int, wish: ParallelWish) -> range:
-    """Return the stages of the process at this position."""
+    """Return the numbers of the stages that the process at this position has."""
     return range(position, wish.all_stages, wish.stages)
 
 
 def layers_at(position: int, wish: ParallelWish, layers: int) -> list[int]:
-    """Return the layers of the process at this position, of `layers` in all."""
+    """Return the numbers of the layers, of `layers` in all, that the process at this position has."""
     return [one for stage in stages_at(position, wish) for one in layers_of(stage, wish.all_stages, layers)]
 
 
@@ -131,9 +130,8 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
 
 
 def parts_of(wish: ParallelWish, model: Any) -> dict[int, Any]:
-    """Return each of several stages that this process has of a model, by number. A wrapped stage is returned
-    as its wrapper.
-    """
+    """Return the parts of the model by stage number, for a process with several stages. A wrapped stage is
+    returned as its wrapper."""
     import torch.distributed as dist
 
     if model not in _PARTS_OF:
@@ -146,7 +144,7 @@ _PARTS_OF: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
 
 def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
-    """Return one of several stages of a model: the same modules in another one of its class."""
+    """Return one stage of a model with several: a shallow copy that shares its modules."""
     from torch import nn
 
     whole = _decoder_of(model)
@@ -168,7 +166,7 @@ def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
 
 
 def _shallow_copy(module: Any) -> Any:
-    """Return a module with the same parts, each of which may be replaced."""
+    """Return a copy of a module that shares its submodules, each of which may be replaced."""
     same = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict):  # of its parts, and of hooks
@@ -177,21 +175,19 @@ def _shallow_copy(module: Any) -> Any:
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether embedding and head of this model are one matrix, in the first stage and the last one."""
+    """Return True if the embedding in the first stage and the head in the last one are one matrix."""
     return bool(getattr(model, _TIED))
 
 
 def shared_weight(model: Any) -> torch.nn.Parameter | None:
-    """Return the matrix of this stage that another one has too; None where there is none, as in a whole
-    model.
-    """
+    """Return the matrix of a tied embedding and head, if another stage has it too; else None."""
     copies = (getattr(module, "weight", None) for module in model.modules() if is_elsewhere(module))
     return next((weight for weight in copies if weight is not None), None)
 
 
 class _Stage:
-    """The forward pass of a stage, in the place of the model's. It is no module: a module would be one of the
-    model's own parts."""
+    """Replacement of a model's forward pass by that of one stage. It is no module, so it adds no part to the
+    model."""
 
     def __init__(self, model: Any, decoder: Any, *, is_first: bool, is_last: bool) -> None:
         self._decoder, self._is_first, self._is_last = decoder, is_first, is_last
@@ -201,7 +197,8 @@ class _Stage:
             decoder.layers[0].register_forward_pre_hook(self._check_given, with_kwargs=True)
 
     def __call__(self, given: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Compute the next stage's input, or the loss, from token ids or the previous stage's results."""
+        """Return hidden states for the next stage, or the loss, from token ids or the previous stage's hidden
+        states."""
         inputs["input_ids" if self._is_first else "inputs_embeds"] = self._given = given
         if self._is_last:
             return loss_of(self._whole(**inputs))
@@ -249,7 +246,7 @@ def _decoder_of(model: Any) -> Any:
 
 
 def _one_tensor(layer: Any, given: Any, out: Any) -> None:
-    """Raise `RecipeError` for a layer that returns more than one tensor."""
+    """Raise `RecipeError` for a layer that returns more than one tensor: a forward hook."""
     import torch
 
     if not isinstance(out, torch.Tensor):

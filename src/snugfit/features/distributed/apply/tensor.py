@@ -37,9 +37,8 @@ HEADS = 2
 
 
 def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) -> None:
-    """Keep this rank's part of each matrix in the model, and with `experts` some of them, whole. `mesh` has
-    the ranks that share one copy of it.
-    """
+    """Replace each planned matrix of the model by this rank's part; with `experts`, keep only some experts,
+    whole. `mesh` has the ranks that share one copy of the model."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     tied = _tied(model)
@@ -53,7 +52,7 @@ def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) 
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, str]:
-    """Return the cut of each module by name, in transformers' words, without experts."""
+    """Return how each module is cut, by name and in the words of transformers' plan, without experts."""
     rules: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     of_experts: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
     names = {name: module for name, module in model.named_modules() if name and not is_elsewhere(module)}
@@ -81,9 +80,8 @@ def spread_experts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _spread_as_before(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Keep this rank's experts with the styles of transformers 5.17, which has them among those of tensor
-    parallelism.
-    """
+    """Keep this rank's experts by the styles of transformers 5.17, which lists them among those of tensor
+    parallelism."""
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     weights, modules = dict(model.named_parameters()), dict(model.named_modules())
@@ -97,7 +95,7 @@ def _spread_as_before(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[st
 
 
 def _expand(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Replace each rule of a plan by the names that match it."""
+    """Return the plan with each pattern replaced by the module names that match it."""
     return {
         name: word
         for rule, word in rules.items()
@@ -128,9 +126,7 @@ def _style(word: str) -> ParallelStyle | None:
 
 
 def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Return modules that share another module's weight, each with that module, also if it is in another
-    stage.
-    """
+    """Return pairs of modules that share one weight, also if one of the two is in another stage."""
     first: dict[int, Any] = {}
     tied = []
     # Modules of other stages come last, so that they refer to a real one.
@@ -142,7 +138,10 @@ def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def sum_parts_of_gradients(model: torch.nn.Module) -> None:
-    """Sum gradients of which each rank has computed a part, though all hold the weight: norms of heads."""
+    """Register sums of gradients over ranks for weights that all ranks hold, such as norms of heads.
+
+    Each rank has computed only a part of such a gradient.
+    """
     from torch.distributed.tensor import DTensor
 
     for weight in model.parameters():

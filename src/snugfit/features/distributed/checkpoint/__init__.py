@@ -1,1 +1,1 @@
-"""Checkpoints of a model whose parts several processes have."""
+"""Checkpoints of a model that is distributed over several processes."""

@@ -1,4 +1,5 @@
-"""Joining of states that are spread over processes, for the parts of a checkpoint without shards."""
+"""Joining of optimizer states and weights from all processes, for the parts of a checkpoint without
+shards."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _gather(own: Any, state: TrainState) -> list[Any]:
-    """Return the states of each process by rank in the first process, and an empty list in the others.
+    """Return the list of all processes' states by rank in the first process, and an empty list in the others.
 
     Tensors are sent from the host: otherwise unpickling would allocate them on their original GPU.
     """
@@ -52,7 +53,7 @@ def state_of_all_stages(own: Mapping[str, Any], names: Sequence[str], state: Tra
 
 
 def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
-    """Join the optimizer states of several stages, group by group, in the order of the layers."""
+    """Return the joined optimizer state of several stages, group by group, in the order of the layers."""
     first = stages[0][0]
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}
@@ -76,7 +77,7 @@ def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> d
 
 
 def _layers_of(names: Sequence[str]) -> list[float]:
-    """Return the layer of each weight of a stage, given the names in order.
+    """Return the layer number of each named weight of a stage, given the names in order.
 
     Weights before or after the layers get minus or plus infinity.
     """

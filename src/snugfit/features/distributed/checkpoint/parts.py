@@ -1,4 +1,4 @@
-"""The parts of a run's state that a process of several has (`StateParts`)."""
+"""Implementation of `StateParts`: saving and loading of the state that one of several processes has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SpreadState(StateParts):
-    """Parts of weights, layers or optimizer states, in shards."""
+    """State of one of several processes: parts of weights, layers or optimizer states, saved in shards."""
 
     is_spread = staticmethod(shards.is_sharded)
     lacks_layers = staticmethod(is_stage)
@@ -33,16 +33,17 @@ class SpreadState(StateParts):
     def own_states(
         self, model: torch.nn.Module, saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
     ) -> tuple[Sequence[str], Mapping[str, Any]]:
-        """Return the states of this stage's weights."""
+        """Return the names and the optimizer states of this stage's weights."""
         return own_part(saved, optimized, names) if is_stage(model) else (optimized, saved)
 
     def tensor_bytes(self, state: Any) -> list[int] | None:
-        """Return the bytes of an engine's weights and states that this process writes."""
+        """Return the bytes of each tensor that this process writes for DeepSpeed's engine; None without an
+        engine."""
         is_own = is_of_engine(state.optimizer)
         return part_bytes(state.model, state.ranks.rank, state.ranks.size) if is_own else None
 
     def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Any) -> None:
-        """Load weights from shards, whole or in other parts, and the model's state."""
+        """Load weights from shards, whole or in parts, and the rest of the model's state."""
         shards.load_weight_shards(model, folder, ranks)
         load_model_state(model, folder)
 
@@ -53,7 +54,7 @@ class SpreadState(StateParts):
         return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)
 
     def restore(self, state: Any, folder: Path) -> None:
-        """Keep this process's parts of whole states, and load shards."""
+        """Load shards into the run's state, or keep this process's parts of whole states."""
         if shards.is_sharded(state):
             shards.keep_parts(state.optimizer)
         if is_of_engine(state.optimizer):

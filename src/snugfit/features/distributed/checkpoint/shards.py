@@ -67,10 +67,11 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.staging import Staging
 
 SHARDS = "shards"
-"""The folder within a checkpoint."""
+"""Name of the folder of shards within a checkpoint."""
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-"""Prefixes of names in it. The weight's name follows, and for an optimizer's state a slash and its key."""
+"""Prefixes of tensor names in shards. The weight's name follows, and for an optimizer's state a slash and its
+key."""
 
 
 def is_part(tensor: Any) -> bool:
@@ -99,19 +100,19 @@ def has_shards(folder: Path) -> bool:
 
 @dataclass(kw_only=True)
 class ShardedSnapshot:
-    """This process's part of a run between two steps, on the host."""
+    """Snapshot of this process's part of a run between two steps, on the host."""
 
     parts: Mapping[str, torch.Tensor]
     """This process's parts of weights and optimizer states, by their names in the whole."""
 
     state: ModelState
-    """The part of the model's state that all processes have."""
+    """The model's state that is equal in all processes."""
 
     weights: ModelWeights | None
     """The whole model, at the end of a run and in the first process."""
 
     tree: Any
-    """All other state, without its tensors."""
+    """All other state, with its tensors left out."""
 
     tensors: Mapping[str, torch.Tensor]
     """The tensors of `tree`, by their names there."""
@@ -126,7 +127,7 @@ class ShardedSnapshot:
     """A front-end's own files: text by the name of its file."""
 
     processing: Any = None
-    """A tokenizer or processor to save with it, or None."""
+    """Tokenizer or processor to save with it, or None."""
 
     _is_told: bool = False
 
@@ -145,7 +146,7 @@ class ShardedSnapshot:
         from safetensors.torch import save_file
 
         # The other processes write their parts meanwhile.
-        self._tell(folder)
+        self._send_folder(folder)
         self._write_parts(folder)
         if self.weights is not None:
             self.weights.write(folder)
@@ -159,18 +160,18 @@ class ShardedSnapshot:
             self.processing.save_pretrained(folder)
 
     def write_share(self) -> None:
-        """Write this process's parts into the folder of the first process, in the others."""
+        """Write this process's parts into the folder that the first process has created."""
         folder = from_first(None, self.ranks.writing)
         if folder is not None:
             self._write_parts(Path(folder))
 
     def close(self) -> None:
-        """Release the waiting processes if there is no folder, in the first process."""
+        """Release the other processes, which wait for the first one's folder, if it could not be created."""
         # Without an answer, the other processes would wait in `write_share`.
         if not self._is_told:
-            self._tell(None)
+            self._send_folder(None)
 
-    def _tell(self, folder: Path | None) -> None:
+    def _send_folder(self, folder: Path | None) -> None:
         self._is_told = True
         if self.ranks.are_many:
             from_first(None if folder is None else str(folder), self.ranks.writing)
@@ -183,7 +184,7 @@ class ShardedSnapshot:
 def shards_of(
     state: TrainState, staging: Staging, *, random: Sequence[Any], is_last: bool
 ) -> ShardedSnapshot:
-    """Copy this process's part of the run to the host.
+    """Return a snapshot of this process's part of the run, copied to the host.
 
     With `is_last` the first process has the whole model too. All processes call it between two steps, after
     the previous snapshot is written.
@@ -238,7 +239,7 @@ def _parts(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _shared_by_all(state: TrainState) -> ModelState:
-    """Return the model's state without parts, and without tensors that one process owns."""
+    """Return the model's state without shards, and without tensors that only one process writes."""
     model = state.model
     shared = model_state_of(model, set(model.state_dict()))
     is_owned = is_stage(model) or spreads_states(state.optimizer) or is_of_engine(state.optimizer)
@@ -298,7 +299,7 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the optimizer's states, with names made of the weight and the state's key."""
+    """Yield the tensors of the optimizer's states by `weight/key` names."""
     names = {id(weight): name for name, weight in state.model.named_parameters()}
     for weight, values in local_optimizer(state.optimizer).state.items():
         for key, value in values.items():
@@ -306,21 +307,21 @@ def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
-    """Return the tree without the values that are written as parts."""
+    """Return a copy of the tree without the values for which `is_kept` is false."""
     if isinstance(tree, dict):
         return {key: _without(is_kept, value) for key, value in tree.items() if not is_kept(value)}
     return tree
 
 
 def _is_of_owner(value: Any) -> bool:
-    """Return True if a weight or a state is written by its owner; single numbers are not."""
+    """Return True for a tensor that its owner writes as a shard; False for a single number."""
     import torch
 
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _on_host(part: Any, staging: Staging) -> torch.Tensor:
-    """Return the same part of the whole, with a copy of its local tensor."""
+    """Return a copy on the host of a tensor, or of this process's part of a `DTensor`."""
     from torch.distributed.tensor import DTensor
 
     if not is_part(part):
@@ -385,7 +386,8 @@ def load_states_of_engine(state: TrainState, folder: Path) -> None:
 
 
 def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
-    """Return the metadata of the shards by name. Raises `SnugfitError` if they are another model's."""
+    """Return the metadata of a checkpoint's shards by name. Raises `SnugfitError` if they are another
+    model's."""
     known = list_of_parts(folder / SHARDS)
     values = dict(_weights(model))
     lost = sorted(values.keys() - known.keys())
@@ -394,7 +396,10 @@ def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
         lost = sorted(name for name in known if name.startswith(_MODEL) and name not in values)
     if lost:
         name = lost[0].removeprefix(_MODEL)
-        raise SnugfitError(f"{folder} has the weights of another model: {name} is in one of them alone.")
+        raise SnugfitError(
+            f"{folder} has the weights of another model: {name} is in one of them alone. Resume with "
+            "the model that wrote it, or start a new run."
+        )
     return known
 
 
@@ -435,7 +440,7 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return an empty tensor for each saved state, by name, and put it into the optimizer's states."""
+    """Return an empty tensor for each saved state, by name, after adding it to the optimizer's states."""
     import torch
 
     weights = dict(state.model.named_parameters())
@@ -455,7 +460,7 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
 
 
 def keep_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Replace whole states by this process's parts, on the device of their weights.
+    """Replace whole optimizer states by this process's parts, on the device of their weights.
 
     Nothing is exchanged, because each process has read the whole states.
     """
@@ -481,7 +486,8 @@ This is large for one read, and small compared to a model that needs an engine.
 
 
 def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-    """Yield this process's weights and states, one after the other, with the names of weight and state.
+    """Yield this process's weights and states, gathered one after the other, with the names of weight and
+    state.
 
     The state's name is empty for the weight itself. All processes must iterate to the end.
     """
@@ -554,7 +560,7 @@ def put_parts(
 
 
 def _batches(known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parts in batches that are read at once."""
+    """Yield the metadata in batches, whose states are read at once."""
     some: dict[str, Any] = {}
     total = 0
     for name, part in known.items():

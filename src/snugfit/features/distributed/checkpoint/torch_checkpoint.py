@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint with ordinary errors, and without code in its files.
+"""Reading and writing by torch.distributed.checkpoint, with ordinary errors and without code in its files.
 
 Its `CheckpointException` has the errors of all processes with their tracebacks, and is no `Exception`. Its
 writer reports a refusal of the system as a `RuntimeError` about positions in a file.
@@ -23,10 +23,10 @@ from snugfit.documents import BadDocument, read_limited
 from snugfit.errors import SnugfitError
 
 LIST_OF_PARTS = ".metadata"
-"""torch's name for the file."""
+"""torch's name for the file that lists the parts."""
 
 LARGEST_LIST = 1 << 29
-"""Largest size of the list in bytes; 60 weights in two processes take 100 KB. A choice."""
+"""Largest accepted size of that file in bytes (chosen); 60 weights in two processes take 100 KB."""
 
 _DESCRIBES_TENSORS = {
     ("torch", "Size"),
@@ -40,11 +40,11 @@ _DESCRIBES_TENSORS = {
         )
     ),
 }  # fmt: skip
-"""Classes in torch's list, by module. Paths and dtypes are allowed too."""
+"""Names of the classes that describe tensors in torch's list, by module. Paths and dtypes are allowed too."""
 
 
 def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bool) -> None:
-    """Write this process's parts into the folder, with all processes of the group."""
+    """Write this process's parts by name into the folder, together with all processes of the group."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -70,17 +70,18 @@ def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bo
 
 
 def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bool) -> None:
-    """Read this process's parts into the tensors, with all processes of the group."""
+    """Fill the tensors with this process's parts from the folder, together with all processes of the
+    group."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     metadata = _read_list(folder)
 
     class ListedReader(FileSystemReader):
-        """A reader that uses the list as it is read here."""
+        """Reader that takes the list of parts from `list_of_parts`."""
 
         def read_metadata(self, *given: Any, **more: Any) -> Any:
-            """Return the list in the form of torch's own method."""
+            """Return the list of parts, in place of torch's own method."""
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
@@ -97,7 +98,7 @@ def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: boo
 def list_of_parts(folder: Path) -> Mapping[str, Any]:
     """Return the metadata of all parts in the folder, by name.
 
-    Raises `SnugfitError` for a list with other things than tensors, or with larger ones than the files.
+    Raises `SnugfitError` for a list with anything but tensors, or with tensors larger than their files.
     """
     listed: Mapping[str, Any] = _read_list(folder).state_dict_metadata
     due = sum(prod(part.size) * part.properties.dtype.itemsize for part in listed.values())
@@ -159,7 +160,7 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file from an offset on, as a file.
+    """File object over a part of another file, from an offset on.
 
     torch's `_ReaderView` seeks from the end in the wrong direction, and `zipfile` begins there.
     """
@@ -177,12 +178,12 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position, with the rules of a file."""
+        """Set the position in the slice, as `io.IOBase.seek` does, and return it."""
         self._at = max(0, at + (0, self._at, self._length)[whence])
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read with the rules of a file, up to the end of the slice."""
+        """Read bytes into the buffer, up to the end of the slice, and return their number."""
         self._file.seek(self._offset + self._at)
         count = int(self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)]))
         self._at += count
@@ -193,7 +194,7 @@ _OUT_OF_A_PICKLE = (
     pickle.UnpicklingError, BadDocument, LookupError, TypeError, ValueError, AttributeError, EOFError,
     RecursionError, MemoryError, OverflowError,
 )  # fmt: skip
-"""Errors of reading an arbitrary pickle."""
+"""Errors that may occur while an arbitrary pickle is read."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -215,7 +216,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Raise one process's error in place of all, and a system error first."""
+    """Context that raises one process's error in place of the errors of all; system errors come first."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
@@ -229,7 +230,8 @@ def _one_error() -> Iterator[None]:
 
 
 def _refusal_behind(fault: BaseException) -> OSError | None:
-    """Return the system error that an error is, or followed."""
+    """Return the system error that is the cause of another error, or that error itself; None if there is
+    none."""
     behind: BaseException | None = fault
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__context__

@@ -1,1 +1,1 @@
-"""The wish for DeepSpeed's engine, and the loops that run it."""
+"""The field `sharding`: DeepSpeed's engine, and the loops that run it."""

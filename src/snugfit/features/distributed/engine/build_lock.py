@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from torch.utils.file_baton import FileBaton
 
 QUIET_SECONDS = 3.0
-"""Seconds without a change in the folder of a dead build. A choice."""
+"""Seconds without a change in the folder after which a build counts as dead (chosen)."""
 
 SECONDS_TO_LINE = 3.0
-"""Seconds after which a wait is explained. A choice."""
+"""Seconds of a wait after which a line explains it (chosen)."""
 
 POLL_SECONDS = 0.5
-"""Seconds between two checks of a lock. A choice."""
+"""Seconds between two checks of a lock (chosen)."""
 
 LOCAL_FILE_SYSTEMS = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay",
 })  # fmt: skip
-"""File systems that no other machine writes to."""
+"""Names of file systems that no other machine writes to."""
 
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The machine's own namespace of processes (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO). Processes of
@@ -47,7 +47,7 @@ MOUNT_POINT, AFTER_OPTIONAL_FIELDS = 4, " - "
 
 
 class Unseen(Exception):
-    """A process or a file that cannot be looked at."""
+    """Error: a process or a file cannot be inspected."""
 
 
 def print_line(text: str) -> None:
@@ -57,15 +57,15 @@ def print_line(text: str) -> None:
 
 @contextlib.contextmanager
 def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[None]:
-    """Make torch wait only for the lock of a live build. `tell` receives a line on a wait and on a
-    removal.
-    """
+    """Context in which torch waits only for the lock of a live build. `tell` receives a line on a wait and on
+    a removal."""
     from torch.utils.file_baton import FileBaton
 
     acquire = FileBaton.try_acquire
 
     def acquire_in_the_end(baton: FileBaton) -> bool:
-        """Build again after each wait: who held the lock may have died, and ninja builds nothing twice."""
+        """Return True to build again after each wait: the lock's holder may have died, and ninja builds
+        nothing twice."""
         wait = LockWait(Path(baton.lock_file_path), tell)
         while not acquire(baton):
             wait.look()
@@ -77,14 +77,15 @@ def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[Non
 
 
 class LockWait:
-    """A wait for one lock file."""
+    """State of a wait for one lock file."""
 
     def __init__(self, lock: Path, tell: Callable[[str], None]) -> None:
         self._lock, self._tell = lock, tell
         self._began, self._text = time.monotonic(), ""
 
     def look(self) -> None:
-        """Remove the lock where it is dead; else explain the wait, once for each reason."""
+        """Remove the lock if its holder is dead; otherwise print the reason of the wait, once for each
+        reason."""
         reason = remove_if_dead(self._lock)
         if reason is None:
             name = self._lock.parent.name
@@ -119,7 +120,7 @@ def remove_if_dead(lock: Path) -> str | None:
 
 @contextlib.contextmanager
 def _only_one_removes(folder: Path) -> Iterator[None]:
-    """Hold this folder's lock inside the context, so that one process at a time removes dead locks."""
+    """Context that holds this folder's own lock, so that one process at a time removes dead locks."""
     # Several processes may find a lock dead at once; the second must not remove the first one's new lock.
     import fcntl  # which Windows lacks
 

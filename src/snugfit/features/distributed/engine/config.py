@@ -21,28 +21,24 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 PROCESS_GROUP = {2: 560 * MIB, 3: 950 * MIB}
-"""NVML bytes that NCCL and DeepSpeed's engine add with one process, by the stage. Source: 558 to 563 MiB in
+"""NVML bytes that NCCL and DeepSpeed's engine add with one process, by ZeRO stage. Source: 558 to 563 MiB in
 four runs under zero2, and 950 and 951 MiB in two under zero3. Each ran on one H200 (torch 2.11, DeepSpeed
-0.19.8, 2026-11-24); one on an H100 had 956.
-"""
+0.19.8, 2026-11-24); one on an H100 had 956."""
 
 BUILT_WITHIN = 570 * MIB
-"""The same bytes for a third-stage model built within `zero.Init`, as accelerate and the Trainer build it.
-Source: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json).
-"""
+"""The same bytes for a third-stage model built within `zero.Init`, as by accelerate and the Trainer. Source:
+one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json)."""
 
 
 def is_of_engine(optimizer: Any) -> bool:
-    """Return whether it wraps an engine's optimizer. It compares a module's name, since importing
-    `optimizer.py` takes time, and a process with such an optimizer has imported it.
-    """
+    """Return True if an optimizer wraps that of DeepSpeed's engine. It compares a module's name, because
+    importing `optimizer.py` takes time."""
     return type(optimizer).__module__ == "snugfit.features.distributed.engine.optimizer"
 
 
 def group_bytes(wish: ShardingWish, loop: str) -> int:
-    """Return the NVML bytes of one process's group in this loop; 0 on several GPUs,
-    whose groups are counted by their exchanges.
-    """
+    """Return the bytes that NCCL adds in NVML's count for a group of one process; 0 on several GPUs, whose
+    exchanges count them."""
     if wish.ranks > 1:
         return 0
     if wish.stage == 3 and loop != "plain":
@@ -84,7 +80,7 @@ def _own_folder() -> str:
 
 
 def remove_swap_folder() -> None:
-    """Remove this process's folder of swapped files, where it has one."""
+    """Remove this process's folder of swapped files, if it exists."""
     if _own_folder.cache_info().currsize:
         shutil.rmtree(_own_folder(), ignore_errors=True)
         _own_folder.cache_clear()

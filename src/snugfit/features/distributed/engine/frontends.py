@@ -119,7 +119,7 @@ class EngineTrainerStep(TrainerStep):
 
 
 def tell_of_updates(engine: Any, observer: Observer) -> None:
-    """Notify the observer when the engine, within `backward`, begins to update."""
+    """Notify the observer of the update's beginning, which the engine reaches within `backward`."""
     step = engine.step
 
     def tell_and_step(*arguments: Any, **keywords: Any) -> Any:
@@ -131,8 +131,9 @@ def tell_of_updates(engine: Any, observer: Observer) -> None:
 
 @contextlib.contextmanager
 def made_by_accelerate(device: torch.device) -> Iterator[None]:
-    """Make this process a group of its own inside of this context, and delete the engine's records in
-    accelerate and transformers afterwards.
+    """Context in which accelerate makes DeepSpeed's engine for this process as a group of one.
+
+    Afterwards the engine's records in accelerate and transformers are deleted.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

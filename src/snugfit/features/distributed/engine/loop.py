@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 ACCELERATOR = "DS_ACCELERATOR"
-"""The variable by which DeepSpeed is given the type of its device."""
+"""Name of the environment variable that gives DeepSpeed the type of its device."""
 
 
 class EngineStep(PlainStep):
-    """The plain loop over one job and Setup, with DeepSpeed's steps."""
+    """The plain loop over one job and Setup, with steps of DeepSpeed's engine."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build, run `steps` optimizer steps, and return their losses."""
@@ -135,9 +135,8 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def in_numbers(visible: str) -> str:
-    """Return CUDA_VISIBLE_DEVICES with NVML's number of each GPU instead of its UUID. DeepSpeed queries NVML
-    for free memory and reads only numbers. Raises `UsageError` for entries without such a number.
-    """
+    """Return CUDA_VISIBLE_DEVICES with NVML's index of each GPU in place of its UUID. DeepSpeed queries NVML
+    for free memory and reads only indices. Raises `UsageError` for entries without an index."""
     import pynvml
 
     entries = [entry.strip() for entry in visible.split(",")]
@@ -158,7 +157,7 @@ def in_numbers(visible: str) -> str:
 
 
 def import_for(device: torch.device) -> None:
-    """Import DeepSpeed, which computes on this device afterwards.
+    """Import DeepSpeed so that it computes on this device.
 
     It reads `DS_ACCELERATOR` when it is first imported, and without it takes a GPU where there is one. Raises
     `UsageError` where it was imported before and computes elsewhere.
@@ -177,11 +176,11 @@ def import_for(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def in_process_group(device: torch.device, tell: Callable[[str], None] = print_line) -> Iterator[None]:
-    """Set DeepSpeed up with torch's default process group, as a launcher does. Without a group, this process
-    becomes a group of one.
+    """Context in which DeepSpeed uses torch's default process group, as under a launcher. Without a group,
+    this process becomes a group of one.
 
-    Afterwards DeepSpeed's changes to this process are undone. `tell` receives a line on a build that it
-    waits for.
+    Afterwards DeepSpeed's changes to this process are undone. `tell` receives a line on a build that it waits
+    for.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _TOLD = ("lr", "weight_decay", "betas", "eps")
-"""Settings that a step copies to the engine's groups, where they have them."""
+"""Names of settings that a step copies from this optimizer's groups to the engine's."""
 
 _FLAT = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
-"""Names, in the second and the third stage, of this process's parts of the fp32 weights."""
+"""Names of the engine's attributes with this process's fp32 weights, in the second and the third stage."""
 
 _NORMS: tuple[tuple[str, Any], ...] = (
     ("scaled_global_norm", lambda mark: mark),
@@ -52,7 +52,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._has_gradients = False
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Run the backward pass of a micro-batch, which may be the last of its step."""
+        """Run the backward pass of a micro-batch; `is_last` marks the last one of a step."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         self.engine.backward(loss, scale_wrt_gas=False)
         self._has_gradients = is_last
@@ -69,11 +69,12 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def overflowed(self) -> bool:
-        """Return whether the last step's gradients were not finite, so that no weight was updated."""
+        """Return True if the last step's gradients were not finite, so that no weight was updated."""
         return bool(self.engine.optimizer.overflow)
 
     def norm(self) -> float:
-        """Return the global L2 norm of the last step's gradients, before clipping; waits for the device."""
+        """Return the global L2 norm of the last step's gradients, before clipping. The host waits for the
+        device."""
         return float(self.engine.get_global_grad_norm())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -96,7 +97,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def _inner(self) -> Any:
-        """Return the optimizer of the partitions."""
+        """Return the engine's optimizer of the partitions."""
         return self.engine.optimizer.optimizer
 
     def _flat_weights(self) -> list[torch.Tensor]:
@@ -114,9 +115,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return [name for name, value in states[0].items() if is_of_weights(value)] if states else []
 
     def step_count(self) -> torch.Tensor | None:
-        """Return the number of updates in the form of torch's AdamW, on the same device; None before the
-        first.
-        """
+        """Return the number of updates as the tensor that torch's AdamW keeps; None before the first."""
         states = self._own_states()
         if not states:
             return None
@@ -145,7 +144,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 self.put_state(weight, name, values[name])
 
     def begin_states(self, names: Collection[str], steps: float) -> None:
-        """Make the missing states of these names, of zeros, and set the number of updates."""
+        """Create the missing states of these names, filled with zeros, and set the number of updates."""
         is_torchs = isinstance(self._inner, torch.optim.AdamW)
         for flat in self._flat_weights():
             state = self._inner.state[flat]
@@ -161,10 +160,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _count_on_host(self, steps: int) -> None:
-        """Make DeepSpeed's Adam for the host count from 1. Its compiled part keeps the powers of both betas
-        by multiplying, in fp32. For any other start it uses `pow`, which rounds differently. Each call
-        updates one number by zero.
-        """
+        """Advance DeepSpeed's Adam for the host to `steps` updates by calls for one number. Its compiled part
+        keeps the powers of both betas by multiplying, in fp32. For any other start it uses `pow`, which
+        rounds differently."""
         number = [torch.zeros(1) for _ in range(4)]  # a weight, its gradient and moments
         group = self._inner.param_groups[0]
         for step in range(1, steps + 1):
@@ -173,9 +171,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
 
     def put_state(self, weight: Any, name: str, value: torch.Tensor) -> None:
-        """Write a state of a whole weight into the partitions, where there is room for it
-        (`begin_states`).
-        """
+        """Copy a state of a whole weight into the partitions, after `begin_states` has made room for it."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         if hasattr(weight, "ds_id"):
@@ -185,7 +181,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def is_of_weights(value: Any) -> bool:
-    """Return whether a state is as large as its weight; single numbers are not."""
+    """Return True if a state is as large as its weight; False for single numbers."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
@@ -210,7 +206,7 @@ def start_engine(
 
 
 def _put_weight(weight: Any, value: torch.Tensor) -> None:
-    """Write a weight into the fp32 weight of the partitions."""
+    """Copy a value into a weight's fp32 copy in the partitions."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if hasattr(weight, "ds_id"):

@@ -1,4 +1,5 @@
-"""The division of an engine's weights, whole and with their states, among processes in a checkpoint."""
+"""Assignment of an engine's weights and their states to processes, each of which writes its own to a
+checkpoint."""
 
 from __future__ import annotations
 

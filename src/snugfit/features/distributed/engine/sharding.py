@@ -1,4 +1,5 @@
-"""The wish for DeepSpeed's engine: it runs the steps itself, so each front-end honours it whole or not."""
+"""Handler of the field `sharding`: DeepSpeed's engine runs the steps itself, so each front-end supports all
+of it or none."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ EXPORT = "--export hf writes a script that trains so"
 
 
 class ShardingHandler(Handler):
-    """DeepSpeed's engine for the steps. Each loop has another Step for it (`step/open_step.py`)."""
+    """Handler of the field `sharding`: DeepSpeed's engine runs the steps. Each loop has its own Step for it
+    (`step/open_step.py`)."""
 
     wish, slot, stage = SHARDING.name, Slot.SHARDING, InstallStage.STEP
     read_by_loops = True
@@ -50,19 +52,19 @@ class ShardingHandler(Handler):
             import deepspeed.ops.adam  # noqa: F401
 
     def engine(self, value: ShardingWish) -> StepEngine:
-        """Return the code that runs DeepSpeed's engine."""
+        """Return the interface to DeepSpeed's engine."""
         return DeepSpeed(value)
 
     def refuse_training(self, value: ShardingWish, recipe: Recipe) -> None:
-        """Refuse states on a disk, and a version of DeepSpeed whose partitions no checkpoint has."""
+        """Raise `UsageError` for states on a disk, and for a version of DeepSpeed whose partitions no
+        checkpoint supports."""
         refuse_training(value)
 
     def training_arguments(
         self, value: ShardingWish | None, job: Job, device: torch.device
     ) -> dict[str, Any]:
-        """Return the configuration, with `auto` for the values that the Trainer computes; `bf16` is equal in
-        both.
-        """
+        """Return the Trainer's arguments with DeepSpeed's configuration, `auto` for the values that the
+        Trainer computes."""
         if value is None:
             return {}
         bf16 = value.dtype == "bfloat16"
@@ -94,24 +96,25 @@ class ShardingHandler(Handler):
 
 
 class DeepSpeed:
-    """The code that runs steps by DeepSpeed's engine (`StepEngine`)."""
+    """Interface to DeepSpeed's engine, as the core calls it (`StepEngine`)."""
 
     def __init__(self, wish: ShardingWish) -> None:
         self._wish = wish
 
     def group_bytes(self, loop: str) -> int:
-        """Return NVML bytes of one process's group; 0 on several GPUs, whose exchanges count it."""
+        """Return the NVML bytes of one process's group; 0 on several GPUs, whose exchanges count it."""
         return group_bytes(self._wish, loop)
 
     @property
     def training_step(self) -> type[Any]:
-        """Return the class of its steps over real data."""
+        """Return the class of training steps with the engine."""
         from snugfit.features.distributed.engine.training_step import EngineTrainingStep
 
         return EngineTrainingStep
 
     def step_class(self, loop: str, ranks: int) -> type[Step]:
-        """Return the loop's Step. Raises `UsageError` for another library's loop on several GPUs."""
+        """Return the class of the loop's steps with the engine. Raises `UsageError` for another library's
+        loop on several GPUs."""
         if loop == "plain":
             from snugfit.features.distributed.engine.loop import EngineStep
 
@@ -128,7 +131,7 @@ class DeepSpeed:
     def context(
         self, device: torch.device, tell: Callable[[str], None]
     ) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a run: DeepSpeed's process group."""
+        """Return the context of a run, in which DeepSpeed has a process group."""
         from snugfit.features.distributed.engine.loop import in_process_group
 
         return in_process_group(device, tell)
@@ -136,7 +139,8 @@ class DeepSpeed:
     def start(
         self, job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[Any, torch.optim.Optimizer]:
-        """Return the engine and its wrapped optimizer, for the job of one process."""
+        """Return the engine around model and optimizer, and its wrapped optimizer, for the job of one
+        process."""
         from snugfit.features.distributed.engine.optimizer import start_engine
 
         return start_engine(job, setup, model, optimizer)

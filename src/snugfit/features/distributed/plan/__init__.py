@@ -1,1 +1,1 @@
-"""Ways to spread a model over several GPUs, as the search of plans compares them."""
+"""Ways to distribute a model over several GPUs, as the search of plans compares them."""

@@ -1,4 +1,5 @@
-"""Number of cards of each kind for a job: the fewest that fit, and larger numbers that are cheaper.
+"""Results of a plan for several kinds of GPU: the fewest of each kind that fit a job, and larger numbers that
+cost less.
 
 All cards of one kind cost the same. At any price, the cheapest number of them has the step with the fewest
 GPU seconds (GPUs x seconds a step). Prices compare kinds. They come from the user and are not part of the
@@ -76,7 +77,7 @@ class CardsRun:
 
 @dataclass(frozen=True, kw_only=True)
 class CardsOfKind:
-    """The answer for one kind of GPU."""
+    """The numbers of GPUs of one kind that train a job, each with its fastest recipe."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
@@ -94,7 +95,7 @@ class CardsOfKind:
     """Bytes of each GPU's memory that should stay free."""
 
     build_on: str = "device"
-    """Builder of the model: the `device`, or the `host` if its weights exceed such a GPU."""
+    """Place where the model is built: `device`, or `host` if its weights exceed such a GPU."""
 
     answers: tuple[OnGpus, ...] = ()
     """Fastest recipe on the fewest GPUs that fit, then on each larger number that takes fewer GPU seconds a
@@ -121,18 +122,18 @@ class CardsOfKind:
 
     @property
     def fewest(self) -> OnGpus | None:
-        """The answer on the fewest GPUs."""
+        """The recipe on the fewest GPUs that fits; None if nothing fits."""
         return self.answers[0] if self.fits else None
 
     @property
     def cheapest(self) -> OnGpus | None:
-        """The answer whose step takes the fewest GPU seconds."""
+        """The recipe whose step takes the fewest GPU seconds (GPUs x seconds); None if nothing fits."""
         return self.answers[-1] if self.fits else None
 
     @property
     def lacking_bytes(self) -> int:
-        """Bytes that each GPU lacks for the nearest miss with its headroom; 0 if a recipe fits or none is
-        known."""
+        """Bytes that each GPU is short of for the nearest miss with its headroom; 0 if a recipe fits or none
+        is known."""
         if self.fits or not self.answers:
             return 0
         return self.answers[0].needed_bytes - (self.gpu.memory_bytes or 0) + self.headroom_bytes
@@ -140,7 +141,7 @@ class CardsOfKind:
 
 @dataclass(frozen=True, kw_only=True)
 class CardPlans:
-    """The answers for many kinds of GPU."""
+    """The plans for many kinds of GPU, with several GPUs of each."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "what": (Literal["plans by number of GPUs"], "Name of the document."),
@@ -176,13 +177,13 @@ class CardPlans:
     """Slots that the search left unchanged."""
 
     refused: tuple[Exclusion, ...] = ()
-    """Techniques that were not considered, with the reasons."""
+    """Techniques that the search left out, with the reasons."""
 
     screened: int = 0
     """Number of recipes simulated on few layers and micro-batches, some of them for several kinds."""
 
     doubts: tuple[str, ...] = ()
-    """Sentences on the uncertain parts of the answers."""
+    """Warnings about the uncertain parts of the answers."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that computed the plans."""
@@ -219,7 +220,7 @@ class CardPlans:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the answers that `to_json` wrote. Raises `UsageError` for any other document."""
         if document.get("what") != WHAT or document.get("schema") != SCHEMA:
-            raise UsageError("These are not plans by number of GPUs of this version of snugfit.")
+            raise UsageError("These are not plans by number of GPUs of this version of snugfit. Plan again.")
         return decode_fields(cls, document)
 
 

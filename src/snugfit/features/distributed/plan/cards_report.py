@@ -23,7 +23,7 @@ from snugfit.units import GIB, show_bytes, show_seconds
 
 
 def render(plans: CardPlans, prices: Prices | None = None) -> Page:
-    """Return the answers, a line for each kind and number of GPUs, and a description of the search."""
+    """Return the report of plans by number of GPUs: the answers, a table, and a description of the search."""
     prices = prices or Prices()
     return Page(
         (Sentence(line, "good" if plans.fitting else "bad") for line in _headline(plans, prices)),
@@ -112,7 +112,8 @@ def _about_the_run(plans: CardPlans, prices: Prices) -> Iterator[str]:
 
 
 def _what_more_bring(plans: CardPlans) -> Iterator[str]:
-    """Yield a line for each kind with the numbers of GPUs that are not cheaper than its last answer."""
+    """Yield a sentence for each kind of GPU on the larger numbers that are not cheaper than its last
+    answer."""
     for kind in plans.fitting:
         one = kind.cheapest
         if one is None or one.gpus == plans.gpus[-1]:
@@ -130,7 +131,8 @@ _Show = Callable[[CardsOfKind, OnGpus, CardsCost], str]
 
 
 def _table(plans: CardPlans, prices: Prices) -> Grid:
-    """Return a line for each kind and number of GPUs that is an answer, with the nearest misses last."""
+    """Return a table with a line for each answer, a kind and a number of GPUs, with the nearest misses
+    last."""
     known = [
         (kind, one, cost_of_cards(kind, one, prices, plans.steps))
         for kind in plans.answers

@@ -33,10 +33,10 @@ from snugfit.features.distributed.plan.judge import Judged
 from snugfit.features.distributed.plan.shared import Shared
 
 MARGIN = 1.03
-"""Factor on bytes found on few layers (chosen), so that a recipe that fits there also fits in full."""
+"""Factor on bytes that few layers gave (chosen), so that a recipe that fits by them also fits in full."""
 
 CLEARLY = 1.05
-"""Factor on the usable bytes (chosen). A recipe above it would also miss in a way of sharing that holds
+"""Factor on the usable bytes (chosen). A recipe above it would not fit either in a way of sharing that holds
 more."""
 
 WITH_SUMS = 1.5
@@ -47,11 +47,12 @@ remaining bytes.
 """
 
 PACE = 0.97
-"""Share of a sample's seconds in a very large micro-batch (chosen) that bounds the seconds of any sample."""
+"""Share of a sample's seconds in a very large micro-batch that is a lower bound for any micro-batch
+(chosen)."""
 
 
 class CutStep(NamedTuple):
-    """Cut of a step into micro-batches."""
+    """The division of a step into micro-batches."""
 
     gpus: int
     samples: int
@@ -61,7 +62,8 @@ class CutStep(NamedTuple):
 
 
 class _SamplePace(NamedTuple):
-    """Lower bound of a sample's seconds on each GPU, which does not depend on the sharding of weights."""
+    """Lower bound of the seconds of one sample on each GPU, which does not depend on the sharding of
+    weights."""
 
     shared: Shared
     samples: int
@@ -70,23 +72,25 @@ class _SamplePace(NamedTuple):
 
 
 class _Related(NamedTuple):
-    """Other simulated ways of sharing that are related to one."""
+    """The simulated ways of sharing that take more or less memory than one way."""
 
     leaner: list[Shared]
-    """Ways that hold no more than it."""
+    """Ways that take no more memory than this one."""
     fuller: list[Shared]
-    """Ways that hold no less than it."""
+    """Ways that take no less memory than this one."""
     narrower: list[Shared]
     """Ways in which smaller groups work on the same samples."""
 
 
 def bubble(shared: Shared, size: CutStep) -> float:
-    """Return the least ratio of a step's seconds to the working seconds of its stages: 1 for one stage."""
+    """Return the least ratio of a step's seconds to the seconds in which its pipeline stages work: 1 for one
+    stage."""
     return (size.pieces + shared.stages - 1) / size.pieces
 
 
 class Evidence:
-    """Simulated recipes of a job on GPUs of one kind, each with `bound` usable bytes."""
+    """Results of simulated recipes of a job on GPUs of one kind, each with `bound` usable bytes, and bounds
+    that follow from them."""
 
     def __init__(self, bound: int) -> None:
         self.bound, self._margin = bound, MARGIN
@@ -98,11 +102,12 @@ class Evidence:
         self._relations: dict[tuple[str, str, str], bool] = {}
 
     def learn_limit(self, bound: int, ratio: float) -> None:
-        """Set the usable bytes, and increase the margin if few layers give too few bytes by this ratio."""
+        """Set the usable bytes, and increase the margin if few layers give too few bytes by the factor
+        `ratio`."""
         self.bound, self._margin = bound, max(self._margin, ratio)
 
     def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
-        """Store the figures of a simulated step."""
+        """Store the bytes and seconds of a simulated step."""
         self._shared.setdefault(shared.key, shared)
         self._judged[shared.key][size] = judged
         known = self._paces.get(shared.of_each)
@@ -112,7 +117,7 @@ class Evidence:
             self._paces[shared.of_each] = _SamplePace(shared, size.samples, pace)
 
     def judgment(self, shared: Shared, size: CutStep) -> Judged | None:
-        """Return the figures of exactly this step, if it was simulated."""
+        """Return the simulated bytes and seconds of exactly this step; None if it was not simulated."""
         return self._judged[shared.key].get(size)
 
     def does_fit(self, judged: Judged) -> bool:
@@ -120,7 +125,7 @@ class Evidence:
         return judged.needed_bytes * self._margin <= self.bound
 
     def fits(self, shared: Shared, size: CutStep) -> bool | None:
-        """Return whether this step fits; None if unknown."""
+        """Return whether this step fits, by its own or by others' simulations; None if unknown."""
         if (exactly := self.judgment(shared, size)) is not None:
             return self.does_fit(exactly)
         own = self._judged[shared.key].items()
@@ -131,7 +136,7 @@ class Evidence:
         return self._fits_by_others(shared, size)
 
     def _fits_by_others(self, shared: Shared, size: CutStep) -> bool | None:
-        """Return the same from the figures of other ways of sharing."""
+        """Return whether this step fits, by simulations of other ways of sharing; None if unknown."""
         related = self._relations_of(shared)
         if any(self._missed_clearly(other, size) for other in (shared, *related.leaner)):
             return False
@@ -155,18 +160,19 @@ class Evidence:
         return self.does_fit(judged._replace(needed_bytes=int(expected)))
 
     def missed_elsewhere(self, shared: Shared, size: CutStep) -> bool:
-        """Return whether such a step clearly misses in another way of sharing, which may hold more."""
+        """Return whether such a step clearly does not fit in another way of sharing, which may take more
+        memory."""
         like = shared.of_each
         return any(
             other.of_each == like and self._missed_clearly(other, size) for other in self._shared.values()
         )
 
     def _by_samples(self, shared: Shared) -> tuple[int, float]:
-        """Return the smallest simulated micro-batch with the same work of each GPU, and the bytes of each
-        further sample.
+        """Return the samples of the smallest simulated micro-batch with the same work of each GPU, and the
+        bytes of each further sample.
 
-        The bytes are measured between sizes on as many GPUs in one way of sharing; 0 if unknown. If they
-        are unknown for a group of n GPUs, they are an n-th of those of a GPU by itself.
+        The bytes are measured between sizes on as many GPUs in one way of sharing; 0 if unknown. If they are
+        unknown for a group of n GPUs, they are an n-th of those of a GPU by itself.
         """
         own = self._between_sizes(shared.of_each)
         if own[1] or shared.parts == 1:
@@ -204,7 +210,7 @@ class Evidence:
         )
 
     def least_seconds(self, shared: Shared, size: CutStep) -> float:
-        """Return the lower bound of such a step in seconds."""
+        """Return a lower bound of such a step's seconds."""
         if (exactly := self.judgment(shared, size)) is not None:
             return exactly.step_seconds
         waits = bubble(shared, size)
@@ -220,7 +226,7 @@ class Evidence:
         return max(least, self._as_in_smaller_groups(shared, size))
 
     def _as_in_smaller_groups(self, shared: Shared, size: CutStep) -> float:
-        """Return the lower bound of such a step in seconds, from smaller groups on as many GPUs."""
+        """Return a lower bound of such a step's seconds, from smaller groups on as many GPUs."""
         least = 0.0
         for other in self._relations_of(shared).narrower:
             times = shared.parts / other.parts
@@ -243,15 +249,15 @@ class Evidence:
         return min(fit, default=None)
 
     def has_pace(self, shared: Shared) -> bool:
-        """Return whether a lower bound of a sample's seconds is known, in such groups or in smaller ones with
-        the same sharing."""
+        """Return whether a lower bound of a sample's seconds is known, in groups of this size or in smaller
+        ones with the same sharing."""
         if shared.of_each in self._paces:
             return True
         known = (pace.shared for pace in self._paces.values() if pace.shared.parts > 1 or shared.parts == 1)
         return any(shared.has_groups_of(one) for one in known)
 
     def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
-        """Return whether a lower bound of a sample's seconds is known for groups of GPUs and so large a
+        """Return whether a lower bound of a sample's seconds is known for these groups of GPUs and so large a
         micro-batch.
 
         The groups may be smaller ones with the same sharing.
@@ -270,7 +276,7 @@ class Evidence:
                 yield other
 
     def _relations_of(self, shared: Shared) -> _Related:
-        """Return all simulated ways that are related to this way of sharing."""
+        """Return the simulated ways of sharing that take more or less memory than this one."""
         related = self._all_relations.setdefault(shared.key, _Related([], [], []))
         # Only ways that were added since the last call are compared.
         for other in itertools.islice(self._shared.values(), self._seen[shared.key], None):
@@ -294,7 +300,7 @@ class Evidence:
         return self._relations[key]
 
     def is_wider(self, one: Shared, other: Shared) -> bool:
-        """Return whether one makes larger groups of GPUs, and is otherwise the same
+        """Return whether one way has larger groups of GPUs, and is otherwise the same as the other
         (`Shared.is_wider_than`)."""
         key = ("wider", one.key, other.key)
         if key not in self._relations:
@@ -303,7 +309,8 @@ class Evidence:
 
 
 def _takes_no_less(shared: Shared, size: CutStep, other: CutStep) -> bool:
-    """Return whether one way of sharing takes no fewer bytes with the step cut as `size` than as `other`."""
+    """Return whether a way of sharing takes no fewer bytes with the step divided as `size` than as
+    `other`."""
     return (
         (size.gpus <= other.gpus or not shared.spreads_over_all)
         and size.samples >= other.samples

@@ -1,11 +1,10 @@
-"""Search for the fastest recipe on one number of GPUs: its ways of sharing and cuts of the batch.
+"""Search for the fastest recipe on one number of GPUs, over ways of sharing and numbers of micro-batches.
 
-Ways are simulated in the order of their lower bounds in seconds, if known (`evidence.py`). Ways that
-cannot be faster than the best fitting one are skipped. For each way the search finds the fewest
-micro-batches with which it fits: fewer take less time and more memory. With stages that is not true,
-because GPUs wait longer for each other with fewer micro-batches. Each cut of the batch is then a separate
-way. While no way is known to fit, the ways that hold least are simulated first. If they clearly miss, all
-that hold more miss too.
+Ways are simulated in the order of their lower bounds in seconds, if known (`evidence.py`). Ways that cannot
+be faster than the best fitting one are skipped. For each way the search finds the fewest micro-batches with
+which it fits: fewer take less time and more memory. With stages that is not true, because GPUs wait longer
+for each other with fewer micro-batches. Each cut of the batch is then a separate way. While no way is known
+to fit, the ways that hold least are simulated first. If they clearly miss, all that hold more miss too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from snugfit.techniques.several_gpus import job_of_rank
 from snugfit.techniques.technique import Technique
 
 Judging = Callable[[Sequence[tuple[int, Recipe]]], list[Judged]]
-"""Function from numbers of GPUs, each with a recipe, to the figures of the recipe on so many."""
+"""The type of a function that evaluates recipes, each with a number of GPUs, on few layers."""
 
 AT_ONCE = 2
 """Number of recipes that are evaluated concurrently (chosen): the result of one may make the rest
@@ -39,7 +38,7 @@ class Screened(NamedTuple):
     recipe: Recipe
     judged: Judged
     shared: Shared
-    """The way of sharing, without a cut of the batch."""
+    """The way of sharing, without a number of micro-batches."""
     size: CutStep
 
 
@@ -53,13 +52,13 @@ class Outcome(NamedTuple):
     does_any_fit: bool = False
     """True if any recipe is known to fit, regardless of its seconds."""
     alone_seconds: float | None = None
-    """Lower bound in seconds of a step that shares the batch alone; None if that does not fit."""
+    """Lower bound of a step's seconds with data parallelism alone; None if that does not fit."""
 
 
 @dataclass
 class _WayToShare:
-    """One way of sharing and recomputing, with every way to cut the batch, from the whole to the smallest
-    micro-batches."""
+    """One way of sharing and recomputing, with its possible numbers of micro-batches, from one to the
+    most."""
 
     shared: Shared
     pieces: list[Technique]
@@ -70,7 +69,7 @@ class _WayToShare:
 
 
 _Question = tuple[_WayToShare, int]
-"""A way, and the index of the cut to simulate."""
+"""The type of a question: a way of sharing, and the index of its number of micro-batches to simulate."""
 
 
 class FastestOnGpus:
@@ -113,7 +112,7 @@ class FastestOnGpus:
         Evaluate until no other recipe may be faster than the first.
         """
         while asked := self._questions(limit):
-            self._ask(asked)
+            self._evaluate(asked)
         fitting = sorted(self._fitting(), key=lambda one: one.judged.step_seconds)
         if fitting or limit < math.inf:
             fast = [one for one in fitting if one.judged.step_seconds < limit]
@@ -131,7 +130,7 @@ class FastestOnGpus:
             # Ways come in the order of their recomputing, so the last one recomputes most.
             most = [way for way in left if way.shared.recomputing == left[-1].shared.recomputing]
             asked = self._holding_least(most)
-            self._ask(asked)
+            self._evaluate(asked)
             # Ways that cannot be simulated leave no figures; then the next ones are tried.
             simulated = any(self._evidence.judgment(way.shared, way.sizes[at]) for way, at in asked)
         return True
@@ -139,12 +138,12 @@ class FastestOnGpus:
     def _is_any_known_to_fit(self) -> bool:
         return any(self._smallest_that_fits(way) is not None for way in self._ways)
 
-    def _ask(self, asked: Sequence[_Question]) -> None:
+    def _evaluate(self, asked: Sequence[_Question]) -> None:
         judged = self._judge([(self._gpus, way.recipe(at)) for way, at in asked])
         for (way, at), answer in zip(asked, judged, strict=True):
-            self._hear(way, at, answer)
+            self._store(way, at, answer)
 
-    def _hear(self, way: _WayToShare, at: int, judged: Judged) -> None:
+    def _store(self, way: _WayToShare, at: int, judged: Judged) -> None:
         if judged.why_not:
             what = refusable(way.shared)
             self._refused[what] = judged.why_not
@@ -164,7 +163,8 @@ class FastestOnGpus:
     # ---- requests ------------------------------------------------------------------------------------------
 
     def _questions(self, limit: float) -> list[_Question]:
-        """Return ways with the index of the cut to simulate; empty once the fastest is known."""
+        """Return the ways to simulate next, with the index of the number of micro-batches; empty once the
+        fastest is known."""
         best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
         by_least: dict[float, list[_Question]] = {}
         is_anything_known = best < limit or not self._leanest_first
@@ -182,7 +182,8 @@ class FastestOnGpus:
         return self._one_of_each(list(map(self._telling, asked)))[:AT_ONCE]
 
     def _one_of_each(self, asked: list[_Question]) -> list[_Question]:
-        """Return these questions, reduced to one per work of each GPU for ways without a known lower bound.
+        """Return these questions, with only one for ways in which each GPU does the same work and no lower
+        bound is known.
 
         The bound is that of a sample's seconds.
         """
@@ -202,8 +203,8 @@ class FastestOnGpus:
         return some
 
     def _telling(self, question: _Question) -> _Question:
-        """Return the question about the whole batch for a mesh without a known lower bound of a sample's
-        seconds.
+        """Return the question with one micro-batch instead, for a mesh without a known lower bound of a
+        sample's seconds.
 
         It need not fit: smaller micro-batches take no less.
         """
@@ -217,7 +218,7 @@ class FastestOnGpus:
 
     def _open(self, way: _WayToShare, best: float) -> tuple[float, int] | None:
         """Return the lower bound in seconds of a way that may take less than `best`, and the index of its
-        next cut.
+        next number of micro-batches.
 
         Return None if it needs no simulation.
         """
@@ -229,17 +230,18 @@ class FastestOnGpus:
         return None if at is None else (least, at)
 
     def _first(self, way: _WayToShare) -> int | None:
-        """Return the index of the fewest micro-batches that may fit."""
+        """Return the index of the fewest micro-batches with which this way may fit."""
         fits = self._evidence.fits
         return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size) is not False), None)
 
     def _smallest_that_fits(self, way: _WayToShare) -> int | None:
-        """Return the index of the fewest micro-batches that are known to fit."""
+        """Return the index of the fewest micro-batches with which this way is known to fit."""
         fits = self._evidence.fits
         return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size)), None)
 
     def _next(self, way: _WayToShare, first: int) -> int | None:
-        """Return the index of the cut to simulate next; None if the fewest micro-batches are known."""
+        """Return the index of the number of micro-batches to simulate next; None if the fewest that fit are
+        known."""
         fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
         if fitting is None:
             # If the fewest micro-batches probably miss, the smallest ones show first if anything fits.
@@ -278,8 +280,8 @@ class FastestOnGpus:
         return False
 
     def _waits_for_smaller_groups(self, way: _WayToShare, best: float) -> bool:
-        """Return whether groups of half as many GPUs with the same sharing come first, or are no faster than
-        smaller ones."""
+        """Return whether this way must wait for groups of half as many GPUs, or is excluded since those are
+        no faster than smaller ones."""
         if way.shared.parts == 1:
             return False
         for other in self._ways:
@@ -298,7 +300,7 @@ class FastestOnGpus:
         return False
 
     def _leanest(self, asked: list[_Question]) -> list[_Question]:
-        """Return the next questions while no way is known to fit, those that hold least first.
+        """Return the next questions while no way is known to fit, those with the least memory first.
 
         For meshes these are the smallest micro-batches of all ways for which no other is known to hold no
         more.
@@ -309,7 +311,8 @@ class FastestOnGpus:
         return self._holding_least(left) or asked
 
     def _holding_least(self, ways: Sequence[_WayToShare]) -> list[_Question]:
-        """Return the smallest micro-batches of the ways for which no other is known to hold no more."""
+        """Return questions with the smallest micro-batches, for the ways for which no other is known to take
+        less memory."""
         return [
             (way, len(way.sizes) - 1)
             for at, way in enumerate(ways)
@@ -322,20 +325,21 @@ class FastestOnGpus:
         ]
 
     def _is_leaner(self, one: _WayToShare, other: _WayToShare) -> bool:
-        """Return whether one holds no more than the other, both with their smallest micro-batches."""
+        """Return whether one way takes no more memory than the other, both with their smallest
+        micro-batches."""
         alike = one.shared.key == other.shared.key or self._evidence.holds_no_more(one.shared, other.shared)
         return alike and one.sizes[-1].samples <= other.sizes[-1].samples
 
     def _held_more(self, way: _WayToShare) -> int:
-        """Return the number of other ways that hold no less than this one."""
+        """Return the number of other ways that take no less memory than this one."""
         return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
 
     def nearest_miss(self) -> Screened | None:
-        """Return the smallest evaluated recipe. Evaluate one that holds little if there is none."""
+        """Return the smallest evaluated recipe. If there is none, evaluate one that needs little memory."""
         if self._ways and not any(True for _ in self._misses()):
             # `max` returns the first of equal ones, which recomputes most in this order.
             leanest = max(reversed(self._ways), key=self._held_more)
-            self._ask([(leanest, len(leanest.sizes) - 1)])
+            self._evaluate([(leanest, len(leanest.sizes) - 1)])
         return smaller_miss(*self._misses())
 
     def _misses(self) -> Iterator[Screened]:
@@ -346,7 +350,7 @@ class FastestOnGpus:
 
 
 def smaller_miss(*misses: Screened | None) -> Screened | None:
-    """Return the smallest of these misses."""
+    """Return the smallest of these recipes that do not fit; None without any."""
     every = (one for one in misses if one is not None)
     return min(every, key=lambda one: one.judged.needed_bytes, default=None)
 
@@ -357,12 +361,12 @@ def _samples_of(question: _Question) -> int:
 
 
 def refusable(shared: Shared) -> str:
-    """Return the techniques that are left out if one way cannot be simulated."""
+    """Return the text of the techniques that are left out if this way cannot be simulated."""
     return " + ".join(filter(None, (str(shared.recomputing), shared.mesh)))
 
 
 def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]:
-    """Yield one way with all cuts of the batch, from the whole on, or with stages one way for each cut."""
+    """Yield a way with all its numbers of micro-batches, or with pipeline stages one way for each number."""
     pieces = cuts(job, shared, fixed)
     sizes = [size_of(job, shared, one) for one in pieces]
     if shared.stages == 1 and pieces:
@@ -372,7 +376,7 @@ def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]
 
 
 def size_of(job: Job, shared: Shared, pieces: Technique) -> CutStep:
-    """Return the cut of a job's step with this sharing."""
+    """Return the samples and the number of micro-batches of a job's step with this sharing."""
     part = job_of_rank(job, shared.setup)
     count = pieces.alone.micro_batches
     return CutStep(shared.gpus, part.batch_size // count, count)

@@ -1,9 +1,9 @@
-"""Figures of one recipe on so many GPUs, from models of few layers and few micro-batches.
+"""Evaluation of a recipe on several GPUs: bytes and seconds, from models of few layers and few micro-batches.
 
-A step's bytes and seconds grow linearly with layers, so those of a deep model follow from two shallow
-ones. Micro-batches of one size are alike from the second on. Their bytes are those of three, and each
-further one takes as long as the second of three. Every answer is also simulated with all layers. Questions
-go to other processes, so each is plain data.
+A step's bytes and seconds grow linearly with layers, so those of a deep model follow from two shallow ones.
+Micro-batches of one size are alike from the second on. Their bytes are those of three, and each further one
+takes as long as the second of three. Every answer is also simulated with all layers. Questions go to other
+processes, so each is plain data.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 FEWEST = 4
-"""Least number of layers of the shallower model (chosen).
-
-With fewer, weights are gathered ahead that the deep model does not hold at once. The bytes of many layers
-then come out too small.
-"""
+"""Smallest number of layers of the shallower model (chosen). With fewer, weights are gathered ahead that the
+deep model does not hold at once. The bytes of many layers then come out too small."""
 
 FEW_PIECES = 3
 """Number of micro-batches that represent more: a first, a last, and one between."""
@@ -53,13 +50,13 @@ STEPS = 2
 
 
 class Judged(NamedTuple):
-    """Figures of a recipe on each GPU."""
+    """Bytes and seconds of a recipe on each GPU, by few layers."""
 
     needed_bytes: int
     """Bytes that must be free on each GPU."""
     step_seconds: float
     why_not: str = ""
-    """Reason why it cannot be simulated; empty if it can."""
+    """Reason why the recipe cannot be simulated; empty if it can."""
     doubts: tuple[str, ...] = ()
     """Sentences on uncertain exchanges between the GPUs."""
     model_seconds: float = 0.0
@@ -69,7 +66,7 @@ class Judged(NamedTuple):
 
 
 class InFull(NamedTuple):
-    """Figures of a recipe, simulated with all layers."""
+    """Bytes and seconds of a recipe on each GPU, simulated with all layers."""
 
     needed_bytes: int
     bound: str
@@ -82,10 +79,10 @@ class InFull(NamedTuple):
 
 
 class Judge:
-    """Evaluate recipes for one job, on GPUs of one kind or of several.
+    """Evaluates recipes for one job, on GPUs of one kind or of several.
 
-    Kinds in one call run the same kernels and share the rehearsals. The policy is that of the kind with
-    the most scratch.
+    Kinds in one call run the same kernels and share the rehearsals. The policy is that of the kind with the
+    most scratch.
     """
 
     def __init__(self, job: Job, gpu: Gpu, *others: Gpu) -> None:
@@ -100,7 +97,7 @@ class Judge:
     def judge_kinds(
         self, gpus: int, recipe: Recipe, kinds: Sequence[int], build_on: str | None = None
     ) -> list[Judged]:
-        """Return the same on so many GPUs of each of these kinds, given by index.
+        """Return bytes and seconds of a recipe on so many GPUs of each of these kinds, given by index.
 
         The indices follow the order of the constructor's arguments. The model is built on `build_on`, by
         default that of the job.
@@ -154,7 +151,7 @@ class Judge:
         )
 
     def _with_pieces(self, gpus: int, recipe: Recipe, pieces: int) -> Prediction:
-        """Return the whole prediction with so many micro-batches of the same size, and thus of a smaller
+        """Return the full prediction with so many micro-batches of the same size, and thus of a smaller
         batch."""
         setup = on_gpus(recipe.setup(), gpus)
         job = replace(self._job, batch_size=self._job.batch_size // setup.micro_batches * pieces)
@@ -187,8 +184,8 @@ class Judge:
 
 
 class _FewPieces(NamedTuple):
-    """Figures of at most `FEW_PIECES` micro-batches on one kind of GPU. From `piece_seconds` on: those of one
-    more.
+    """Bytes and seconds of at most `FEW_PIECES` micro-batches on one kind of GPU. The fields from
+    `piece_seconds` on are those of one more.
 
     All but the first grow linearly with layers.
     """
@@ -206,7 +203,7 @@ class _FewPieces(NamedTuple):
 
 
 def _to_judged(figure: _FewPieces, pieces: int, doubts: tuple[str, ...]) -> Judged:
-    """Return the figures of so many micro-batches."""
+    """Return the bytes and seconds of a step with so many micro-batches."""
     more = max(0, pieces - FEW_PIECES)
     return Judged(
         needed_bytes=int(figure.unused_bytes + figure.allocated_bytes),
@@ -218,14 +215,15 @@ def _to_judged(figure: _FewPieces, pieces: int, doubts: tuple[str, ...]) -> Judg
 
 
 def _by_few_pieces(part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPieces]:
-    """Return the figures of `part`, the job of one GPU at any depth."""
+    """Return the bytes and seconds of `part`, the job of one GPU with a model of any depth, on each kind of
+    GPU."""
     pieces = min(setup.micro_batches, FEW_PIECES)
     samples = part.batch_size // setup.micro_batches * pieces
     return one.simulate(replace(part, batch_size=samples), replace(setup, micro_batches=pieces))
 
 
 class _OneQuestion:
-    """Kinds of GPU in one call, with the uncertain parts of each."""
+    """One call for several kinds of GPU, which collects the warnings about each."""
 
     def __init__(self, kinds: Sequence[Gpu], software: Software) -> None:
         self._kinds, self._software = kinds, software
@@ -234,7 +232,7 @@ class _OneQuestion:
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def simulate(self, part: Job, setup: Setup) -> list[_FewPieces]:
-        """Return the figures of a step on each kind, from one rehearsal."""
+        """Simulate a step once and return its bytes and seconds on each kind of GPU."""
         trace = rehearse(part, setup, self.policy, steps=STEPS)
         after = replay(trace, expandable=setup.expandable_segments)
         gpus = ranks_of(setup)
@@ -260,13 +258,13 @@ class _OneQuestion:
 
 
 def _seconds_of(timing: StepSeconds) -> tuple[float, float, float]:
-    """Return the seconds of the step, of its model's kernels, and of exchanges that lengthen it."""
+    """Return the seconds of the step, of the model's kernels, and of collectives that lengthen it."""
     model = sum(one.device_seconds for one in timing.phases if one.phase in MODELS_OWN)
     return timing.step_seconds, model, timing.exposed_communication_seconds
 
 
 def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at: int) -> list[_FewPieces]:
-    """Return the figures of each kind at `at`, on the straight lines through those at two points."""
+    """Return the values for each kind at `at`, on the straight lines through those at two points."""
     return [
         _FewPieces(
             max(unused), *[linear_extrapolate(points, values, at) for values in zip(*growing, strict=True)]

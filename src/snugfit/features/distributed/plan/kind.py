@@ -39,11 +39,9 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Slot
 
 GAIN = 0.75
-"""Share of the seconds of sharing the batch alone, below which a mesh is chosen in its place (chosen).
-
-Five such steps on two H100s were not used for any fit. One took 41 % longer than predicted, the rest 3 %
-less to 14 % longer.
-"""
+"""Share of the seconds with data parallelism alone, below which a mesh is chosen instead (chosen). Five such
+steps on two H100s were not used for any fit. One took 41 % longer than predicted, the rest 3 % less to 14 %
+longer."""
 
 
 def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
@@ -77,7 +75,7 @@ def _axes(gpus: int) -> range:
 
 
 class SharedFigures:
-    """Figures of recipes on few layers, evaluated once for all kinds of GPU that run the same kernels."""
+    """A cache of figures on few layers, which all kinds of GPU share that run the same kernels."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -133,7 +131,10 @@ class SearchOfKind:
         gpus = max([count for count in counts if job.batch_size % count == 0] or counts)
         shared = next(_all_ways(job, gpus, fixed), None)
         if shared is None:
-            raise UsageError(f"No technique shares this job among {gpus} GPUs.")
+            raise UsageError(
+                f"No technique shares this job among {gpus} GPUs. Try another number of GPUs, or a "
+                "larger batch."
+            )
         base = shared.cut(cuts(job, shared, fixed)[-1]) if shared.stages > 1 else shared.recipe
         for slot in DECIDED_ONCE:
             choices = [base.with_(one) for one in fillings(job, slot, fixed, fidelity)]
@@ -149,7 +150,7 @@ class SearchOfKind:
         return base
 
     def fits(self, gpus: int) -> bool:
-        """Return whether any recipe fits so many GPUs, by the ways that hold least."""
+        """Return whether any recipe fits so many GPUs, by those with the least memory."""
         return any(self._among(gpus, axes).does_any_fit() for axes in _axes(gpus))
 
     def nearest_miss(self, gpus: int) -> Screened | None:
@@ -186,7 +187,7 @@ class SearchOfKind:
         )  # fmt: skip
 
     def answer(self, one: Screened, outcome: Outcome, **known: Any) -> OnGpus:
-        """Return a recipe with its figures on few layers, or with the `known` ones."""
+        """Return a recipe as an answer of the plan, with its figures on few layers or the `known` ones."""
         figures = {"step_seconds": one.judged.step_seconds, "needed_bytes": one.judged.needed_bytes, **known}
         seconds = figures["step_seconds"]
         return OnGpus(

@@ -1,14 +1,13 @@
-"""Search for the fewest layers to recompute, if an answer recomputes more and the one that recomputes none
-misses.
+"""Search for the fewest layers to recompute on several GPUs, for answers that recompute each layer.
 
 The search compares recipes that recompute no layer, or each. There are as many settings between as a model
 has layers. Few layers give no information on them, so each is simulated whole. Bytes and seconds are on a
 line between the two ends: each recomputed layer frees its activations, and adds its forward pass.
 
-For an answer with the same sharing and the same micro-batches, the fewest layers follow from the ends.
-They are simulated in full, and the result corrects them once or twice. If gathered weights are kept, this
-is repeated without keeping them, which may leave memory for more layers. Stages are left out: the largest
-stage changes with the recomputed layers.
+For an answer with the same sharing and the same micro-batches, the fewest layers follow from the ends. They
+are simulated in full, and the result corrects them once or twice. If gathered weights are kept, this is
+repeated without keeping them, which may leave memory for more layers. Stages are left out: the largest stage
+changes with the recomputed layers.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 ROUNDS = 3
-"""Greatest number of full simulations for one answer (chosen)."""
+"""Largest number of full simulations for one answer (chosen)."""
 
 
 def recomputes_layers(one: Screened) -> bool:
@@ -46,7 +45,7 @@ def recomputes_layers(one: Screened) -> bool:
 
 
 class FewestRecomputed:
-    """Search for the fewest layers, for several answers concurrently.
+    """Searches the fewest layers to recompute, for several answers concurrently.
 
     `judge` returns figures of recipes by few layers, and `in_full` those with all, None after a failure.
     """
@@ -84,7 +83,8 @@ class FewestRecomputed:
         return {line.answer.gpus: best[line.answer.gpus] for line in lines}
 
     def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_LayersLine]:
-        """Yield the lines of answers that recompute layers, unless the layers are fixed or in stages.
+        """Yield a line of settings for each answer that recomputes layers, unless the layers are fixed or in
+        stages.
 
         Yield also lines of the same with weights that are gathered more often, which leaves memory to
         recompute less.
@@ -116,7 +116,7 @@ class FewestRecomputed:
             yield _LayersLine(answer, one, sharing, some, next(judged), next(judged), self._bound)
 
     def _sharings(self, one: Screened) -> Iterator[Technique]:
-        """Yield the sharing of the batch, and the same kind with less in memory."""
+        """Yield the technique that shares the batch, and the same kind with less in memory."""
         slot, shared = Slot.SHARDING, one.shared
         yield shared.recipe[slot]
         for other in of_slot(self._job, slot, self._fixed):
@@ -142,7 +142,7 @@ class _LayersLine:
 
     answer: OnGpus
     one: Screened
-    """The same answer, as found on few layers."""
+    """The answer that recomputes each layer, as found on few layers."""
     sharing: Technique
     some: Sequence[Technique]
     """Techniques that recompute the first layer, the first two, and so on up to all but one."""
@@ -175,7 +175,7 @@ class _LayersLine:
         return Screened(recipe, judged, shared, self.one.size)
 
     def hear(self, question: Screened, answer: OnGpus | None) -> None:
-        """Store the result of a full simulation."""
+        """Store the result of a full simulation of `question`; None after a failure."""
         if answer is None:
             self._misses[self.layers] = 0  # no other number of layers can be simulated either
             return
@@ -183,12 +183,13 @@ class _LayersLine:
         known[self._layers_of(question)] = answer.needed_bytes
 
     def _layers_of(self, question: Screened) -> int:
-        """Return the number of recomputed layers of a question."""
+        """Return the number of layers that a question's recipe recomputes."""
         technique = question.shared.recomputing
         return 0 if technique.plain else self.some.index(technique) + 1
 
     def _just_enough(self) -> int:
-        """Return the number of layers that should be enough, from full simulations, or first from few layers.
+        """Return the number of recomputed layers that should be enough, from full simulations, or first from
+        few layers.
 
         The answer shows the error of few layers. Return all layers if no number is enough.
         """
@@ -211,7 +212,8 @@ class _LayersLine:
         )
 
     def why(self, question: Screened, answer: OnGpus) -> str:
-        """Return the reason for the groups of GPUs, and for the number of recomputed layers."""
+        """Return the sentences that explain the answer's groups of GPUs and its number of recomputed
+        layers."""
         before, more = self.answer.why, self.answer.step_seconds / answer.step_seconds - 1
         layers = self._layers_of(question)
         if not layers:

@@ -32,7 +32,7 @@ class OnGpus:
     """Seconds of the steady step."""
 
     samples_per_second: float
-    """Global batch over `step_seconds`."""
+    """Samples of the global batch per second."""
 
     scaling_efficiency: float | None = None
     """Share of the step's seconds that would remain without exchanges between GPUs; None on one GPU."""
@@ -62,7 +62,7 @@ class OnGpus:
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralGpusPlan(Tabular):
-    """The fastest recipe for each number of GPUs."""
+    """A plan for several GPUs: the fastest recipe for each number of them."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "what": (Literal["plan for several GPUs"], "Name of the document."),

@@ -14,7 +14,7 @@ from snugfit.units import GIB, show_bytes, show_seconds
 
 
 def render(plan: SeveralGpusPlan, *, details: bool = True) -> Page:
-    """Return the answers and the table by numbers of GPUs; `details` adds alternatives and every doubt."""
+    """Return the report of a plan for several GPUs; `details` adds alternatives and every warning."""
     short: list[Iterable[Sentence | Grid | str]] = [
         [Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)],
         [f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}"],

@@ -1,10 +1,10 @@
-"""The search for the fastest way to share the work that fits, for each number of GPUs.
+"""Search for the fastest recipe that fits, for each number of GPUs.
 
 Numbers of GPUs are searched one after the other. The results of one bound the results of others
 (`evidence.py`, `fastest.py`). Recipes are compared on models of few layers. The fastest for each number of
 GPUs are then simulated with all layers, until one fits. On the fastest answer's GPUs the best few are
-simulated, and all are reported. For answers that recompute layers, the fewest layers are searched at the
-end (`part_recomputed.py`).
+simulated, and all are reported. For answers that recompute layers, the fewest layers are searched at the end
+(`part_recomputed.py`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
 FULL = 3
-"""Number of recipes that are simulated in full on the fastest answer's GPUs (chosen)."""
+"""Number of recipes that are simulated in full on the GPUs of the fastest answer (chosen)."""
 
 FEW = 4
-"""Greatest number of recomputing answers that are all tried with fewer layers (chosen).
-
-If there are more, only those on the fewest GPUs, the fastest and the cheapest are tried.
-"""
+"""Largest number of recomputing answers that are all tried with fewer layers (chosen). If there are more,
+only those on the fewest GPUs, the fastest and the cheapest are tried."""
 
 Tell = Callable[[str], None]
 
@@ -87,7 +85,7 @@ def plan_several_gpus(
 
 
 class _Search:
-    """One search: its arguments and its results so far."""
+    """One search for several GPUs: its arguments and its results so far."""
 
     def __init__(
         self, job: Job, gpu: Gpu, bound: int, fixed: Kept, fidelity: Fidelity, pool: WorkerPool, tell: Tell
@@ -242,13 +240,13 @@ class _Search:
 
 
 def _way_of(answer: OnGpus, outcome: Outcome) -> Screened:
-    """Return an answer as found on few layers. A miss there may fit with all."""
+    """Return the recipe of an answer as found on few layers. A miss there may fit with all."""
     every = (*outcome.fitting, *([outcome.miss] if outcome.miss else []))
     return next(one for one in every if str(one.recipe) == answer.recipe)
 
 
 def _from_both_ends(counts: Sequence[int]) -> list[int]:
-    """Return the largest, the smallest, the second largest number, and so on.
+    """Return the numbers from both ends inwards: the largest, the smallest, the second largest, and so on.
 
     A miss on more GPUs is also a miss on fewer, and a recipe that fits fewer also fits more.
     """

@@ -44,7 +44,8 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity
 
 PATIENCE = 2
-"""Number of consecutive counts of GPUs that are not cheaper, after which the search ends (chosen)."""
+"""Number of successively larger numbers of GPUs that are not cheaper, after which the search ends
+(chosen)."""
 
 
 def plan_cards(
@@ -104,7 +105,7 @@ def plan_cards(
 
 
 def _shared_evenly(counts: int | Sequence[int], job: Job, fixed: Kept) -> tuple[list[int], list[int]]:
-    """Return the numbers of GPUs that divide the job's batch evenly, and those that do not.
+    """Split the requested numbers of GPUs into those that divide the job's batch evenly, and the rest.
 
     Raises `UsageError` if several were requested and only a single GPU remains.
     """
@@ -123,8 +124,8 @@ def _shared_evenly(counts: int | Sequence[int], job: Job, fixed: Kept) -> tuple[
 
 
 def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[str, CardsOfKind]]:
-    """Return the kinds with known bytes and seconds, and answers with the reason for all other kinds, by
-    key."""
+    """Split the kinds of GPU into those with known bytes and seconds, and answers with the reason for the
+    rest, by key."""
     known, answers = [], {}
     for gpu in kinds:
         try:
@@ -140,7 +141,8 @@ def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[st
 
 
 def _alike(gpus: Sequence[Gpu], jobs: Sequence[Job]) -> list[list[int]]:
-    """Return for each kind the indices of those that run the same kernels and build the model alike."""
+    """Return for each kind of GPU the indices of those that run the same kernels and build the model in the
+    same place."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     every = []
     for index, (gpu, job) in enumerate(zip(gpus, jobs, strict=True)):
@@ -152,7 +154,7 @@ def _alike(gpus: Sequence[Gpu], jobs: Sequence[Job]) -> list[list[int]]:
 def _cards_of(
     search: SearchOfKind, gpu: Gpu, counts: Sequence[int], headroom_bytes: int, doubts: dict[str, None]
 ) -> CardsOfKind:
-    """Return the answer for one kind of GPU, and add the uncertain parts of it to `doubts`."""
+    """Return the answer for one kind of GPU, and add its warnings to `doubts`."""
     chosen: list[tuple[Screened, Outcome]] = []
     dearer: list[int] = []
     first, least = _first_that_fits(search, counts), math.inf
@@ -186,7 +188,7 @@ def _cards_of(
 
 
 def _first_that_fits(search: SearchOfKind, counts: Sequence[int]) -> int:
-    """Return the index of the fewest GPUs that fit in the requested numbers; their length if none fits."""
+    """Return the index in `counts` of the fewest GPUs that fit; its length if none fits."""
     if search.fits(counts[0]):
         return 0
     if len(counts) == 1 or not search.fits(counts[-1]):

@@ -37,8 +37,8 @@ from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
 
 ENOUGH = 1.1
-"""Factor on the seconds of the broken step (chosen), within which a recipe is accepted without a search for
-faster ones. Such a search costs as much as some hundred steps gain."""
+"""Factor on the seconds of the step that ran out of memory (chosen), within which a recipe is accepted
+without a search for faster ones. Such a search costs as much as some hundred steps gain."""
 
 MOST_IN_FULL = 3
 """Greatest number of answers that are simulated with all layers (chosen), if the first ones do not fit."""
@@ -61,7 +61,10 @@ def smaller_on_several(
         return None
     make = partial(Judge, job, gpu)
     if not is_picklable(make):
-        raise SnugfitError("A model that was made in Python cannot be sent to the processes that simulate.")
+        raise SnugfitError(
+            "A model that was made in Python cannot be sent to the processes that simulate. Give a "
+            "model by its name or folder."
+        )
     slots = {slot: (recipe[slot],) for slot in Slot if slot not in searched}
     # A scheduler or a container may give this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -71,7 +74,7 @@ def smaller_on_several(
 
 
 class _Smaller:
-    """One search for a recipe that needs less."""
+    """One search for a recipe that needs less memory than a given one."""
 
     def __init__(self, job: Job, recipe: Recipe, gpus: int, fixed: Kept, pool: WorkerPool) -> None:
         self._job, self._broken, self._gpus, self._fixed, self._pool = job, recipe, gpus, fixed, pool
@@ -104,7 +107,7 @@ class _Smaller:
         return None
 
     def _fastest(self, ways: list[Shared]) -> Screened | None:
-        """Return the fastest recipe that fits by few layers."""
+        """Return the fastest of these ways that fits, by few layers."""
         search = FastestOnGpus(
             self._job, self._gpus, ways, self._fixed, self._evidence, {}, self._judge,
             leanest_first=False, trusts_line=True,
@@ -112,7 +115,7 @@ class _Smaller:
         return next(iter(search.run().fitting), None)
 
     def _in_full(self, recipe: Recipe) -> int:
-        """Return the bytes with all layers. Raises `SnugfitError` if they cannot be simulated."""
+        """Return the bytes of a recipe with all layers. Raises `SnugfitError` if they cannot be simulated."""
         (answer,) = self._pool.answers_to([Question(0, "in_full", (self._gpus, recipe))])
         if isinstance(answer.value, SnugfitError):
             raise answer.value

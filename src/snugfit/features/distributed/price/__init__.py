@@ -1,1 +1,1 @@
-"""Bytes and seconds of steps on several GPUs."""
+"""Prediction of the bytes and seconds of exchanges, stages and streams on several GPUs."""

@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect(GpuLink):
-    """Connections of GPUs. Bytes per second are of one GPU in one direction."""
+    """Links between GPUs, in bytes per second of one GPU in one direction."""
 
     link: float
-    """Between two GPUs of a host."""
+    """Bytes per second between two GPUs of a host."""
 
     is_pcie: bool = False
-    """True if that is PCIe, and no link of the GPUs' own."""
+    """True if GPUs of a host are linked by PCIe only."""
 
     network: float = field(default_factory=lambda: total("network"))
-    """From one host to another."""
+    """Bytes per second from one host to another."""
 
     gpus_per_host: int = GPUS_PER_HOST
 
     bus: Mapping[str, float] = field(default_factory=dict)
-    """Calibrated share of the link that large exchanges reach, by NCCL's kernel."""
+    """Calibrated share of the link's rate that large exchanges reach, by NCCL's kernel."""
 
     def seconds(self, kernel: Kernel) -> float:
-        """Return the seconds of an exchange while no other kernel runs."""
+        """Return the seconds of an exchange that no other kernel slows."""
         peers, stride = kernel.peers
         if peers < 2:
             return 0.0
@@ -76,7 +76,7 @@ class Interconnect(GpuLink):
         return min(inside, within * self.network * share if hosts > 1 else math.inf)
 
     def share(self, operator: str, gpus: int) -> float:
-        """Return the share of the link that this kernel reaches among so many GPUs of one host."""
+        """Return the share of the link's rate that this kernel reaches among this many GPUs of one host."""
         if operator in self.bus:
             return self.bus[operator]
         kind = operator if operator == ALL_REDUCE else "other exchanges"
@@ -92,7 +92,7 @@ def _factor(operator: str, peers: int) -> float:
 
 
 def interconnect_of(gpu: Gpu, rates: Rates | None = None) -> Interconnect:
-    """Return the connection of GPUs of this kind within a host, from the table of GPUs.
+    """Return the links of GPUs of this kind within a host, from the table of GPUs.
 
     The shares of `rates` apply if they were calibrated on several GPUs.
     """
@@ -131,7 +131,7 @@ def communication_bytes(trace: Trace, gpus: int) -> int:
 
 
 def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = None) -> list[str]:
-    """Return sentences on the uncertainty of a trace's exchanges on GPUs of this kind, with these rates."""
+    """Return warnings about the uncertainty of a trace's exchanges, for GPUs of this kind and these rates."""
     peers = [kernel.peers for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not peers or gpu is None:
         return []
@@ -141,13 +141,14 @@ def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = 
     if gpu.key not in devices("bus_share") and not (rates and rates.bus):
         how = "PCIe, of which a guess is taken" if connected.is_pcie else "their link's data sheet"
         doubts.append(
-            f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}, and NCCL's memory "
-            "is an H200's."
+            f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}, and NCCL's "
+            "memory is an H200's. snugfit calibrate --gpus on such GPUs measures them."
         )
     # A group whose last rank is outside of the first host.
     if any((count - 1) * abs(stride) >= connected.gpus_per_host for count, stride in peers):
         doubts.append(
             f"Hosts are taken to have {connected.gpus_per_host} GPUs and a network of "
-            f"{8 * connected.network / 1e9:.0f} Gb/s for each. No exchange between hosts was measured."
+            f"{8 * connected.network / 1000000000.0:.0f} Gb/s for each. No exchange between hosts was "
+            "measured. Measure there before you rely on it."
         )
     return doubts

@@ -1,4 +1,4 @@
-"""Figures of exchanges that were read off runs, data sheets or nothing (guesses): rows of `evidence.json`.
+"""Figures of exchanges from runs, from data sheets, or guessed: rows of `evidence.json`.
 
 A row adds `value` times the count that its `formula` names, for its quantity and operator. Its condition must
 be among those that hold. An empty operator or condition fits all.
@@ -16,7 +16,7 @@ from typing import Any
 
 @cache
 def evidence() -> tuple[Mapping[str, Any], ...]:
-    """Return the rows of the table."""
+    """Return the rows of `evidence.json`: figures of exchanges between GPUs."""
     text = resources.files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
     return tuple(json.loads(text))
 

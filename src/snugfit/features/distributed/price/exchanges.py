@@ -1,4 +1,4 @@
-"""Figures of a step that several processes, or DeepSpeed's engine, take.
+"""Predicted figures of a step of several processes, or of DeepSpeed's engine.
 
 Code that uses a tensor of one stream in another marks it (`record_stream`). DeepSpeed does so for weights
 that one stream gathers and another computes with. It also does so for gradients that it averages during the
@@ -62,9 +62,11 @@ if TYPE_CHECKING:
 
 
 def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
-    """Return the late frees of the trace's last step, in the form of `Frees` (`last_step.py`).
+    """Return blocks that are freed late, because another stream still uses them, in the form of `Frees`
+    (`last_step.py`).
 
-    The result is empty if the trace has none, or if no rates of the GPU are known.
+    They are those of the trace's last step. The result is empty if it has none, or if no rates of the GPU are
+    known.
     """
     if gpu is None or not trace.awaited:
         return {}
@@ -95,7 +97,7 @@ def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:
 
 
 class DistributedExchanges(Exchanges):
-    """Figures of several processes."""
+    """Prediction of the figures of several processes."""
 
     modules = (
         "snugfit.features.distributed.simulate.ranks",
@@ -110,14 +112,14 @@ class DistributedExchanges(Exchanges):
     doubts = staticmethod(doubts_about_exchanges)
 
     def ranks_to_rehearse(self, job: Job, setup: Setup) -> Sequence[int]:
-        """Return one rank of each kind of pipeline stage; ranks of one stage are alike."""
+        """Return the ranks to simulate, one for each kind of pipeline stage; ranks of one stage are alike."""
         wish = PARALLEL.of(setup)
         if wish is None:
             return (0,)
         return [rank_of(stage, wish) for stage in stages_to_rehearse(wish, job.model.layers)]
 
     def weights_on_host(self, job: Job, setup: Setup, traces: Sequence[Trace], loop: str) -> int:
-        """Return the bytes that each process builds: those of all stages, or of all shards."""
+        """Return the bytes of the weights that each process builds: those of all stages, or of all shards."""
         wish, engine = PARALLEL.of(setup), SHARDING.of(setup)
         if engine is not None and engine.stage == 3 and loop != "plain":
             return 0  # `built_by_transformers`: they are made on the device, part by part
@@ -130,20 +132,20 @@ class DistributedExchanges(Exchanges):
         return super().weights_on_host(job, setup, traces, loop)
 
     def weights_dtype(self, setup: Setup) -> str | None:
-        """Return the dtype in which DeepSpeed's engine keeps the model's weights."""
+        """Return the dtype in which DeepSpeed's engine keeps the model's weights; None without an engine."""
         engine = SHARDING.of(setup)
         return super().weights_dtype(setup) if engine is None else engine.dtype
 
     def differing(
         self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None
     ) -> PipelinedRanks | None:
-        """Return the step of all pipeline stages."""
+        """Return the step of all pipeline stages together; None if all ranks are alike."""
         return PipelinedRanks(ranks, job, setup, gpu) if len(ranks) > 1 else None
 
     def few_layers_question(
         self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
     ) -> StagesQuestion | None:
-        """Return a question about stages of few layers."""
+        """Return the simulation of pipeline stages with few layers; None if it does not apply."""
         from snugfit.features.distributed.price.few_stages import StagesQuestion
 
         wish = PARALLEL.of(setup)
@@ -151,7 +153,8 @@ class DistributedExchanges(Exchanges):
         return StagesQuestion(kinds, software, policy, part, setup) if in_stages else None
 
     def micro_batches_in_full(self, setup: Setup) -> float:
-        """Return one or two micro-batches more than stages; infinity for a schedule that runs in rounds."""
+        """Return the number of micro-batches to simulate: one or two more than stages; infinity for a
+        schedule in rounds."""
         wish = PARALLEL.of(setup)
         if wish is None or wish.stages == 1:
             return super().micro_batches_in_full(setup)
@@ -162,12 +165,12 @@ class DistributedExchanges(Exchanges):
 
 
 PIPELINE_BOUND_ABOVE = 0.15
-"""Share of the step in which a GPU waits for other stages, above which the step is called bound by that. A
-choice, as for the host."""
+"""Share of the step in which a GPU waits for other stages, above which the step is called bound by it
+(chosen, as for the host)."""
 
 
 class PipelinedRanks:
-    """Ranks that each have a stage of the layers (`DifferingRanks`)."""
+    """Ranks with different pipeline stages, predicted together (`DifferingRanks`)."""
 
     def __init__(self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None) -> None:
         wish = PARALLEL.of(setup)
@@ -178,8 +181,8 @@ class PipelinedRanks:
         self._step: PipelinedStep | None = None
 
     def seconds(self, rank: int, batch_size: int, rates: Rates) -> StepSeconds:
-        """Predict the step of a rank's pipeline stage. `step_seconds` is the whole pipeline's, `idle_seconds`
-        are the waits for other stages."""
+        """Return the predicted seconds of a rank. `step_seconds` is the whole pipeline's, `idle_seconds` are
+        the waits for other stages."""
         assert self._gpu is not None
         trace = next(one.trace for one in self._ranks if one.rank == rank)
         workers = self._setup.loader.workers
@@ -214,7 +217,7 @@ class PipelinedRanks:
         )
 
     def predictions(self) -> tuple[RankPredicted, ...]:
-        """Return the prediction of each rank. Waits are those of the last call of `seconds`."""
+        """Return the prediction of each rank. Waits are those that the last call of `seconds` computed."""
         return tuple(
             RankPredicted(
                 rank=one.rank,

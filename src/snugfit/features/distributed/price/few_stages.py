@@ -1,9 +1,9 @@
-"""Figures of a step with stages, from stages of few layers and few micro-batches.
+"""Prediction of a pipeline's step from simulated stages with few layers and few micro-batches.
 
 Stages differ: the first, a middle one and the last are simulated, each with few layers. Bytes and seconds
 grow linearly with layers, so a deep model's stages follow from these. Once the micro-batches slightly
-outnumber the stages, each further one is like the one before. It takes as long, and adds the buffers for
-its transfer.
+outnumber the stages, each further one is like the one before. It takes as long, and adds the buffers for its
+transfer.
 
 The seconds of all stages together follow from the order of the schedule, for any number of micro-batches
 (`features/distributed/price/stages.py`). The bytes of a step are those of its largest stage. Some schedules
@@ -63,13 +63,14 @@ STEPS = 2
 
 
 class _StageFigures(NamedTuple):
-    """Figures of one GPU's stages on one kind of GPU; all but the first grow linearly with layers."""
+    """Figures of one GPU's pipeline stages on one kind of GPU; all but the first grow linearly with
+    layers."""
 
     unused_bytes: float
-    """Bytes that the allocator reserves without use, and bytes outside it."""
+    """Bytes that the allocator reserves without use, plus bytes outside the allocator."""
     allocated_bytes: float
     after: float
-    """Seconds of the work after the last pass."""
+    """Seconds of the work after the last pass: clipping and the update."""
     model_seconds: float
     """Total seconds of the kernels of forward and backward passes, without exchanges."""
     passes: tuple[float, ...]
@@ -77,7 +78,7 @@ class _StageFigures(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All figures in one sequence."""
+        """Return all figures in one sequence."""
         return (*self[:-1], *self.passes)
 
     @classmethod
@@ -88,7 +89,7 @@ class _StageFigures(NamedTuple):
 
 
 class StagesStep(NamedTuple):
-    """Bytes of the largest stage's GPUs, and seconds of a step."""
+    """Predicted bytes of the GPUs with the largest stage, and seconds of a step."""
 
     needed_bytes: int
     step_seconds: float
@@ -99,13 +100,13 @@ class StagesStep(NamedTuple):
 
 
 _Place = tuple[bool, bool]
-"""Position of a stage: True for the first, and True for the last."""
+"""The type of a stage's position: if it is the first, and if it is the last."""
 
 _OfStages = dict[_Place, _StageFigures]
 
 
 class StagesQuestion:
-    """One call about a step in stages, for several kinds of GPU; `few` micro-batches represent more."""
+    """One prediction of a pipeline's step for several kinds of GPU; `few` micro-batches represent more."""
 
     def __init__(
         self, kinds: Sequence[Gpu], software: Software, policy: Policy, part: Job, setup: Setup
@@ -119,7 +120,8 @@ class StagesQuestion:
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def judge(self, depth: Depth | None) -> list[StagesStep]:
-        """Return the figures of the step on each kind. `part` is the job of one data rank."""
+        """Return the predicted step on each kind of GPU. `part` is the job of one data rank; `depth` sets the
+        simulated layers."""
         pieces = self._setup.micro_batches
         # Once every stage is filled, each further micro-batch adds the same.
         few = min(pieces, self._wish.stages + FURTHER) if self._wish.schedule in IN_TURN else pieces
@@ -147,7 +149,7 @@ class StagesQuestion:
         return (least, more) if self._wish.all_stages * (least + more) < depth.layers else (0,)
 
     def _simulate(self, depth: Depth | None, layers: int, pieces: int) -> list[_OfStages]:
-        """Return the stages of a model with so many layers in each, on each kind, with so many
+        """Return the figures by kind of GPU of a model with `layers` layers in each stage and `pieces`
         micro-batches."""
         # The batch changes in proportion, so a micro-batch has the same size.
         part, setup = self._setup.in_pieces(pieces, self._part)
@@ -199,8 +201,10 @@ class StagesQuestion:
     def _together(
         self, kind: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> StagesStep:
-        """Return the whole step, from figures at few layers and few micro-batches, and at one micro-batch
-        more."""
+        """Return the predicted step on one kind of GPU.
+
+        Figures come from few layers and few micro-batches, and from one micro-batch more.
+        """
         wish, pieces = self._wish, self._setup.micro_batches
         stages = [self._deep(stage, points, by_depth, longer, few) for stage in range(wish.stages)]
         work = [
@@ -229,7 +233,7 @@ class StagesQuestion:
     def _deep(
         self, stage: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> _StageFigures:
-        """Return one stage of the deep model, with all micro-batches."""
+        """Return the figures of one stage of the whole model, with all micro-batches."""
         kind, pieces = _place(stage, self._wish), self._setup.micro_batches
         layers = len(layers_at(stage, self._wish, self._part.model.layers))
         # A GPU has `chunks` stages of so many layers.
@@ -256,10 +260,10 @@ class StagesQuestion:
 
 
 def _of_pieces(values: tuple[float, float, float], deeper: float, few: int, pieces: int) -> float:
-    """Return seconds with so many micro-batches, from three values.
+    """Return the seconds of a stage with `pieces` micro-batches, from three values.
 
-    These are the shallow stage with few, its increase by one more, and the deep stage with few. The
-    constant part (weights that are gathered once for all micro-batches) grows with layers.
+    These are the shallow stage with few, its increase by one more, and the deep stage with few. The constant
+    part (weights that are gathered once for all micro-batches) grows with layers.
     """
     shallow, further, deep = values
     once = max(0.0, shallow - few * further) * deeper

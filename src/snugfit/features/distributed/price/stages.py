@@ -1,7 +1,7 @@
 """A step whose layers are cut into stages: the ranks to rehearse, and the seconds of all stages together.
 
 Ranks of one stage are alike, and middle stages differ little. So only the ranks with the largest memory or
-other seconds are rehearsed. The first has the embedding and, under 1F1B, keeps the most micro-batches. The
+other seconds are simulated. The first has the embedding and, under 1F1B, keeps the most micro-batches. The
 second keeps the most of those between. The last has the head. If layers cannot be cut evenly, one of the
 shorter stages is added.
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
-"""The schedules of one stage on each GPU, by torch's names."""
+"""torch's names of the schedules with one stage on each GPU."""
 
 FURTHER = 1
 """Number of micro-batches in the smallest simulation, beyond one for each stage.
@@ -48,14 +48,14 @@ next (1F1B).
 """
 
 IN_TURN = frozenset({ONE_FORWARD_ONE_BACKWARD, GPIPE})
-"""Schedules in which each micro-batch is like the one before, after the first ones."""
+"""Schedules in which, after the first ones, each micro-batch repeats the pattern of the one before."""
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs' gradients", "weights' gradients"
 
 KINDS = {
     "FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUTS, "BACKWARD_WEIGHT": WEIGHTS,
 }  # fmt: skip
-"""Kinds of passes by torch's names. A backward pass is one, or two."""
+"""torch's names of the kinds of passes. A backward pass is one, or split into two."""
 
 _PASSES = frozenset({FORWARD, BACKWARD})
 
@@ -73,7 +73,8 @@ class Pass(NamedTuple):
 
 
 def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
-    """Return one position of each kind, in order. A model that is not cut has a single position."""
+    """Return the position of one rank for each kind of stage, in order. A model without stages has a single
+    position."""
     firsts: dict[tuple[Any, ...], int] = {}
     for position in range(wish.stages):
         firsts.setdefault(_kind(position, wish, layers), position)
@@ -81,15 +82,14 @@ def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
 
 
 def stand_in(position: int, wish: ParallelWish, layers: int) -> int:
-    """Return the position that was rehearsed for this one."""
+    """Return the simulated position that represents this one."""
     kind = _kind(position, wish, layers)
     return next(one for one in stages_to_rehearse(wish, layers) if _kind(one, wish, layers) == kind)
 
 
 def _kind(position: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
-    """Return the key by which positions differ: the ends of the model, and the number of layers in each
-    stage.
-    """
+    """Return a key that is equal for alike positions: the ends of the model, and the number of layers in each
+    stage."""
     lengths = [len(layers_of(stage, wish.all_stages, layers)) for stage in stages_at(position, wish)]
     return position == 0, position == wish.stages - 1, *lengths
 
@@ -101,13 +101,13 @@ def rank_of(position: int, wish: ParallelWish) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Seconds of a GPU's own work in a step."""
+    """Seconds of one GPU's own work in a step, without waits for other stages."""
 
     passes: Mapping[tuple[str, int], float]
     """Seconds of a micro-batch's pass, by its kind and its stage on this GPU, counted from 0."""
 
     before: float = 0.0
-    """Seconds before the first pass: the batch is copied."""
+    """Seconds before the first pass, in which the batch is copied."""
 
     after: float = 0.0
     """Seconds after the last pass: sums of weights that two stages share, clipping, the update."""
@@ -115,10 +115,10 @@ class StageWork:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinedStep:
-    """Seconds of a step of all stages together."""
+    """Predicted seconds of a step of all stages together."""
 
     step_seconds: float
-    """Between the ends of two steady steps."""
+    """Seconds between the ends of two steady steps."""
 
     idle: Sequence[float]
     """Seconds of the step in which each GPU of one copy of the model waits for others."""
@@ -128,12 +128,12 @@ class PipelinedStep:
 
     @property
     def bubble(self) -> float:
-        """The share of all GPUs' time in which they wait for other stages."""
+        """Return the share of all GPUs' time in which they wait for other stages."""
         return sum(self.idle) / (len(self.idle) * self.step_seconds) if self.step_seconds else 0.0
 
 
 def without_other_stages(trace: Trace) -> Trace:
-    """Return the trace of a stage without waits for other stages."""
+    """Return a copy of a stage's trace without waits for other stages."""
     kernels = (
         # Without peers, such a kernel takes no time.
         kernel._replace(peers=ALONE, nbytes=0) if kernel.operator in (SEND, RECEIVE) else kernel
@@ -172,9 +172,7 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
 
 
 def _pass_of_each(trace: Trace) -> list[int]:
-    """Return, for each kernel, the number of passes that began before its own; -1 for kernels before the
-    first.
-    """
+    """Return for each kernel the number of passes begun before its own; -1 for kernels before the first."""
     # The first mark is the loop's, which precedes torch's first pass.
     begins = trace.passes[1:]
     return [bisect.bisect_right(begins, number) - 1 for number in range(len(trace.kernels))]
@@ -186,7 +184,7 @@ def transfer_seconds(trace: Trace, link: Interconnect) -> float:
 
 
 def orders_of(wish: ParallelWish, micro_batches: int) -> Sequence[Sequence[Pass]]:
-    """Return the passes of each GPU of one copy of the model, in order."""
+    """Return the order of passes of each GPU of one copy of the model."""
     if wish.schedule not in (ONE_FORWARD_ONE_BACKWARD, GPIPE):
         return _orders_of_torch(wish.schedule, wish.stages, wish.chunks, micro_batches)
     return [[*_order_of(stage, wish, micro_batches)] for stage in range(wish.stages)]
@@ -230,7 +228,7 @@ def simulate_stages(
     clips: bool,
     tied: bool = False,
 ) -> PipelinedStep:
-    """Return the steady step of GPUs that do this work in these orders.
+    """Return the steady step of GPUs with this work, whose passes run in these orders.
 
     Output of a stage arrives after `transfer` seconds. With `clips` all wait for each other before they
     update, with `tied` the first and the last.
@@ -270,7 +268,8 @@ def _step_length(
 def _run_passes(
     work: Sequence[StageWork], orders: Sequence[Sequence[Pass]], transfer: float, free: Sequence[float]
 ) -> list[float]:
-    """Return the moment at which each GPU has run its passes, from the moments at which it is free."""
+    """Return the moment at which each GPU has run its passes; `free` has the moments at which they may
+    begin."""
     ranks = len(work)
     last = max(one.stage for order in orders for one in order)
     now = [moment + own.before for moment, own in zip(free, work, strict=True)]
@@ -312,7 +311,7 @@ def pipelined_step(
     workers: int = 0,
     tied: bool = False,
 ) -> PipelinedStep:
-    """Return the steady step of all stages, from the traces of the rehearsed ones.
+    """Return the steady step of all stages, from the traces of the simulated ones.
 
     `tied` means that the first stage and the last share one matrix.
     """

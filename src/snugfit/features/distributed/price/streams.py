@@ -19,7 +19,8 @@ from snugfit.rehearsal.trace.trace import COLLECTIVES, DEFAULT_STREAM, Kernel
 
 
 class SimulatedStreams:
-    """The steady step of streams, and of a host that fills them (`StreamsRun`)."""
+    """Simulation of kernels in several streams and of the host that launches them, up to a steady step
+    (`StreamsRun`)."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class SimulatedStreams:
         self._exchanges = [kernel.operator in COLLECTIVES for kernel in kernels]
         self._slowed = total("slowdown", "kernel"), total("slowdown", "exchange")
         self.now = self.host_at = 0.0
-        """The simulated moment, and the moment of the host's next action."""
+        """The simulated moment in seconds, and the moment of the host's next launch."""
         end = before = 0.0
         for _ in range(SIMULATED_STEPS):
             self._began, before = self.host_at, end
@@ -44,7 +45,8 @@ class SimulatedStreams:
 
     @property
     def moments(self) -> list[tuple[float, float, float]]:
-        """Moments of each kernel of the last step since its begin: it is launched, starts and ends."""
+        """Return three moments of each kernel of the last step, in seconds since its beginning: launch, start
+        and end."""
         moments = zip(self.begins, self.starts, self.ends, strict=True)
         began = self._began
         return [(launch - began, start - began, stop - began) for launch, start, stop in moments]
@@ -81,13 +83,14 @@ class SimulatedStreams:
         return max(self.host_at, max(self.ends, default=0.0))
 
     def _wait_for_default(self) -> None:
-        """Let the host wait until all launched kernels of the computing stream have ended."""
+        """Advance until all launched kernels of the computing stream have ended; the host waits for them."""
         while DEFAULT_STREAM in self._running or self._waiting[DEFAULT_STREAM]:
             self._advance(self.now + self._next_end())
         self.host_at = max(self.host_at, self.now) + self._host.wait
 
     def _rate(self, number: int) -> float:
-        """Return the seconds of work that a kernel does in a second while both run."""
+        """Return the speed of a kernel: 1 alone, and less while an exchange and another kernel run at
+        once."""
         return 1 / self._slowed[self._exchanges[number]]
 
     def _next_end(self) -> float:
@@ -98,7 +101,7 @@ class SimulatedStreams:
         return min(left / self._rate(number) for number, left in self._left.items())
 
     def _advance(self, moment: float) -> None:
-        """Let the streams run until this moment."""
+        """Advance the streams to this moment."""
         left, now = self._left, self.now
         while left:
             share = 0 < self._running_exchanges < len(left)

@@ -1,1 +1,1 @@
-"""DeepSpeed's and torch's distributed code on tensors that have shapes and no data."""
+"""Simulation of DeepSpeed's and torch's distributed code on tensors without data."""

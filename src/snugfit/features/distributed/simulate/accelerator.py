@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
 PLENTY = 1 << 50
-"""Memory of the device in bytes, if no GPU is given."""
+"""Bytes of the simulated device if no GPU is given: more than any model needs."""
 
 
 class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
-    """DeepSpeed's device in a simulation."""
+    """DeepSpeed's accelerator interface for a simulated device."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     @property
     def Stream(self) -> Any:
-        """The constructor of streams; it ignores priorities."""
+        """Return the constructor of streams; it ignores priorities."""
         return self._streams.Stream
 
     @property
     def Event(self) -> Any:
-        """The constructor of events; it ignores flags."""
+        """Return the constructor of events; it ignores flags."""
         return self._streams.Event
 
     def stream(self, stream: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Allocations of one rank of several, whose storages may lose their bytes or belong to several streams."""
+"""Allocations of one rank of several, whose storages may be resized or used by several streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snugfit.results.footprint import Kind
 
 
 class RankAllocations(Allocations):
-    """The allocations and frees of a rank's storages."""
+    """Record of the allocations and frees of a rank's storages."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""Scratch of the two kernels with which FSDP2 copies gathered weights and scattered gradients.
+"""Temporary memory of the two kernels with which FSDP2 copies gathered weights and scattered gradients.
 
 Both kernels are one launch over many tensors. A table on the device assigns thread blocks to tensors. It has
 64-bit numbers, is built in page-locked memory, and has one number per block of 128 threads. Each thread moves
@@ -23,7 +23,7 @@ WAVES = 2
 
 
 def split_with_sizes_copy(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the scratch of the copy from one tensor with all ranks' parts to one tensor per weight.
+    """Return the temporary bytes of the copy from one tensor with all ranks' parts to one tensor per weight.
 
     Each weight has four numbers: the addresses of its source and its target, its bytes, and the index of its
     first block.
@@ -41,7 +41,8 @@ def split_with_sizes_copy(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> S
 
 
 def chunk_cat(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the scratch of the copy from many gradients to one tensor with contiguous parts of the ranks.
+    """Return the temporary bytes of the copy from many gradients to one tensor with contiguous parts of the
+    ranks.
 
     Each gradient has six numbers: the positions of its source, of its target and of its first block, and
     three sizes. Those are its bytes, the bytes of a padded part, and the blocks of one part.
@@ -63,4 +64,4 @@ def _ceil(whole: int, part: int) -> int:
 
 
 SCRATCH = {"fsdp::split_with_sizes_copy": split_with_sizes_copy, "fsdp::chunk_cat": chunk_cat}
-"""Rules of scratch by operator (`rehearsal/device/scratch.py`)."""
+"""Functions that compute an operator's temporary memory (`rehearsal/device/scratch.py`)."""

@@ -48,12 +48,13 @@ def is_collective(func: Any) -> bool:
 
 
 def gives_its_own(func: Any) -> bool:
-    """Return True if it returns the awaited tensor itself. On shapes alone, torch returns another one."""
+    """Return True if an operator returns the awaited tensor itself. On shapes alone, torch returns another
+    one."""
     return bool(func._schema.name.endswith("::wait_tensor"))
 
 
 def is_wrapping(func: Any) -> bool:
-    """Return True if it wraps a tensor in exchange, so that its first use waits.
+    """Return True if an operator wraps a tensor in exchange, so that its first use waits.
 
     On shapes alone, torch (2.13) creates an empty tensor instead.
     """
@@ -61,7 +62,8 @@ def is_wrapping(func: Any) -> bool:
 
 
 def kernel_of(func: Any, args: tuple[Any, ...] = ()) -> str:
-    """Return the kernel of an operator. An all-to-all whose whole tensor goes to one rank is a send."""
+    """Return the name of an operator's NCCL kernel. An all-to-all whose whole tensor goes to one rank is a
+    send."""
     if func in ALL_TO_ALL_SINGLE and args and sum(size != 0 for size in args[2]) == 1:
         return SEND
     # Names are like `c10d::_allgather_base_`.
@@ -70,7 +72,7 @@ def kernel_of(func: Any, args: tuple[Any, ...] = ()) -> str:
 
 
 def is_async(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if NCCL runs it in a stream of its own, for which a later operator waits.
+    """Return True if NCCL runs an operator in a stream of its own, for which a later operator waits.
 
     Otherwise it runs in the current stream (`ProcessGroupNCCL`, since torch 2.8).
     """
@@ -88,8 +90,8 @@ def group_of(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def peers_of(group: Any, kernel: str = "") -> tuple[int, int]:
-    """Return the number of ranks in a group and their distance. For a send to the next rank, the number is
-    2."""
+    """Return the number of ranks in a group, and the distance between them. For a send to the next rank, the
+    number is 2."""
     ranks = torch.distributed.get_process_group_ranks(group)
     return 2 if kernel == SEND else len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
@@ -108,14 +110,14 @@ def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int
 
 
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the bytes of the whole tensor that is exchanged, summed, gathered or scattered."""
+    """Return the bytes of the whole tensor that an operator exchanges, sums, gathers or scatters."""
     if func in ALL_TO_ALL_SINGLE:
         return int(args[0].nbytes)
     return int(CollectiveOp.get_comm_tensor_size(func, out, args, kwargs))
 
 
 def is_functional(func: Any) -> bool:
-    """Return True if it returns a new tensor, for which a later operator waits."""
+    """Return True if an operator returns a new tensor, for which a later operator waits."""
     return str(func.namespace).startswith("_c10d_functional")
 
 

@@ -95,7 +95,7 @@ class ShapesModule:
 
 
 class ShapesEvent:
-    """An event of a stream."""
+    """Simulated event of a stream, with the interface of `torch.cuda.Event`."""
 
     def __init__(self, module: ShapesModule) -> None:
         self._module = module
@@ -124,7 +124,8 @@ class ShapesEvent:
 
 
 class ShapesStream:
-    """A stream that runs nothing. A `with` block makes it the current one."""
+    """Simulated stream, with the interface of `torch.cuda.Stream`. A `with` block makes it the current
+    one."""
 
     def __init__(self, module: ShapesModule, number: int) -> None:
         import torch

@@ -32,7 +32,7 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 class CpuAdam:
-    """DeepSpeed's compiled CPU Adam: it reports its updates and the host's memory to an observer."""
+    """Replacement of DeepSpeed's compiled CPU Adam, which reports updates and host memory to an observer."""
 
     def __init__(self, host: HostTensors) -> None:
         self._host = host
@@ -53,7 +53,7 @@ class CpuAdam:
 
 
 class FileHandle:
-    """DeepSpeed's reader and writer of files (`csrc/aio`), without files: it reports bytes to an observer.
+    """Replacement of DeepSpeed's reader and writer of files (`csrc/aio`): it reports bytes and uses no files.
 
     DeepSpeed's swappers run unchanged, with page-locked buffers on the host.
     """
@@ -83,11 +83,11 @@ class FileHandle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
-        """Free the memory of such a tensor."""
+        """Count the tensor's page-locked bytes as freed."""
         LOCKED.discard(tensor.untyped_storage()._cdata)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is in such memory."""
+        """Return True if a tensor is in page-locked memory."""
         return tensor.untyped_storage()._cdata in LOCKED
 
 
@@ -111,7 +111,7 @@ class FileOperator:
 
 
 class TorchForShapes:
-    """The module `torch` for DeepSpeed's second stage.
+    """Replacement of the module `torch` in DeepSpeed's second stage.
 
     The stage creates tensors on `meta` itself, as holders of shapes. They are no tensors of the device.
     """
@@ -128,7 +128,8 @@ class TorchForShapes:
 
 
 class _Number:
-    """The function `float` for DeepSpeed's stages: the norm of gradients, on which no shape depends, is 1."""
+    """Replacement of `float` in DeepSpeed's stages: the norm of gradients, on which no shape depends, is
+    1."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -236,7 +237,7 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
 
 
 class _Gathering:
-    """Weights in the process of gathering; a wait for them applies to the current stream."""
+    """Simulated handle of weights that are being gathered."""
 
     def __init__(self, recorder: RankRecorder, moment: Moment) -> None:
         self._recorder, self._moment = recorder, moment
@@ -296,7 +297,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
 
 
 def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
-    """Return a handle's `wait` that also marks its weights' bytes as gathered."""
+    """Return a replacement of a handle's `wait`, which also records that its weights' bytes are gathered."""
     wait = kind.wait
 
     def wait_and_claim(handle: Any, *arguments: Any, **keywords: Any) -> None:
@@ -310,7 +311,8 @@ def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
 
 
 def _and_claim_buckets(method: Callable[..., None], recorder: RankRecorder) -> Callable[..., None]:
-    """Return a stage's method that also claims the buckets in which gradients are averaged."""
+    """Return a replacement of a stage's method, which also records the buckets in which gradients are
+    averaged."""
 
     def run_and_claim(stage: Any, *arguments: Any, **keywords: Any) -> None:
         method(stage, *arguments, **keywords)

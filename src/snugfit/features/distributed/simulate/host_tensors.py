@@ -42,13 +42,13 @@ FACTORIES = frozenset(
         aten.ones_like.default,
     }
 )
-"""Operators that create tensors without an operand's data."""
+"""Names of operators that create tensors without reading an operand."""
 
 QUESTIONS = frozenset({aten.is_pinned.default})
-"""Operators that read no data."""
+"""Names of operators that read no data."""
 
 OVERWRITING = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
-"""Operators that modify an operand without a read of it."""
+"""Names of operators that overwrite an operand without reading it."""
 
 LEAST = 1 << 10
 """Size in bytes from which a host tensor uses untouched pages; a smaller one may contain real numbers."""
@@ -67,7 +67,7 @@ class HostTensors(TorchDispatchMode):
         self.nbytes = self.most = 0
         """Bytes on the host now, and at the peak."""
         self.pinned = 0
-        """Page-locked bytes among them."""
+        """Page-locked bytes on the host."""
         self._lent: dict[int, int] = {}  # page-locked bytes by the address of a storage
         self._unused: Counter[int] = Counter()  # free page-locked blocks, by their bytes
 
@@ -112,7 +112,7 @@ class HostTensors(TorchDispatchMode):
     # ---- memory ------------------------------------------------------------------------------------------
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this shape and dtype in untouched pages."""
+        """Return a tensor of this shape and dtype in untouched pages, and count its bytes."""
         nbytes = like.untyped_storage().nbytes()
         # The system refuses an empty map.
         memory = mmap.mmap(

@@ -27,7 +27,7 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 class HostShards(HostTensors):
-    """The host's memory of one rank. A free page-locked block is reused as a whole
+    """Simulated host memory of one rank. A free page-locked block is reused as a whole
     (`CachingHostAllocator`)."""
 
     def keep(self, like: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class HostShards(HostTensors):
         return tensor
 
     def works_here(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if an operator works on the host's tensors alone."""
+        """Return True if an operator reads and writes only tensors on the host."""
         if self.copies_back(func, args, kwargs):
             return False
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]

@@ -56,17 +56,15 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 REDISTRIBUTION = 5
-"""Number of operators on sharded tensors with the host time of one redistribution.
-
-A redistribution runs some 400 Python functions (torch 2.13, on a CPU).
-"""
+"""Number of operators on sharded tensors whose host time equals one redistribution. A redistribution runs
+some 400 Python functions (torch 2.13, on a CPU)."""
 
 _resize = torch.UntypedStorage.resize_
 _data_ptr = torch.Tensor.data_ptr
 
 
 class RankRecorder(Recorder):
-    """A recorder of a rank's run, with streams and collectives."""
+    """Recorder of one rank's simulated run, with streams and collectives."""
 
     allocations = RankAllocations
     memory: RankAllocations
@@ -132,7 +130,8 @@ class RankRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _is_on_host(self, value: Any) -> bool:
-        """Return True if it is a part of a model that was built without the recorder, and not moved yet."""
+        """Return True if a value is a part of a model that was built without the recorder, and is not moved
+        yet."""
         return isinstance(value, torch.Tensor) and value.is_meta and not self.memory.has_seen(value)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
@@ -163,7 +162,7 @@ class RankRecorder(Recorder):
         super().step_ends(index)
 
     def end_of(self, optimizer: Any) -> None:
-        """Exclude later frees from the run if this is the optimizer that it trains."""
+        """Ignore later frees if this is the optimizer of the recorded run: the run is over."""
         self.memory.is_over |= optimizer is not None and optimizer is self._optimizer
 
     def average(self, bucket: torch.Tensor) -> None:
@@ -311,7 +310,7 @@ class RankRecorder(Recorder):
 
 
 class _Unlogged:
-    """DDP's log of its times; on shapes it would only warn that it has no clock."""
+    """Replacement of DDP's logger of times; on shapes the real one would only warn that it has no clock."""
 
     def __init__(self, log: Any) -> None:
         self._log = log  # the reducer has a weak reference to it
@@ -534,7 +533,7 @@ VOTES = ("_warmup_forward_vote", "_warmup_backward_result")
 
 
 class _Handle:
-    """A handle of an exchange, with a reference to its tensors."""
+    """Simulated handle of an exchange, which keeps its tensors alive."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = tensors

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
 
 Moment = frozenset[int]
-"""Indices of the last kernel of a stream, and of those for which its next kernel waits."""
+"""Position in a stream: indices of its last kernel, and of those for which its next kernel waits."""
 
 
 class StreamOrder:
-    """The current stream of a simulation, and the waits of streams for each other. Streams have numbers; 0
-    computes."""
+    """The current stream of a simulation, and the waits between streams. Streams have numbers; 0 computes."""
 
     def __init__(self, tell: Callable[[int], int]) -> None:
         self._tell = tell

@@ -36,18 +36,17 @@ read the largest position of a batch, which differs between pieces.
 HALVES = ("bfloat16", "float16")
 
 ALIGNED = 32
-"""Alignment, in tokens, of efficient attention's statistics (`kAlignLSE`). It is the only attention of 32
-bits, and results of other lengths cannot be merged.
-"""
+"""Alignment, in tokens, of efficient attention's statistics (`kAlignLSE`). It is the only attention kernel
+for 32 bits, and results of other lengths cannot be merged."""
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-"""Names in configs for the dropout of attention."""
+"""Names of config keys for the dropout of attention."""
 
 
 HOW_MEASURED = (
-    "Three steps with it were measured, on two H100s: bytes were exact, and they took 14 and 9 % longer than "
-    "predicted and 3 % less; one with fsdp on four H200s: exact bytes again. Groups of more than two "
-    "GPUs were not measured."
+    "On two H100s three steps with it were measured. Bytes were exact; steps took 14 and 9 % longer "
+    "and 3 % less than predicted. One step with fsdp on four H200s had exact bytes again. Groups of "
+    "more than two GPUs were not measured."
 )
 
 
@@ -63,10 +62,10 @@ class ContextParallel(Technique):
     least_capability: ClassVar = (8, 0)
 
     n: int = between(2, MOST_GPUS)
-    """GPUs that share a sequence, all of which it is best to have in one host."""
+    """Number of GPUs that share a sequence, best within one host."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cut sequences, and choose ring attention; weights stay sharded as they are."""
+        """Set the Setup's `parallel` field to cut sequences, and its attention to ring attention."""
         # Another attention stays, so that `objections` can refuse it.
         attention = RING if setup.attention == "sdpa" else setup.attention
         return several_gpus.along(setup, context=self.n).with_fields(attention=attention)
@@ -112,14 +111,16 @@ class ContextParallel(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield groups that fit into one host, with pieces for attention in any dtype."""
+        """Yield settings for groups of GPUs that fit into one host, with pieces for attention in any
+        dtype."""
         if job.model.module is None and not job.padding and not any(_of_model(job)):
             # Pieces must suit attention in 32 bits, because plans may choose it.
             yield from (cls(n=n) for n in (2, 4, 8) if job.sequence_length % (2 * n * ALIGNED) == 0)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no group within a host can share the sequences."""
+        """Return why no plan chooses this technique: no group within a host can share the sequences. Empty if
+        one can."""
         if any(cls.settings(job)):
             return ""
         return next(_of_model(job), "sequences cannot be cut into equal pieces without padding").rstrip(".")
@@ -134,14 +135,14 @@ def _of_model(job: Job) -> Iterator[str]:
     facts = job.config_to_read().to_dict()
     text = facts.get("text_config") or facts
     if why := _other_attention(kind, text):
-        yield f"{kind.__name__} {why}, and ring attention knows causal attention alone. Leave it out."
+        yield f"{kind.__name__} {why}, and ring attention supports only causal attention. Leave it out."
     rope = text.get("rope_parameters") or {}
     kinds = {rope.get("rope_type", "")} if "rope_type" in rope or not rope else _types_of(rope)
     if not kinds <= {*ROTARY}:
         shown = ", ".join(sorted(kinds - {""})) or "none"
         yield (
-            f"{kind.__name__} must know a token's place by rotary positions ({', '.join(ROTARY)}), and its "
-            f"rope_type is {shown}. Leave it out."
+            f"{kind.__name__} must have rotary positions ({', '.join(ROTARY)}), and its rope_type is "
+            f"{shown}. Leave it out."
         )
     for name in DROPOUTS:
         if text.get(name):
@@ -152,7 +153,7 @@ def _of_model(job: Job) -> Iterator[str]:
 
 
 def _types_of(rope: dict[str, Any]) -> set[str]:
-    """Return the rotary positions of each kind of layer, where they differ."""
+    """Return the types of rotary positions in a config, of each kind of layer if they differ."""
     return {one.get("rope_type", "") for one in rope.values() if isinstance(one, dict)}
 
 

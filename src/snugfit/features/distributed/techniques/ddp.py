@@ -35,9 +35,9 @@ class Ddp(several_gpus.SharedBatch):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield DDP without a second copy of the gradients, which nothing needs."""
+        """Yield DDP whose gradients are views of the buckets, since nothing needs a second copy."""
         yield cls(bucket_views=True)
 
     def wish(self) -> ParallelWish:
-        """Return the distribution of the model."""
+        """Return the value of the field `parallel`: weights copied to all GPUs."""
         return ParallelWish(weights="copied", bucket_views=self.bucket_views)

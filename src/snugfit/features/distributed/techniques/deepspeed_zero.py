@@ -1,4 +1,4 @@
-"""Settings and limits that DeepSpeed's stages have in common."""
+"""Settings and limits that the techniques `zero2` and `zero3` share."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 READ = "buckets are as large as `auto` makes them, and overlap_comm is off on one GPU"
-"""Note on settings of a DeepSpeed configuration that a recipe does not have."""
+"""Note on the settings of a DeepSpeed configuration that no recipe has."""
 
 ADAMW = "torch.optim:AdamW"
-"""The optimizer that accelerate exchanges for DeepSpeed's on the host."""
+"""Import path of the optimizer that accelerate replaces by DeepSpeed's for states on the host."""
 
 NEEDS = ("deepspeed>=0.18",)
 
 TRAINED = "deepspeed>=0.19.8"
-"""Version that trains. In both stages, checkpoints are read from its partitions and written to them, and an
-update first checks that gradients are finite.
-"""
+"""DeepSpeed's version with which snugfit trains. Checkpoints use its partitions, and an update first checks
+that gradients are finite."""
 
 UNCERTAIN = (
-    "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s whose "
-    "hosts others shared: the bytes as predicted, the seconds of zero2 27 to 81 % more. What zero3's hooks "
-    "take the host is fitted to its own, which took 2 % less and 8 % more than predicted. Other steps that "
-    "such a host bounds took up to 60 % longer there. On several GPUs no step of ours was measured; the "
-    "memory that was published of DeepSpeed's own example is predicted within 0.01 GiB."
+    "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s "
+    "whose hosts others shared. Bytes were as predicted; zero2 took 27 to 81 % longer. The host's "
+    "seconds of zero3's hooks are fitted to its two steps, which took 2 % less and 8 % more than "
+    "predicted. Other steps that such a host bounds took up to 60 % longer there. On several GPUs no "
+    "step of ours was measured; the memory that was published of DeepSpeed's own example is predicted "
+    "within 0.01 GiB."
 )
 
 OF_DISKS = (
@@ -45,15 +45,15 @@ OF_DISKS = (
 )
 
 TREE = (
-    "Where a step fits without DeepSpeed, leave it out: on one GPU it only makes steps slower. Where it does "
-    "not, begin with zero2, which puts optimizer states, gradients and the update on the host; zero3 puts "
+    "If a step fits without DeepSpeed, leave it out: on one GPU it only makes steps slower. Otherwise "
+    "begin with zero2, which puts optimizer states, gradients and the update on the host. zero3 puts "
     "the weights there too, and is slower still"
 )
-"""The decision tree of Hugging Face's guide, for one GPU."""
+"""Source: the decision tree of Hugging Face's guide, for one GPU."""
 
 
 AUTO = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-"""Sizes that the Trainer works out of the model's width where they are `auto`."""
+"""Bucket sizes as `auto`, which the Trainer computes from the model's width."""
 
 FROM_ARGUMENTS = (
     "train_batch_size",
@@ -61,7 +61,7 @@ FROM_ARGUMENTS = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-"""Keys that the Trainer fills from its own arguments where they are `auto`."""
+"""Keys that the Trainer fills from its own arguments if they are `auto`."""
 
 
 DISK = "/local_nvme"
@@ -69,9 +69,8 @@ DISK = "/local_nvme"
 
 
 def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) -> dict[str, Any]:
-    """Return the section `zero_optimization`, with these sizes of buckets or `auto` for each; a disk's files
-    are in `folder`.
-    """
+    """Return DeepSpeed's section `zero_optimization`. `sizes` has a number or `auto` for each bucket; a
+    disk's files are in `folder`."""
     section: dict[str, Any] = {
         "stage": wish.stage,
         # On one GPU there is no exchange to overlap.
@@ -89,9 +88,8 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
 
 
 def counterparts(stage: int) -> tuple[Counterpart, ...]:
-    """Return the counterparts of this stage: `TrainingArguments(deepspeed=...)` to write, and the words for a
-    configuration that was read.
-    """
+    """Return the equivalents of this stage in other libraries: `TrainingArguments(deepspeed=...)`, and notes
+    on a configuration that was read."""
     named = []
     # Only the third stage can put anything on a disk.
     for offload in ("cpu", "nvme", "none") if stage == 3 else ("cpu", "none"):
@@ -120,7 +118,7 @@ def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
 
 
 def refuse_training(wish: ShardingWish) -> None:
-    """Raise `UsageError` for an engine that trains in no loop of snugfit's."""
+    """Raise `UsageError` for settings of the engine that no loop of snugfit can train with."""
     from packaging.requirements import Requirement
 
     if "nvme" in (wish.states, wish.weights):

@@ -40,14 +40,14 @@ class Expert(Technique):
     needs_several_gpus: ClassVar = True
 
     n: int = between(2, MOST_GPUS)
-    """GPUs that the experts of a layer are spread over: as many as in `tensor(n)`."""
+    """Number of GPUs that the experts of a layer are distributed over, as in `tensor(n)`."""
 
     def install(self, setup: Setup) -> Setup:
-        """Shard experts over the GPUs that share layers."""
+        """Set the Setup's `parallel` field to distribute experts over the GPUs that share layers."""
         return several_gpus.along(setup, experts=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Require as many GPUs that share layers, and a mixture of experts."""
+        """Yield objections to a recipe without `tensor` on as many GPUs, and to a model without experts."""
         wish = PARALLEL.of(recipe[Slot.TENSOR_PARALLEL].alone)
         if wish is None or wish.tensor != self.n:
             yield (
@@ -58,12 +58,13 @@ class Expert(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield groups that fit into one host and divide the model's experts."""
+        """Yield settings for groups of GPUs that fit into one host and divide the model's experts."""
         yield from (cls(n=n) for n in (2, 4, 8) if not any(tensor_plans.objections_to_experts(job, n)))
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no group within a host can share the experts."""
+        """Return why no plan chooses this technique: no group within a host can share the experts. Empty if
+        one can."""
         if any(cls.settings(job)):
             return ""
         return next(tensor_plans.objections_to_experts(job, 2)).rstrip(".")

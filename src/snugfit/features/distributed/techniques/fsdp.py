@@ -39,14 +39,14 @@ class Fsdp(several_gpus.SharedBatch):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield weights that stay gathered until the backward pass, and weights that are gathered twice."""
+        """Yield settings: weights stay gathered until the backward pass, or are gathered twice."""
         yield from (cls(reshard="none"), cls())
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield the limits of measurements of shards on the host."""
+        """Yield a warning about the limits of measurements with shards on the host."""
         if self.offload == "cpu":
             yield several_gpus.SHARDS_ON_HOST
 
     def wish(self) -> ParallelWish:
-        """Return the distribution of the model."""
+        """Return the value of the field `parallel`: weights sharded over all GPUs."""
         return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")

@@ -31,7 +31,7 @@ class Hsdp(several_gpus.SharedBatch):
     counterparts: ClassVar = several_gpus.sharded_elsewhere(Setting("n"))
 
     n: int = between(2, MOST_GPUS)
-    """GPUs of a group, all of which it is best to have in one host."""
+    """Number of GPUs of a group, best within one host."""
 
     reshard: Literal["layers", "all", "none"] = "layers"
     """Gathered weights that are dropped after the forward pass, as for `fsdp`."""
@@ -41,17 +41,17 @@ class Hsdp(several_gpus.SharedBatch):
     over the link whenever they are gathered."""
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield the limits of measurements of shards on the host."""
+        """Yield a warning about the limits of measurements with shards on the host."""
         if self.offload == "cpu":
             yield several_gpus.SHARDS_ON_HOST
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield groups that fit into one host."""
+        """Yield settings for groups of GPUs that fit into one host."""
         yield from (cls(n=n) for n in (2, 4, 8))
 
     def wish(self) -> ParallelWish:
-        """Return the distribution of the model."""
+        """Return the value of the field `parallel`: copies of the weights, each sharded over n GPUs."""
         return ParallelWish(
             weights="sharded", shards=self.n, reshard=self.reshard, on_host=self.offload == "cpu"
         )

@@ -34,11 +34,11 @@ SCHEDULES = {
 """torch's names of the schedules (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
 
 HOW_MEASURED = (
-    "Eleven pipelines were measured, on two H100s and on two and four H200s. Requested bytes were exact or "
-    "up to 0.3 % more than predicted. Reserved ones of two were 2,004 and 1,002 MiB more (7.4 and 6.0 %), "
-    "of one GPU where another with the same stage reserved what was predicted: what was sent is free again "
-    "when it has arrived, and what is needed before that comes from elsewhere. Steps took from 13 % less to "
-    "41 % longer, with tensor and with zero_bubble up to 50 % longer."
+    "Eleven pipelines were measured, on two H100s and on two and four H200s. Requested bytes were "
+    "exact or up to 0.3 % more than predicted. In two of them one GPU reserved 2,004 and 1,002 MiB "
+    "more than predicted (7.4 and 6.0 %). Another GPU with the same stage reserved the predicted "
+    "bytes. A sent tensor is free again after its arrival, and earlier requests take other memory. "
+    "Steps took from 13 % less to 41 % longer, with tensor and with zero_bubble up to 50 % longer."
 )
 
 
@@ -57,7 +57,7 @@ class Pipeline(Technique):
     searched: ClassVar = False
 
     n: int = between(2, 512)
-    """Stages: parts that the stack of layers is cut into, as even as may be. The longer ones come first."""
+    """Number of stages that the layers are cut into, as evenly as possible. The longer ones come first."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Order of a GPU's micro-batches: `gpipe` all forward, then all backward; `1f1b` a backward pass as soon
@@ -67,10 +67,11 @@ class Pipeline(Technique):
     """
 
     chunks: int = between(1, 64, default=2)
-    """Parts of the layers, far from each other, on each GPU under `interleaved` and `zero_bubble`."""
+    """Number of parts of the layers on each GPU, far from each other, under `interleaved` and
+    `zero_bubble`."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cut the layers into stages."""
+        """Set the Setup's `parallel` field to cut the layers into stages."""
         schedule = SCHEDULES[self.schedule]
         return several_gpus.along(setup, stages=self.n, schedule=schedule, chunks=self._chunks)
 
@@ -90,7 +91,10 @@ class Pipeline(Technique):
         if SHARDING.of(setup) is not None or wish.states == "sharded" or wish.on_host:
             yield f"it is not simulated together with {recipe[Slot.SHARDING]}. Try 'fsdp' or 'ddp'."
         if wish.context * wish.experts > 1:
-            yield "stages are not simulated together with sequences or experts that GPUs share."
+            yield (
+                "stages are not simulated together with sequences or experts that GPUs share. Leave "
+                "one of them out."
+            )
         # torch's `replicate`, for copies of cut matrices, is FSDP2's code too.
         by_fsdp = wish.weights == "sharded" or (wish.copies and wish.tensor > 1)
         if self.schedule == "zero_bubble" and by_fsdp:
@@ -107,7 +111,7 @@ class Pipeline(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield as many stages as a host may have GPUs."""
+        """Yield settings with as many stages as a host may have GPUs."""
         yield from (cls(n=n) for n in (2, 4, 8))
 
     def _about_model(self, job: Job) -> Iterator[str]:
@@ -115,7 +119,10 @@ class Pipeline(Technique):
             return  # which several_gpus.objections refuses
         config = job.config_to_read()
         if job.task != "causal-lm" or getattr(config, "is_encoder_decoder", False):
-            yield f"only decoders that train as causal-lm are cut into stages, and the task is {job.task}."
+            yield (
+                "only decoders that train as causal-lm are cut into stages, and the task is "
+                f"{job.task}. Leave it out."
+            )
             return
         if self.n * self._chunks > job.model.layers:
             of_each = f" of {self._chunks} parts each" if self._chunks > 1 else ""
@@ -143,7 +150,10 @@ class Pipeline(Technique):
         rounds, checkpoint = max(1, pieces // self.n), recipe[Slot.CHECKPOINTING].value
         if not self._interleaves:
             if self.chunks != Pipeline(n=self.n).chunks:
-                yield f"schedule={self.schedule} has one part of the layers on each GPU, not {self.chunks}."
+                yield (
+                    f"schedule={self.schedule} has one part of the layers on each GPU, not "
+                    f"{self.chunks}. Leave chunks out."
+                )
             return
         if self._chunks == 1 and self.schedule == "interleaved":
             yield "one part of the layers on each GPU is schedule=1f1b. Take chunks=2, or that."

@@ -33,16 +33,14 @@ COPIED = (
         arguments={"parallel.by": "ddp", "parallel.bucket_views": Setting("bucket_views")}, used="to read"
     ),
 )
-"""DDP elsewhere: the Trainer uses it by itself in several processes. It then searches for parameters without
-gradients in each step unless this argument is False.
-"""
+"""DDP in the Trainer, which uses it by itself in several processes. It searches for parameters without
+gradients in each step unless this argument is False."""
 
 
 def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
-    """Return FSDP2 elsewhere: `TrainingArguments(fsdp=True)`, which gathers weights outside of layers once.
-    With a `group` each copy of the weights is sharded over that many GPUs. The number of copies follows from
-    the number of GPUs.
-    """
+    """Return the equivalent of FSDP2 in other libraries: `TrainingArguments(fsdp=True)`, which gathers
+    weights outside of layers once. With a `group` each copy of the weights is sharded over that many GPUs.
+    The number of copies follows from the number of GPUs."""
     written = [
         Counterpart(
             arguments={
@@ -87,7 +85,10 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     for technique in untried_techniques(recipe):
         yield f"it is not simulated together with {technique}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
-        yield f"weights are gathered in bf16 or as they are, so it does not go with {recipe[Slot.PRECISION]}."
+        yield (
+            "weights are gathered in bf16 or as they are, so it does not go with "
+            f"{recipe[Slot.PRECISION]}. Try 'bf16'."
+        )
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
     if "sharded" in (wish.weights, wish.states) and setup.optimizer_path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
@@ -97,7 +98,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
 
 
 def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWish) -> Iterator[str]:
-    """Yield the settings that exclude matrices cut over GPUs."""
+    """Yield objections to settings that cannot be combined with matrices cut over GPUs."""
     if wish.tensor == 1:
         return
     sharding = recipe[Slot.SHARDING]
@@ -119,10 +120,10 @@ class SharedBatch(Technique):
 
     @abstractmethod
     def wish(self) -> ParallelWish:
-        """Return the distribution of the model along the data axis."""
+        """Return the value of the field `parallel`: the distribution of the model along the data axis."""
 
     def install(self, setup: Setup) -> Setup:
-        """Distribute the model over all GPUs."""
+        """Set the Setup's `parallel` field to distribute the model over all GPUs."""
         return with_parallel(setup, self.wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -131,6 +132,6 @@ class SharedBatch(Technique):
 
 
 def along(setup: Setup, **counts: Any) -> Setup:
-    """Return the Setup with these axes of the mesh, beside those that it has."""
+    """Return the Setup with these numbers of ranks along axes of the mesh, in addition to its other axes."""
     wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
     return setup.with_fields(parallel=replace(wish, **counts))

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 HOW_MEASURED = (
-    "Five steps with it were measured, on two H100s: requested bytes were exact. What DTensor takes the host "
-    "is fitted to four of them; the fifth took 11 % longer than forecast. So were two on four H200s, with "
-    "fsdp and with pipeline(2), on a host that was not calibrated. Groups of more than two GPUs were not "
-    "measured."
+    "Five steps with it were measured, on two H100s: requested bytes were exact. The host's seconds of "
+    "DTensor are fitted to four of them; the fifth took 11 % longer than forecast. Two more ran on "
+    "four H200s, with fsdp and with pipeline(2), on a host that was not calibrated. Groups of more "
+    "than two GPUs were not measured."
 )
 
 
@@ -47,10 +47,10 @@ class Tensor(Technique):
     needs_several_gpus: ClassVar = True
 
     n: int = between(2, MOST_GPUS)
-    """GPUs of a group, all of which it is best to have in one host."""
+    """Number of GPUs of a group, best within one host."""
 
     def install(self, setup: Setup) -> Setup:
-        """Cut the model's matrices over the group, with any division of the batch."""
+        """Set the Setup's `parallel` field to cut the model's matrices over the group."""
         return several_gpus.along(setup, tensor=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -62,7 +62,7 @@ class Tensor(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield groups that fit into one host and divide the model's sizes."""
+        """Yield settings for groups of GPUs that fit into one host and divide the model's sizes."""
         for n in (2, 4, 8):
             # A plan may be possible only with experts that are divided whole.
             if any(not any(tensor_plans.objections(job, n, experts=spread)) for spread in (False, True)):
@@ -70,7 +70,8 @@ class Tensor(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no group within a host can share the model."""
+        """Return why no plan chooses this technique: no group within a host can share the model. Empty if one
+        can."""
         if any(cls.settings(job)):
             return ""
         return next(tensor_plans.objections(job, 2)).rstrip(".")

@@ -1,4 +1,4 @@
-"""The models that tensor parallelism can cut, and their numbers of parts, from transformers' plans."""
+"""Models that tensor parallelism can cut, and into how many parts, from transformers' plans."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ KNOWN = (
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
     "embedding_rowwise", "replicated_with_grad_allreduce", "replicate",
 )  # fmt: skip
-"""Words of a plan that torch has a style of the same meaning for (`features/distributed/apply/tensor.py`)."""
+"""Words of a plan for which torch has a style of the same meaning
+(`features/distributed/apply/tensor.py`)."""
 
 EXPERT_STYLES = ("grouped_gemm", "moe_tp_experts", "ep_router", "ep_dispatch_experts")
 """Words of transformers' plans for experts: of 5.17, and, with the last in the place of two, from 5.21 on."""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names in configs for the number of a layer's experts."""
+"""Names of config keys for the number of a layer's experts."""
 
 SIZES = {
     "num_attention_heads": "attention heads",
@@ -26,7 +27,7 @@ SIZES = {
     "intermediate_size": "columns of the feed-forward block",
     "vocab_size": "words of the vocabulary",
 }
-"""Sizes that are shared evenly, by name in a config."""
+"""Names of config keys for sizes that must be divisible by the number of parts."""
 
 
 def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
@@ -68,11 +69,14 @@ def objections_to_experts(job: Job, parts: int) -> Iterator[str]:
         return
     experts = next((size for key in EXPERTS if (size := _size(config, key)) is not None), None)
     if experts is None or experts % parts:
-        yield f"{experts or 'an unknown number of'} experts cannot be shared evenly by {parts} GPUs."
+        yield (
+            f"{experts or 'an unknown number of'} experts cannot be shared evenly by {parts} GPUs. "
+            "Choose a divisor, or leave it out."
+        )
 
 
 def is_of_experts(rule: str, expert_plan: Iterable[str]) -> bool:
-    """Return whether a rule is for a module of the plan for experts, or for a part of one."""
+    """Return True if a rule is for a module of the plan for experts, or for a part of one."""
     return any(rule == one or rule.startswith(f"{one}.") for one in expert_plan)
 
 

@@ -44,9 +44,9 @@ class Zero2(Technique):
     """
 
     def install(self, setup: Setup) -> Setup:
-        """Make DeepSpeed's engine run the steps."""
+        """Set the Setup's `sharding` field, so that DeepSpeed's engine runs the steps."""
         return deepspeed_zero.with_engine(setup, ShardingWish(stage=2, states=self.offload))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse all but AdamW in fp32 or bf16, which the engine trains."""
+        """Yield objections to all but AdamW in fp32 or bf16, which the engine trains."""
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload == "cpu")

@@ -43,17 +43,17 @@ class Zero3(Technique):
     """
 
     def install(self, setup: Setup) -> Setup:
-        """Make DeepSpeed's engine run the steps."""
+        """Set the Setup's `sharding` field, so that DeepSpeed's engine runs the steps."""
         return deepspeed_zero.with_engine(
             setup, ShardingWish(stage=3, states=self.offload, weights=self.offload)
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse all but AdamW in fp32 or bf16, which the engine trains."""
+        """Yield objections to all but AdamW in fp32 or bf16, which the engine trains."""
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload != "none")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield the accuracy of predictions, where they were measured."""
+        """Yield a warning about the accuracy of predictions, where they were measured."""
         yield deepspeed_zero.UNCERTAIN
         if self.offload == "nvme":
             yield deepspeed_zero.OF_DISKS

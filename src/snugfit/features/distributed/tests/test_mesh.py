@@ -47,7 +47,7 @@ def test_a_mesh_is_a_recipe_and_a_number_of_gpus(recipe: str, mesh: str, expecte
         ("plain", "zero3=2", "zero3 is not an axis"),
         ("ddp", "fsdp=2", "contradict each other"),
         ("tensor(2)", "tensor=4", "4 there and 2 in the recipe"),
-        ("fsdp", "tensor=2", "does not say over how"),
+        ("fsdp", "tensor=2", "has no number of"),
         ("plain", "replicate=2, tensor=2", "copies of weights"),
         ("plain", "replicate=2, ddp=2", "copies of weights"),
     ],

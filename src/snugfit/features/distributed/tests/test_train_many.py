@@ -420,7 +420,7 @@ def test_torchs_launcher_logs_nothing_beside_our_line() -> None:
     command = [sys.executable, "-c", ENDS_WITHOUT_A_WORD]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert ran.stderr == ""
-    assert ran.stdout.startswith("rank 0: its process ended with exit code 3, without a word.")
+    assert ran.stdout.startswith("rank 0: its process ended with exit code 3, without a message.")
 
 
 @pytest.mark.parametrize(

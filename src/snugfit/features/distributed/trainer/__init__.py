@@ -1,1 +1,1 @@
-"""A user's Trainer in several processes."""
+"""Support for a user's Trainer in several processes."""

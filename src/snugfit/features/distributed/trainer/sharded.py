@@ -56,18 +56,18 @@ VERSION = 2
 """The supported version of FSDP."""
 
 TO_SHARD = "TrainingArguments(fsdp=True, fsdp_config={'version': 2, 'reshard_after_forward': True})"
-"""Arguments that configure a Trainer for FSDP2."""
+"""Names of arguments that configure a Trainer for FSDP2."""
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 """Names in `TrainingArguments` of torch's optimizers that update parts like whole weights (`KNOW_SHARDS`)."""
 
 
 class DdpTrainer(TrainerParts):
-    """A trainer that has all of the model in each process, and may read shards."""
+    """Trainer with the whole model in each process (DDP), which may also read shards."""
 
     @property
     def configured(self) -> ParallelWish:
-        """Return the configuration of its processes in a recipe's terms."""
+        """Return the Trainer's configuration as a value of the field `parallel`."""
         return ParallelWish()
 
     def refuse_sharding(self, recipe: Recipe) -> None:
@@ -95,14 +95,14 @@ class DdpTrainer(TrainerParts):
 
 
 class ShardedTrainer(DdpTrainer):
-    """A trainer whose weights FSDP2 shards."""
+    """Trainer whose weights FSDP2 shards."""
 
     word = "fsdp"
     is_spread = True
 
     @property
     def configured(self) -> ParallelWish:
-        """Return the configuration of its processes in a recipe's terms."""
+        """Return the Trainer's configuration as a value of the field `parallel`."""
         reshard = "layers" if self.trainer.accelerator.state.fsdp_plugin.reshard_after_forward else "none"
         return ParallelWish(weights="sharded", reshard=reshard)
 
@@ -172,7 +172,7 @@ class ShardedTrainer(DdpTrainer):
         trainer.model_wrapped = trainer.callback_handler.model = trainer.model
 
     def drop_gathered(self) -> None:
-        """Replace whole weights left by a forward pass with this process's parts."""
+        """Replace gathered whole weights, left by a forward pass, with this process's shards."""
         after_evaluation(Setup().with_fields(parallel=self.configured), self.trainer.model)
 
     def check(self, state: TrainState) -> None:
@@ -193,8 +193,8 @@ class ShardedTrainer(DdpTrainer):
         processing: Any,
         is_stopped: bool,
     ) -> ShardedSnapshot:
-        """Return this process's parts. At the run's end, unless a signal stopped it, the first process also
-        saves the whole model."""
+        """Return a snapshot of this process's parts. At the run's end, unless a signal stopped it, the first
+        process also saves the whole model."""
         trainer = self.trainer
         # A forward pass may have left whole weights in place of the parts.
         self.drop_gathered()
@@ -231,7 +231,8 @@ def refuse_other_sharding(recipe: Recipe, configured: ParallelWish) -> None:
 
 
 def _disagreement(sharding: object, configured: ParallelWish, wish: ParallelWish | None) -> str:
-    """Return the error for a recipe whose sharding contradicts the Trainer's configuration."""
+    """Return the error for a recipe whose sharding contradicts the Trainer's configuration; None if it does
+    not."""
     if configured.weights != "sharded":
         shards = wish is not None and wish.weights == "sharded"
         more = f" For fsdp configure the Trainer too: {TO_SHARD}." if shards else ""

@@ -1,1 +1,1 @@
-"""Weights of bfloat16 with full 32-bit masters: the weight, and 16 more bits."""
+"""Master weights: a bfloat16 weight and 16 more bits together are the full 32-bit number."""

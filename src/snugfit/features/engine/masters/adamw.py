@@ -40,7 +40,7 @@ from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as, mov
 
 
 class Numbers(NamedTuple):
-    """The numbers of AdamW's step, as torch computes them on the host (`torch/optim/adam.py`)."""
+    """The scalars of one AdamW step, as torch computes them on the host (`torch/optim/adam.py`)."""
 
     keep: float
     """Factor of a weight after decay: 1 - rate * decay."""
@@ -58,7 +58,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Numbers:
-        """Return the numbers of a group's step of this number, from 1."""
+        """Return the scalars of a group's step with this number, counted from 1."""
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5,
@@ -80,23 +80,23 @@ class MasterAdamW(OwnAdamW):
     """
 
     table_of: ClassVar[type[WeightTable]] = WeightTable
-    """Class of the table that passes weights to kernels and launches the updating one."""
+    """Class of the table of addresses that is passed to kernels."""
 
     residual_dtype = torch.int16
-    """Dtype of the other halves of its masters."""
+    """Dtype of the low halves of its masters."""
 
     _tables: Sequence[WeightTable] | None = None
     _clip: tuple[torch.Tensor, float] | None = None
 
     whole_weight = staticmethod(join)
-    """Return a weight and its held part as one tensor."""
+    """Function that joins a weight and its low half to one tensor."""
 
     def held_parts(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the other half of each weight that has one, for checkpoints."""
+        """Return the low half of each weight that has one, for checkpoints."""
         return {weight: state[RESIDUAL] for weight, state in self.state.items() if RESIDUAL in state}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as every optimizer does, and take over the residuals of its weights."""
+        """Add a parameter group, and take over the low halves of its weights."""
         # A new group changes addresses, so the kernels' tables are written again.
         super().add_param_group(param_group)
         self._tables = None
@@ -105,9 +105,8 @@ class MasterAdamW(OwnAdamW):
                 self.state[weight] = {RESIDUAL: in_bits_of(residual, self.residual_dtype)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as every optimizer does, but states keep their dtypes: torch's own would cast them to
-        bfloat16. Other halves of masters get the bits that this optimizer keeps.
-        """
+        """Load the states without a change of their dtypes: torch's own would cast them to bfloat16. Low
+        halves of masters get the bits that this optimizer keeps."""
         # torch's own method casts states to the weight's dtype, bfloat16.
         super().load_state_dict(state_dict)
         self._tables = None
@@ -123,7 +122,7 @@ class MasterAdamW(OwnAdamW):
     def step(self, closure: Any = None) -> Any:
         """Make one step of all weights that have a gradient."""
         if closure is not None:
-            raise ValueError("It takes no closure: it computes no loss")
+            raise ValueError("It takes no closure: it computes no loss. Call step() without arguments")
         self.prepare()
         self.launch()
 
@@ -138,9 +137,8 @@ class MasterAdamW(OwnAdamW):
 
     @torch.no_grad()
     def find_gradients(self) -> None:
-        """Make the states of weights with their first gradient, and write all addresses to the kernels'
-        tables.
-        """
+        """Create the states of weights with their first gradient, and write all addresses to the kernels'
+        tables."""
         for weight in self._new_weights():
             if weight.grad is not None:
                 self.make_states(weight)
@@ -224,13 +222,12 @@ class MasterAdamW(OwnAdamW):
         return self._without_states
 
     def _states_are_as_before(self) -> bool:
-        """Return whether the states are the same objects; a checkpoint replaces them."""
+        """Return whether the states are still the same objects; loading a checkpoint replaces them."""
         return len(self.state) == len(self._known) and all(map(is_, self.state.values(), self._known))
 
     def make_states(self, weight: torch.Tensor) -> None:
-        """Make a weight's states, before its first step. Raises `RecipeError` for a dtype that is neither
-        bfloat16 nor fp32.
-        """
+        """Create a weight's states, before its first step. Raises `RecipeError` for a dtype that is neither
+        bfloat16 nor fp32."""
         if weight.dtype not in (torch.bfloat16, torch.float32):
             raise RecipeError(
                 f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try 'bf16'."
@@ -251,9 +248,8 @@ class MasterAdamW(OwnAdamW):
         }
 
     def _residual(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weight's given residual, on its device; zeros for a weight that was bfloat16 from the
-        start.
-        """
+        """Return the weight's low half, on its device; zeros for a weight that was bfloat16 from the
+        start."""
         known = self.state[weight].get(RESIDUAL)
         if known is None:
             return torch.zeros_like(weight, dtype=self.residual_dtype, memory_format=torch.preserve_format)
@@ -261,7 +257,7 @@ class MasterAdamW(OwnAdamW):
         return residual
 
     def _make_tables(self) -> None:
-        """Sort the weights with states by their kind of update."""
+        """Build a table for each kind of update, from the weights with states."""
         # A kernel updates weights of one dtype.
         kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []
@@ -315,19 +311,21 @@ class MasterAdamW(OwnAdamW):
 
 
 def is_refused(norm: torch.Tensor | None) -> bool:
-    """Return whether an update must not be made. Kernels check it themselves; on shapes it is False."""
+    """Return whether an update must be skipped because the norm is not finite. Kernels check it themselves;
+    on `meta` it is False."""
     return norm is not None and not norm.is_meta and not bool(norm.isfinite())
 
 
 def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
-    """Return gradients in 32 bits, scaled if there is a coefficient."""
+    """Return gradients in 32 bits, scaled by the coefficient if there is one."""
     return slope.to(torch.float32) if coefficient is None else slope.to(torch.float32) * coefficient
 
 
 def update(
     exact: torch.Tensor, slope: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: Numbers
 ) -> None:
-    """Make AdamW's step of numbers in 32 bits, operation by operation as torch's (`_single_tensor_adam`)."""
+    """Update fp32 masters and moments by one AdamW step, operation by operation as torch's
+    (`_single_tensor_adam`)."""
     keep, *of_moments, rate = numbers
     exact.mul_(keep)
     exact.addcdiv_(first, move_moments(first, second, slope, *of_moments), value=rate)

@@ -1,4 +1,5 @@
-"""Block sizes of the kernels; a file of its own, because a rehearsal has no Triton."""
+"""Block sizes and other launch settings of the kernels, in a file without Triton, which a simulation may not
+have."""
 
 from __future__ import annotations
 
@@ -37,22 +38,21 @@ blocks of 1,024 and 8 warps 2.17 (dev/log.md).
 """
 
 NORM_PROGRAMS = 2048
-"""Programs that share the gradients in the norm's kernel, each of which writes one sum (chosen). A fixed
-number, so that sums are added up in one order on all devices.
-"""
+"""Number of programs that share the gradients in the norm's kernel, each of which writes one sum (chosen). A
+fixed number, so that sums are added up in one order on all devices."""
 
 NORM_WARPS = 4
-"""Warps of 32 threads of each of them."""
+"""Number of warps, of 32 threads, in each program of the norm's kernel."""
 
 NUMBERS = 8
-"""Numbers in a row of those that the host writes in each step; the last one is the step's own number."""
+"""Number of scalars in a row that the host writes in each step; the last one is the step's own number."""
 
 
 class LaunchTable(NamedTuple):
-    """A launch's view of its weights (`table.py`)."""
+    """The arguments of a kernel launch for the weights of a table (`table.py`)."""
 
     places: torch.Tensor
-    """Records on the device (N, length of a record), int64."""
+    """Records of addresses on the device (N, length of a record), int64."""
 
     owners: torch.Tensor
     """The number of its weight for each block (blocks,), int32."""

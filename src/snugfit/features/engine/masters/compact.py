@@ -1,4 +1,4 @@
-"""Moments of AdamW in 8 bits each, in groups of elements that share a scale.
+"""Storage of AdamW's moments in 8 bits each, in groups of elements that share a scale.
 
 A group keeps the largest of its moments in fp32, its scale. Each element has a code, a whole number for its
 share of the largest. For the first moment it is -127 to 127, and the share is the square of code / 127. For
@@ -16,17 +16,18 @@ from typing import NamedTuple
 import torch
 
 GROUP = 64
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 
 FIRST_TOP = 127
 SECOND_TOP = 255
 """The largest codes of first and second moments."""
 
 STRIDE = 0x9E3779B9
-"""Factor of a step's number, which spreads steps among 32-bit numbers: 2^32 by the golden ratio."""
+"""Factor of a step's number in the hash, which spreads steps among 32-bit numbers: 2^32 by the golden
+ratio."""
 
 MIXES = (0x7FEB352D, 0x846CA68B)
-"""Factors of the hash (Wellons, "Prospecting for Hash Functions", 2018)."""
+"""Multipliers of the hash (Wellons, "Prospecting for Hash Functions", 2018)."""
 
 SMALLEST = 1.2e-38
 """Smallest scale with a reciprocal in 32 bits; a smaller one means zeros."""
@@ -39,30 +40,29 @@ DRAW_BITS = 8
 
 
 class Chances(NamedTuple):
-    """Numbers between 0 and 1, one of each for an element."""
+    """Random numbers between 0 and 1 for stochastic rounding, one of each kind for an element."""
 
     first: torch.Tensor
     second: torch.Tensor
 
 
 def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
-    """Return the chances of `count` elements of a weight from `begin`, in a step of this number."""
+    """Return the random numbers of `count` elements of a weight from `begin`, in a step of this number."""
     # A hash and no draw: a step repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
     bits = _hash(begin, count, step, device)
     return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
 
 
 def draws(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return whole numbers from 0 to 255, int32, of the same elements in the same step. They are the highest
-    bits of the hash times the golden ratio. Neither half of the hash, the moments' chances, determines them
-    alone.
-    """
+    """Return random whole numbers from 0 to 255, int32, of the same elements in the same step. They are the
+    highest bits of the hash times the golden ratio. Neither half of the hash, the moments' chances,
+    determines them alone."""
     bits = _hash(begin, count, step, device)
     return bits.mul_(STRIDE).bitwise_and_(_ALL).bitwise_right_shift_(32 - DRAW_BITS).to(torch.int32)
 
 
 def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return 32 bits for each of these elements, as int64."""
+    """Return a 32-bit hash for each of these elements, as int64."""
     bits = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
     bits.add_(step * STRIDE).bitwise_and_(_ALL)
     # torch has no unsigned integers, so 32 bits are in int64 and cut after each product.
@@ -80,7 +80,7 @@ def _share(bits: torch.Tensor) -> torch.Tensor:
 
 
 def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
-    """Return flat numbers in groups (N, `GROUP`), filled up with zeros."""
+    """Return a flat tensor in rows of one group each (N, `GROUP`), filled up with zeros."""
     # The last group may be incomplete, and its zeros never are the largest.
     return torch.nn.functional.pad(numbers, (0, -numbers.numel() % GROUP)).view(-1, GROUP)
 
@@ -91,14 +91,14 @@ def scale_count(elements: int) -> int:
 
 
 def widen_first(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return first moments in 32 bits (N,) from codes (N,) and their groups' scales."""
+    """Return first moments in fp32 (N,) from codes (N,) and their groups' scales."""
     wide = cut_in_groups(codes.to(torch.float32))
     share = scales.unsqueeze(1) * (1.0 / FIRST_TOP**2)
     return (wide * wide.abs() * share).flatten()[: codes.numel()]
 
 
 def widen_second(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return second moments in 32 bits (N,) from codes (N,) and their groups' scales."""
+    """Return second moments in fp32 (N,) from codes (N,) and their groups' scales."""
     square = cut_in_groups(codes.to(torch.float32)).square_()
     share = scales.unsqueeze(1) * (1.0 / SECOND_TOP**4)
     return (square * square * share).flatten()[: codes.numel()]
@@ -107,7 +107,7 @@ def widen_second(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def narrow_first(
     exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write codes (N,) and scales of first moments in 32 bits (N,)."""
+    """Write codes (N,) and scales of fp32 first moments (N,), rounded stochastically."""
     sizes = cut_in_groups(exact.abs())
     shares = _shares(sizes, scales) * FIRST_TOP**2
     below = shares.sqrt().floor_()
@@ -120,7 +120,7 @@ def narrow_first(
 def narrow_second(
     exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write codes (N,) and scales of second moments in 32 bits (N,)."""
+    """Write codes (N,) and scales of fp32 second moments (N,), rounded stochastically."""
     sizes = cut_in_groups(exact)
     shares = _shares(sizes, scales) * float(SECOND_TOP**4)
     below = shares.sqrt().sqrt_().floor_()
@@ -134,7 +134,7 @@ def narrow_second(
 
 
 def _shares(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the shares of each group's largest, which is written as the group's scale."""
+    """Return each element's share of the largest in its group, which is written as the group's scale."""
     largest = sizes.amax(1)
     scales.copy_(largest)
     # A smaller scale has no reciprocal in 32 bits, and means zeros.

@@ -23,11 +23,11 @@ from snugfit.features.engine.masters.table import MOMENTS, WeightTable
 from snugfit.step.wishes.own_adamw import STEP, flat, laid_out_as
 
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
-"""Keys of the states that have a group's scale."""
+"""Keys of the optimizer states with the groups' scales."""
 
 
 class CompactTable(WeightTable):
-    """A record ends with the addresses of both scales."""
+    """A table of addresses whose records end with both scales."""
 
     record = 9
     group = compact.GROUP
@@ -35,12 +35,12 @@ class CompactTable(WeightTable):
 
     @classmethod
     def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
-        """Return the residual, both moments and both scales."""
+        """Return the low half, both moments and both scales of a weight."""
         return [*super().tensors_kept(state), *(state[name] for name in SCALES)]
 
 
 class CompactAdamW(MasterAdamW):
-    """AdamW with moments in 8 bits, rounded by chance."""
+    """AdamW with moments in 8 bits, rounded stochastically."""
 
     table_of = CompactTable
 
@@ -62,7 +62,8 @@ class CompactAdamW(MasterAdamW):
         super().__init__(params, lr, betas, eps, weight_decay)
 
     def new_moments(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return zero codes with the weight's memory layout, and scales in the order of its memory."""
+        """Return moments before the first step: zero codes with the weight's memory layout, and scales in the
+        order of its memory."""
         groups = compact.scale_count(weight.numel())
         codes = {
             name: torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
@@ -79,7 +80,7 @@ class CompactAdamW(MasterAdamW):
         numbers: Numbers,
         coefficient: torch.Tensor | None,
     ) -> None:
-        """Update one weight in plain torch, and turn its moments into codes again."""
+        """Update one weight in plain torch, and store its moments as codes again."""
         state = self.state[weight]
         slopes, values = flat(laid_out_as(weight, gradient)), flat(weight)
         codes = [flat(state[name]) for name in MOMENTS]

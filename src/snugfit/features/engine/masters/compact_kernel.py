@@ -33,7 +33,7 @@ FIRST_MIX, SECOND_MIX = tl.constexpr(MIXES[0]), tl.constexpr(MIXES[1])
 
 @triton.jit
 def hash_of(at, step):  # type: ignore[no-untyped-def]
-    """Return 32 bits for each element in this step (`compact.chances`)."""
+    """Return a 32-bit hash for each element in this step (`compact.chances`)."""
     bits = at.to(tl.uint32) + step.to(tl.uint32) * STEP_STRIDE
     bits ^= bits >> 16
     bits *= FIRST_MIX
@@ -93,7 +93,7 @@ def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join_parts(upper, lower, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the masters in fp32 (`halves.join`)."""
+    """Return the masters in fp32, joined from both halves (`halves.join`)."""
     # The shift puts 8 bits in units of the 16-bit half.
     return join_halves(upper, lower.to(tl.int32) << 8) if HALVES == 8 else join_halves(upper, lower)
 

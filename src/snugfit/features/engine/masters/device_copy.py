@@ -1,4 +1,4 @@
-"""A small tensor on a device that the host writes in each step without waiting.
+"""A small device tensor that the host overwrites in each step without waiting.
 
 The host writes into page-locked memory, from which the device copies later; until then the host must not
 write there again. So the host uses a few such buffers in turn, and waits only when it is that many writes
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import torch
 
 RING = 4
-"""Buffers of the host (chosen): it is a step ahead at most, and a step writes once."""
+"""Number of buffers of the host (chosen): it is at most one step ahead, and a step writes once."""
 
 
 class DeviceCopy:
-    """A tensor on the device, and the host's buffers that it is written from."""
+    """A tensor on the device, and the page-locked buffers from which it is written."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         # Only page-locked memory is copied without waiting.
         on_gpu = device.type == "cuda"
         self.value = torch.zeros(shape, dtype=dtype, device=device)
-        """The tensor on the device, which stays where it is."""
+        """The tensor on the device, whose address never changes."""
         self._buffers = [
             torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
             for _ in range(RING if on_gpu else 1)

@@ -8,7 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def clip_coefficient(norm, most):  # type: ignore[no-untyped-def]
-    """Return torch's clipping factor of gradients of this norm (`torch.nn.utils.clip_grads_with_norm_`)."""
+    """Return the factor by which gradients of this norm are clipped
+    (`torch.nn.utils.clip_grads_with_norm_`)."""
     # The addend and the limit are torch's.
     return tl.minimum(tl.div_rn(most, norm + 1e-6), 1.0)
 
@@ -22,14 +23,14 @@ def is_finite(number):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def join_halves(upper, lower):  # type: ignore[no-untyped-def]
-    """Return the number in 32 bits that has these halves, of 16 bits each."""
+    """Return the 32-bit number that has these halves, of 16 bits each."""
     # The lower half has a sign, so it is added and not put in place.
     return ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def upper_half(exact):  # type: ignore[no-untyped-def]
-    """Return the upper half of a number as 16 bits, and the lower one as the difference to it."""
+    """Return the upper half of a number as 16 bits, and the difference to it as the lower half."""
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
     # Halfway cases go away from zero: 16 bits could not distinguish an even rule's cases.
@@ -58,7 +59,8 @@ def pointer(address, element, ALIGNED: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator]
 def adamw(exact, slope, first, second, own, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return new weights and moments in fp32, by a row of numbers, in the order of `adamw.update`."""
+    """Return new weights and moments in fp32, from a row of scalars, in the order of operations of
+    `adamw.update`."""
     keep, first_share, second_keep = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     second_share, root = tl.load(own + 3), tl.load(own + 4)
     eps, rate = tl.load(own + 5), tl.load(own + 6)

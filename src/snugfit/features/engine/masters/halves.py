@@ -23,31 +23,30 @@ from snugfit.job.dtype import cast_weights
 from snugfit.step.wishes.own_adamw import flat
 
 HAS_MASTER = "has_master"
-"""The attribute of a weight of bfloat16 that is one half of its master."""
+"""Name of the attribute that marks a bfloat16 weight as one half of its master."""
 
 # A split weight without an optimizer holds it; later the optimizer has it among its states.
 RESIDUAL = "residual"
-"""The name of the other half: a weight's attribute while it has no optimizer, then the key of its state."""
+"""Name of the low half: a weight's attribute while it has no optimizer, then the key of its state."""
 
 AT_ONCE = 1 << 20
-"""Numbers that are widened together (chosen). Their copies in 32 bits stay in a CPU's caches, and take 16 MiB
-at most.
-"""
+"""Number of elements that are widened together (chosen). Their copies in 32 bits stay in a CPU's caches, and
+take 16 MiB at most."""
 
 HALFWAY = 1 << 15
 """Half of the range of the lower 16 bits."""
 
 UNIT = 1 << 8
-"""Unit of a second half in 8 bits, in units of one in 16 bits."""
+"""Value of one step of an 8-bit low half, in steps of a 16-bit one."""
 
 
 def lower_bits(residual: torch.Tensor | None) -> int:
-    """Return the bits of a second half: 16 or 8, and 0 without one."""
+    """Return the bits of a low half: 16 or 8, and 0 without one."""
     return 0 if residual is None else 8 * residual.dtype.itemsize
 
 
 def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return the numbers in 32 bits of these halves, bfloat16 and int16 or int8."""
+    """Return the fp32 numbers that have these halves, bfloat16 and int16 or int8."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     unit = UNIT if residual.dtype is torch.int8 else 1
     return bits.add_(residual, alpha=unit).view(torch.float32)
@@ -79,9 +78,8 @@ def split_by_chance(
 
 
 def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a second half as int16 or int8. In 8 bits it is the nearest, but never beyond the middle between
-    two bfloat16s. So the first half does not change.
-    """
+    """Return a low half converted to int16 or int8. In 8 bits it is the nearest, but never beyond the middle
+    between two bfloat16s. So the first half does not change."""
     if residual.dtype is dtype:
         return residual
     # 8 bits widened are exact.
@@ -98,7 +96,7 @@ def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def halves_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return new tensors of a weight's halves, with its strides. A weight in 16 bits is a whole master."""
+    """Return a weight's two halves as new tensors with its strides. A weight in 16 bits is a whole master."""
     high = torch.empty_like(weight, dtype=torch.bfloat16, memory_format=torch.preserve_format)
     low = torch.empty_like(weight, dtype=torch.int16, memory_format=torch.preserve_format)
     for exact, first, second in pieces(flat(weight), flat(high), flat(low)):
@@ -109,9 +107,8 @@ def halves_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def split_weights(model: Any) -> None:
-    """Make trained weights bfloat16, each with its second half as an attribute. All other floating-point
-    tensors of the model become bfloat16 alone. Weights that an architecture keeps in fp32 stay so.
-    """
+    """Convert trained weights to bfloat16, each with its low half as an attribute. All other floating-point
+    tensors of the model become bfloat16 alone. Weights that an architecture keeps in fp32 stay so."""
     stays = _kept_in_fp32(model)
     for name, weight in model.named_parameters():
         # Frozen weights are never updated, so they need no second half.
@@ -137,15 +134,15 @@ def _kept_in_fp32(model: Any) -> set[str]:
 
 
 def take_residual(weight: torch.Tensor) -> torch.Tensor | None:
-    """Remove and return the second half of a weight without an optimizer."""
+    """Remove and return the low half of a weight that has no optimizer yet."""
     residual: torch.Tensor | None = vars(weight).pop(RESIDUAL, None)
     return residual
 
 
 def load_masters(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Split weights in 32 bits before they are loaded into a model with split weights. It gets their first
-    halves, which torch's cast would round differently. Weights without an optimizer get their second halves.
-    """
+    """Split fp32 weights of a `state_dict` before they are loaded into a model with split weights. It gets
+    their first halves, which torch's cast would round differently. Weights without an optimizer get their
+    second halves."""
     for name, weight in model.named_parameters(remove_duplicate=False):
         value = state.get(prefix + name)
         if value is None or value.dtype is not torch.float32 or not getattr(weight, HAS_MASTER, False):

@@ -175,7 +175,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the square root of all these sums together, a scalar."""
+    """Write the square root of the total of all these sums, a scalar."""
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
     # Correctly rounded, as torch's root.
@@ -214,7 +214,7 @@ def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
 
 
 def launch_norm(sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """Write the norm, a scalar, from sums of squares."""
+    """Write the gradients' norm, a scalar, from sums of squares."""
     root_of_sums[(1,)](sums, norm, sums.numel(), WIDTH=triton.next_power_of_2(sums.numel()), num_warps=8)
 
 
@@ -227,7 +227,7 @@ def update_one(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update a program's block of a weight with `count` elements, unless the norm is not finite."""
+    """Update the elements of one weight in a program's block, unless the norm is not finite."""
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)

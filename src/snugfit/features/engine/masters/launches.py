@@ -1,4 +1,4 @@
-"""The GPU work of an update with masters: the kernels' launches, and their shapes for a rehearsal.
+"""The kernel launches of an update with masters, as operators with shapes for a simulation.
 
 A rehearsal's step calls an operator for each launch. The operator allocates nothing and moves the same bytes
 as the kernel. A step on a GPU launches the kernels themselves. An operator over lists of hundreds of tensors
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from snugfit.features.engine.masters.table import WeightTable
 
 _KERNEL_ON_META = False
-"""True if a rehearsal's step is one on a GPU."""
+"""True if the simulated step is that of a GPU."""
 
 OPERATORS = torch.library.Library("triton", "FRAGMENT")
-"""Library of operators, named as traces name kernels that Triton compiles at their first launch."""
+"""The `torch.library` of the operators, named as traces name kernels that Triton compiles at their first
+launch."""
 
 for _name in ("adamw_of_weights", "adamw_with_8_bit_states"):
     OPERATORS.define(
@@ -35,7 +36,7 @@ OPERATORS.define("norm_of_squares(Tensor sums, Tensor(a!) norm) -> ()")
 
 
 def writes_in_place(*arguments: Any) -> None:
-    """Return nothing: the results are written in place, so the launch allocates nothing."""
+    """Return nothing: the shape function of launches whose results are written in place."""
 
 
 for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradients", "norm_of_squares"):
@@ -43,13 +44,13 @@ for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradien
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether kernels read the tensor: on a GPU, or in a rehearsal of one."""
+    """Return whether kernels read the tensor: on a GPU, or in a simulation of one."""
     return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
 
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Make a step on `meta` one on a GPU, or one on a CPU, inside of this context."""
+    """Context in which code sees tensors on `meta` as tensors of a GPU, or of a CPU without `on_gpu`."""
     global _KERNEL_ON_META
     before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
     try:
@@ -114,13 +115,13 @@ def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
 
 
 def new_sums(tables: Sequence[WeightTable]) -> torch.Tensor:
-    """Return room for the sums of squares (tables, `NORM_PROGRAMS`), in fp32."""
+    """Return a tensor for the sums of squares (tables, `NORM_PROGRAMS`), in fp32."""
     return torch.empty((len(tables), NORM_PROGRAMS), dtype=torch.float32, device=tables[0].weights[0].device)
 
 
 @contextlib.contextmanager
 def triton_named() -> Iterator[None]:
-    """Import kernels inside of this context. Raises `RecipeError` where Triton is missing."""
+    """Context for the import of kernels. Raises `RecipeError` where Triton is missing."""
     try:
         yield
     except ImportError as fault:

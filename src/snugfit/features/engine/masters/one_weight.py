@@ -35,10 +35,11 @@ for _name in ("adamw_of_weight", "squares_of_gradient"):
 
 
 class MasterUpdates:
-    """Norm and updates of the weights of one optimizer, one by one (`updates/one_weight.py`)."""
+    """Updates one weight at a time, and the norm, for `MasterAdamW` and `CompactAdamW`
+    (`updates/one_weight.py`)."""
 
     can_be_recorded: ClassVar = True
-    """Its numbers are on the device."""
+    """True: its scalars are on the device, so that a CUDA graph can contain updates."""
 
     def __init__(self, optimizer: MasterAdamW) -> None:
         self._optimizer: Any = optimizer
@@ -72,13 +73,13 @@ class MasterUpdates:
     # ---- the norm ----------------------------------------------------------------------------------------
 
     def begin_norm(self) -> None:
-        """Begin a norm without any gradient."""
+        """Set the sum of squares to zero."""
         self._norms.clear()
         if self._by_kernel:
             self._sums.zero_()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Count this gradient in the norm."""
+        """Add this gradient's squares to the sum."""
         # A kernel reads weight and gradient in one order of elements.
         gradient = laid_out_as(weight, gradient)
         if not is_on_gpu(weight):
@@ -91,7 +92,7 @@ class MasterUpdates:
             launch_squares_of_one(gradient, self._sums)
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of all taken gradients, in 32 bits: a scalar on the device."""
+        """Return the norm of all gradients that were added, in 32 bits: a scalar on the device."""
         if self._by_kernel:
             take_root(self._sums, self._root)
             return self._root
@@ -104,7 +105,8 @@ class MasterUpdates:
     # ---- the updates -------------------------------------------------------------------------------------
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
+        """Prepare the scalars of a step whose weights are updated one by one, clipped to `most` if there is a
+        norm."""
         optimizer = self._optimizer
         # Schedules warn if the optimizer's `step` was never called.
         optimizer._opt_called = True
@@ -126,7 +128,7 @@ class MasterUpdates:
 
     @torch.no_grad()
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Make the states of weights that have none."""
+        """Create the states of weights that have none."""
         for weight in weights:
             if not self.has_states(weight):
                 self._optimizer.make_states(weight)

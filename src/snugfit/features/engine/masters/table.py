@@ -28,7 +28,8 @@ another may have another address, and is read more slowly.
 
 
 class WeightTable:
-    """Weights of one device and dtype, in halves or in 32 bits, in the order in which they are updated.
+    """A table of addresses for the weights of one device and dtype, in halves or in 32 bits, in the order of
+    their updates.
 
     `places` has a record of int64 for each weight: its first block, its number of elements, and addresses.
     These are of weight, residual (0 without), states and, seventh, gradient (0 without). `owners` has the
@@ -55,7 +56,7 @@ class WeightTable:
         self.owners = numbers.repeat_interleave(blocks).to(device)
         self.blocks = int(blocks.sum())
         self.has_gradient: list[bool] = []
-        """One flag per weight, from the last call of `find`."""
+        """One flag per weight, True if it had a gradient at the last call of `find`."""
         self.is_aligned = True
         self._starts: list[int] = (blocks.cumsum(0) - blocks).tolist()
         self._counts: list[int] = counts.tolist()
@@ -80,15 +81,13 @@ class WeightTable:
 
     @classmethod
     def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
-        """Return the update's tensors of a weight, in the order of a record: its residual and both
-        moments.
-        """
+        """Return the tensors that an update of a weight reads and writes, in the order of a record: low half
+        and both moments."""
         return [state.get(RESIDUAL), *(state[name] for name in MOMENTS)]
 
     def find(self) -> None:
-        """Read the addresses of weights and gradients, and write the records where one has changed. Raises
-        `RecipeError` for a gradient that is sparse or of another dtype than its weight.
-        """
+        """Read the addresses of weights and gradients, and rewrite the records where one has changed. Raises
+        `RecipeError` for a gradient that is sparse or of another dtype than its weight."""
         given = [weight.grad for weight in self.weights]
         self.has_gradient = [gradient is not None for gradient in given]
         addresses = [weight.data_ptr() for weight in self.weights]
@@ -127,7 +126,7 @@ class WeightTable:
         self._copies = []
 
     def number_rows(self, rows: list[int]) -> None:
-        """Set the row of numbers of each weight's update."""
+        """Set the row of scalars that each weight's update reads."""
         # Rows change only when a weight gets its first gradient or skips a step.
         if rows != self._rows:
             self._rows = list(rows)
@@ -141,9 +140,8 @@ class WeightTable:
 
 
 def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:
-    """Return the bits of these weights' second halves. Raises `RecipeError` where they differ: one kernel
-    updates all.
-    """
+    """Return the bits of these weights' low halves. Raises `RecipeError` where they differ: one kernel
+    updates all."""
     widths = {lower_bits(state.get(RESIDUAL)) for state in states}
     if len(widths) > 1:
         raise RecipeError(

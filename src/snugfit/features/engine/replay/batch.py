@@ -1,4 +1,4 @@
-"""Batches as recorded work needs them: of few lengths, and with masks that depend on shapes alone."""
+"""Padding and masks of batches for recorded work: few lengths, and masks that depend on shapes alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 FILLED_UP = "attention_mask"
-"""Name of the attention mask, the input that marks counted tokens. Only a batch with a mask can be made
-longer and mean the same.
-"""
+"""Name of the attention mask in a batch. Only a batch with a mask can be padded without a change of the
+result."""
 
 
 def layout_of(batch: Mapping[str, Any]) -> Hashable:
@@ -39,7 +38,8 @@ def layout_of(batch: Mapping[str, Any]) -> Hashable:
 
 
 def longest_sequence(job: Job) -> int | None:
-    """Return the number of positions of the job's model, in tokens; None if it is unlimited or unknown."""
+    """Return the largest number of positions of the job's model, in tokens; None if it is unlimited or
+    unknown."""
     module = job.model.module
     config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
     if not hasattr(config, "to_dict"):
@@ -92,7 +92,7 @@ _MASKS = "transformers.masking_utils"
 
 @contextlib.contextmanager
 def masks_by_shape(*, packed: bool) -> Iterator[None]:
-    """Make transformers decide by shapes alone whether attention needs a mask, as it does without a padding
+    """Context in which transformers decides by shapes alone if attention needs a mask, as without a padding
     mask.
 
     While a graph is recorded transformers (5.17) would always make a mask, which the fastest attention does
@@ -115,4 +115,4 @@ def _has_values(tensor: Any = None) -> bool:
 
 
 def _not_packed(position_ids: Any) -> None:
-    """Report that no row has more than one sequence."""
+    """Return None: the replacement of transformers' check for several sequences in a row."""

@@ -1,4 +1,4 @@
-"""CUDA graphs that share one memory: work is recorded once, and replayed with one launch.
+"""Recording of work as CUDA graphs that share one memory pool, each replayed with one launch.
 
 A graph's results have fixed addresses, so each graph needs its results to stay in memory. One memory pool
 belongs to all graphs of a step. Memory that recorded work has freed is reused by all later recordings. That
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 
 
 class NotRecorded(SnugfitError):
-    """Work cannot be recorded: it waits for the device, or needs a function that graphs do not have."""
+    """Error: work cannot be recorded, since it waits for the device or needs a function that graphs do not
+    have."""
 
 
 class Graphs(ABC):
-    """Recorder of work as graphs, with the graphs' memory."""
+    """Base class of recorders of CUDA graphs, with the graphs' memory pool."""
 
     @abstractmethod
     def own_memory(self) -> AbstractContextManager[None]:
-        """Allocate device memory in the graphs' pool inside of this context."""
+        """Return a context in which device memory is allocated in the graphs' pool."""
 
     @abstractmethod
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
@@ -49,17 +50,16 @@ class Graphs(ABC):
     @abstractmethod
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Copy a host micro-batch to the device addresses of `batch`, which recorded work reads; return the
-        batch for later work.
-        """
+        batch with them."""
 
 
 REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", default=None)
-"""Factory of a rehearsal's graphs; None outside of one."""
+"""Function that creates a simulation's graphs; None outside of a simulation."""
 
 
 @final
 class CudaGraphs(Graphs):
-    """Graphs of the current stream of a GPU. The stream must not be the default one."""
+    """Recorder of CUDA graphs on the current stream of a GPU, which must not be the default one."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -71,7 +71,7 @@ class CudaGraphs(Graphs):
 
     @contextlib.contextmanager
     def own_memory(self) -> Iterator[None]:
-        """Route allocations of the stream to the graphs' memory inside the context."""
+        """Context in which allocations of the stream go to the graphs' memory pool."""
         import torch
 
         # `torch.cuda.use_mem_pool` routes by thread, and autograd's backward pass runs in its own thread.
@@ -83,9 +83,8 @@ class CudaGraphs(Graphs):
             torch._C._cuda_releasePool(self._number, self._pool.id)
 
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
-        """Record with other threads running, such as the one that copies batches to page-locked memory. The
-        garbage collector is off, since it may free memory of another graph.
-        """
+        """Record `work` while other threads may run, such as the one that copies batches to page-locked
+        memory. The garbage collector is off, since it may free memory of another graph."""
         import torch
 
         graph, fault = torch.cuda.CUDAGraph(), None
@@ -124,7 +123,8 @@ class CudaGraphs(Graphs):
 
 
 class _FirstReplay:
-    """Replay a graph, and check the first time whether it has drawn numbers from the device's generator."""
+    """A function that replays a graph, and checks the first time if it has drawn numbers from the device's
+    generator."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:
         self._graph, self._generator, self._is_first = graph, generator, True

@@ -21,14 +21,13 @@ from torch.overrides import TorchFunctionMode
 from snugfit.features.engine.replay.graphs import NotRecorded
 
 ATTENTION = {"scaled_dot_product_attention": 4, "_flash_attention_forward": 7}
-"""torch's attention functions, in one length and in several (`padding_free`), each with
-the position of its dropout argument.
-"""
+"""torch's attention functions, for one length and for several (`padding_free`), each with the position of its
+dropout argument."""
 
 
 @contextlib.contextmanager
 def generators_left_alone(*, attention_is_kept: bool = False) -> Iterator[None]:
-    """Make torch's checkpoints neither keep nor set the state of a GPU's generator.
+    """Context in which torch's checkpoints neither keep nor set the state of a GPU's generator.
 
     Raises `NotRecorded` for a layer that draws random numbers when it is recomputed; kept attention draws
     none.
@@ -50,7 +49,8 @@ def _no_states(*arguments: Any) -> tuple[list[int], list[torch.Tensor]]:
 
 
 class DrawsNothing(TorchFunctionMode):
-    """Refuse functions of torch that draw random numbers on a device. Raises `NotRecorded`.
+    """A function mode that refuses torch functions which draw random numbers on a device. Raises
+    `NotRecorded`.
 
     The mode checks functions and not operators. Under a mode for operators autograd does not add gradients in
     place, which would take memory.
@@ -61,7 +61,7 @@ class DrawsNothing(TorchFunctionMode):
         self._kept = ATTENTION if attention_is_kept else ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function that draws no random numbers."""
+        """Call a torch function, or raise `NotRecorded` if it draws random numbers."""
         # Kept attention does not run again, so it draws nothing.
         if draws(func, args, kwargs or {}) and func.__name__ not in self._kept:
             raise NotRecorded(f"{func.__name__} draws random numbers in a layer that is recomputed")

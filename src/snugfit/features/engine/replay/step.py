@@ -42,16 +42,15 @@ if TYPE_CHECKING:
     from snugfit.step.plain_loop import Built, PlainStep
 
 MOST_LAYOUTS = 24
-"""Largest number of recorded layouts (chosen): a graph of a thousand kernels takes some MiB outside of the
-allocator.
-"""
+"""Largest number of recorded batch layouts (chosen): a graph of a thousand kernels takes some MiB outside of
+the allocator."""
 
 Play = Callable[[], None]
 
 
 @dataclass(eq=False)
 class LayoutGraphs:
-    """The graphs of one layout, with the tensors that they read and write."""
+    """The CUDA graphs for batches of one layout, with the tensors that they read and write."""
 
     batch: dict[str, Any]
     """A micro-batch (B, ...) on the device."""
@@ -60,7 +59,7 @@ class LayoutGraphs:
     loss: torch.Tensor | None = None
     """Loss of the micro-batch, until its backward pass is recorded."""
     total: torch.Tensor | None = None
-    """Sum of the step's losses so far."""
+    """Sum of the step's losses so far, a scalar."""
     norm: torch.Tensor | None = None
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Weights with their gradients, if the update is not recorded or reads their addresses."""
@@ -69,11 +68,11 @@ class LayoutGraphs:
     plays_norm: Play | None = None
     plays_update: Play | None = None
     heard: Sequence[torch.Tensor] = ()
-    """Weights with gradients that hooks took."""
+    """Weights whose gradients the hooks of a recorded pass take."""
 
 
 class CapturedStep(StepRunner):
-    """The optimizer steps of a loop, recorded and replayed."""
+    """Records the optimizer steps of a loop as CUDA graphs, and replays them."""
 
     def __init__(self, loop: PlainStep, graphs: Graphs, multiple: int) -> None:
         # The loop holds this object: once the loop is dropped, so are the graphs.
@@ -127,7 +126,7 @@ class CapturedStep(StepRunner):
         return total
 
     def forget(self) -> None:
-        """Drop the recordings, whose addresses are out of date."""
+        """Drop all recordings, after tensors have moved to other addresses."""
         self._recordings.clear()
 
     def _has_room(self) -> bool:
@@ -252,9 +251,7 @@ class CapturedStep(StepRunner):
             loss.backward()
 
     def _recomputing(self) -> AbstractContextManager[None]:
-        """Return the context of recomputed layers, which their checkpoints need in the forward pass
-        already.
-        """
+        """Return the context for recomputed layers; their checkpoints need it in the forward pass already."""
         from snugfit.features.engine.replay.recomputed import generators_left_alone
 
         wish = self._loop.setup.checkpoint

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     import torch
 
 RECORDABLE = "capturable"
-"""torch's option, in each of an optimizer's groups."""
+"""Name of torch's option for recordable updates, in each of an optimizer's groups."""
 
 
 class RecordableUpdate:
-    """One optimizer's update. Its rates are copied to the device before each run or replay."""
+    """One optimizer's update as work that a CUDA graph can contain. Its learning rates are copied to the
+    device before each run or replay."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         import torch
@@ -35,18 +36,18 @@ class RecordableUpdate:
 
     @property
     def finds_gradients(self) -> bool:
-        """Return whether it reads the gradients' addresses, so that they must be the weights' before each
-        update.
-        """
+        """Return whether the update reads a table of the gradients' addresses, which must be current before
+        each update."""
         return self._is_ours
 
     def locate(self) -> None:
-        """Copy the gradients' addresses to the device."""
+        """Copy the gradients' current addresses to the device."""
         if self._is_ours:
             self._optimizer.find_gradients()
 
     def has_moved(self) -> bool:
-        """Return whether its tensors have moved since the last call, which makes recordings invalid."""
+        """Return whether the optimizer's tensors have moved since the last call, which makes recordings
+        invalid."""
         before, self._generation = self._generation, getattr(self._optimizer, "generation", 0)
         return before != self._generation
 
@@ -57,7 +58,7 @@ class RecordableUpdate:
         return (self._is_ours or self._is_torchs) and bool(self._optimizer.state)
 
     def prepare(self) -> None:
-        """Copy the numbers of the next update to the device."""
+        """Copy the scalars of the next update to the device."""
         if self._is_ours:
             self._optimizer.prepare()
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=False):
@@ -82,7 +83,7 @@ class RecordableUpdate:
             self._optimizer.step()
 
     def _count_on_device(self) -> None:
-        """Move step counts from the host, as from a checkpoint, to the device."""
+        """Move step counts from the host, as after loading a checkpoint, to the device."""
         for weight, state in self._optimizer.state.items():
             step = state.get("step")
             # A checkpoint restores step counts on the host.

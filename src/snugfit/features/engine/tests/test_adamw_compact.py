@@ -192,4 +192,4 @@ def test_what_it_does_not_go_with_is_named(recipe: str, why: str) -> None:
 
 
 def test_what_was_not_measured_is_said() -> None:
-    assert any("in no longer run" in warning for warning in Recipe.parse(RECIPE).check(bert_job()))
+    assert any("only in short runs" in warning for warning in Recipe.parse(RECIPE).check(bert_job()))

@@ -1,1 +1,1 @@
-"""The time and place of weight updates: one by one within the backward pass, or on the host."""
+"""Updates of weights one by one within the backward pass."""

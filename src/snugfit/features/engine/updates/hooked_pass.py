@@ -1,4 +1,4 @@
-"""A pass whose gradients are taken as they are computed, by hooks of the weights.
+"""A backward pass whose gradients are consumed as soon as they are computed, by hooks of the weights.
 
 This class is the only link between the code that runs passes and the code that takes gradients. A replayed
 pass (`replay/step.py`) runs no hooks, so the recording keeps the weights of its hooks.
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HookedPass:
-    """One kind of pass, and the state of its last run."""
+    """One kind of pass with such hooks, and the state of its last run."""
 
     name: str
-    """Name that distinguishes it from other kinds."""
+    """Name of this kind of pass."""
     take: Callable[[torch.Tensor, torch.Tensor], None]
-    """Callback for a weight and its gradient."""
+    """Function that is called with a weight and its complete gradient."""
     again: bool = False
     """True if it repeats a pass, whose loss was reported already."""
     weights: dict[torch.Tensor, None] = field(default_factory=dict)
-    """Weights whose gradients came, in order."""
+    """Weights whose gradients were computed, in order."""
     is_recorded: bool = False
     """True while device work is recorded and not run."""

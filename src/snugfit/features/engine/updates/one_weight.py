@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WeightUpdates(Protocol):
-    """Norm and updates of the weights of one optimizer, one by one."""
+    """Interface for updates of one weight at a time, and for the norm, of one optimizer."""
 
     can_be_recorded: ClassVar[bool]
     """True if `take` and `update` compute nothing on the host, so that a CUDA graph can contain them."""
@@ -25,35 +25,36 @@ class WeightUpdates(Protocol):
         """Return whether states have moved since the last call, which makes recordings invalid."""
 
     def begin_norm(self) -> None:
-        """Begin a norm without any gradient."""
+        """Set the norm's sum to zero."""
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Count this gradient in the norm."""
+        """Add this gradient to the norm's sum."""
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of all taken gradients: a scalar on their device."""
+        """Return the norm of all gradients that were added: a scalar on their device."""
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
+        """Prepare a step whose weights are updated one by one, clipped to `most` if there is a norm."""
 
     def has_states(self, weight: torch.Tensor) -> bool:
         """Return whether this weight has states, so that its update makes none."""
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Make the states that these weights' updates would make first, where that is possible."""
+        """Create the states that the updates of these weights would create first, where that is possible."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Update one weight by its gradient."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Count an update of these weights."""
+        """Increment the step counts of these weights."""
 
 
 class TorchUpdates:
-    """Updates by an optimizer of torch's whose update of a weight depends on no other."""
+    """Updates by a torch optimizer, one weight at a time; the update of a weight must not depend on
+    others."""
 
     can_be_recorded: ClassVar = False
-    """False: its learning rates are on the host."""
+    """False: its learning rates are on the host, so that no CUDA graph can contain updates."""
 
     def __init__(self, optimizer: Any, model: Any) -> None:
         self._optimizer = optimizer
@@ -67,15 +68,15 @@ class TorchUpdates:
         self._coefficient: torch.Tensor | None = None
 
     def has_moved(self) -> bool:
-        """Return False: no part of it is recorded."""
+        """Return False, since no part of the update is recorded."""
         return False
 
     def begin_norm(self) -> None:
-        """Begin a norm without any gradient."""
+        """Set the norm's sum to zero."""
         self._norms.clear()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Count this gradient, by its norm in 32 bits or more (`torch.nn.utils.get_total_norm`)."""
+        """Add this gradient's norm, in 32 bits or more, to the sum (`torch.nn.utils.get_total_norm`)."""
         import torch
 
         # 16-bit gradients get a norm in 32 bits, as in `torch.nn.utils.get_total_norm`.
@@ -83,7 +84,8 @@ class TorchUpdates:
         (self._norms[self._order[weight]],) = torch._foreach_norm([gradient], *wide)
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of all taken gradients, added in the model's order: a scalar on their device."""
+        """Return the norm of all gradients that were added, in the model's order: a scalar on their
+        device."""
         import torch
 
         # Sorted, so that the sum does not depend on the order in which gradients come.
@@ -93,7 +95,7 @@ class TorchUpdates:
         return norm
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Begin the steps of all weights that will have a gradient, clipped to `most` if there is a norm."""
+        """Prepare a step whose weights are updated one by one, clipped to `most` if there is a norm."""
         from snugfit.features.engine.masters.adamw import clip_coefficient
 
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
@@ -103,10 +105,10 @@ class TorchUpdates:
         return bool(self._optimizer.state.get(weight))
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Make nothing: the optimizer's own step makes the states."""
+        """Do nothing: the optimizer's own step creates the states."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Count nothing: the optimizer's own step counts."""
+        """Do nothing: the optimizer's own step counts."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Update one weight by its gradient, which is scaled in place if it is clipped."""
@@ -122,7 +124,7 @@ class TorchUpdates:
 
     @contextlib.contextmanager
     def _only(self, weight: torch.Tensor) -> Iterator[None]:
-        """Give the optimizer one group with this weight alone, inside of this context."""
+        """Context in which the optimizer has one group with this weight alone."""
         groups = self._optimizer.param_groups
         # The group's settings stay, and its other weights are untouched.
         self._optimizer.param_groups = [{**groups[self._groups[weight]], "params": [weight]}]
@@ -133,7 +135,7 @@ class TorchUpdates:
 
 
 def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
-    """Return the object that updates this optimizer's weights, the model's trained ones, one by one."""
+    """Return the object that updates the model's trained weights one by one with this optimizer."""
     from snugfit.features.engine.masters.adamw import MasterAdamW
 
     if isinstance(optimizer, MasterAdamW):

@@ -1,4 +1,4 @@
-"""The passes of a step whose gradients do not stay: each updates its weight as soon as it exists.
+"""Passes that release gradients: each gradient updates its weight as soon as it exists, and is dropped.
 
 torch calls a hook of each weight when its gradient is complete. For a weight that a model uses twice, such as
 tied embeddings, that is after both. Clipping by the norm of all gradients needs that norm first. Then the
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @final
 class ReleasedPasses(StepRunner):
-    """The passes of one loop's steps, and the updates within them."""
+    """Runs the passes of one loop's steps, with the updates in them."""
 
     updates_within = True
 
@@ -52,7 +52,9 @@ class ReleasedPasses(StepRunner):
         losses are kept. Afterwards `norm` is set, or all weights are updated.
         """
         if len(pieces) > 1:
-            raise UsageError("Gradients of micro-batches are sums, which 'released' does not keep.")
+            raise UsageError(
+                "Gradients of micro-batches are sums, which 'released' does not keep. Try 'whole_batch'."
+            )
         updates = self._updates or self._attach(built)
         self.norm, self.has_begun, self._repeat = None, False, None
         # Without clipping, one pass computes and updates.
@@ -72,7 +74,7 @@ class ReleasedPasses(StepRunner):
         return total
 
     def update(self, built: Any, norm: torch.Tensor | None = None) -> None:
-        """Make the updates that `run_passes` has left, by its passes once more."""
+        """Perform the updates that `run_passes` has not done, by running its passes once more."""
         repeat, self._repeat = self._repeat, None
         if repeat is not None:
             repeat()
@@ -87,7 +89,9 @@ class ReleasedPasses(StepRunner):
         self._updates = updates_of(built.optimizer, built.model)
         weights = (weight for group in built.optimizer.param_groups for weight in group["params"])
         # A weight that is used twice calls its hook once, when both gradients are summed.
-        self._hooks = [weight.register_post_accumulate_grad_hook(self._hear) for weight in weights]
+        self._hooks = [
+            weight.register_post_accumulate_grad_hook(self._update_on_gradient) for weight in weights
+        ]
         return self._updates
 
     def _run(
@@ -128,8 +132,8 @@ class ReleasedPasses(StepRunner):
         self._updates.begin_update(self.norm if clip else None, clip or 0.0)
         self._run_updating(HookedPass("again", self._update, again=True), *passes)
 
-    def _hear(self, weight: torch.Tensor) -> None:
-        """Take a weight's gradient. Raises `UsageError` for a second one in the same pass."""
+    def _update_on_gradient(self, weight: torch.Tensor) -> None:
+        """Consume a weight's gradient. Raises `UsageError` for a second one in the same pass."""
         import torch
 
         gradient, hooked = weight.grad, self._pass
@@ -158,12 +162,12 @@ class ReleasedPasses(StepRunner):
 
 
 def _versions(model: Any) -> dict[str, tuple[int, int]]:
-    """Return the identity of each buffer's tensor, and its number of writes, by name."""
+    """Return, by name, the identity of each buffer's tensor and its number of writes."""
     return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 
 def _refuse_changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    """Raise `UsageError` where a buffer was written: a second pass would write it again."""
+    """Raise `UsageError` for a buffer that a pass has written: a second pass would write it again."""
     for name, (identity, version) in after.items():
         # A replaced tensor is no write: its old value still exists.
         if before.get(name, (identity, version)) != (identity, version) and before[name][0] == identity:

@@ -1,1 +1,1 @@
-"""Training scripts and notebooks, read from their syntax trees."""
+"""Reading of training scripts and notebooks from their syntax trees, without running them."""

@@ -1,7 +1,7 @@
-"""Evaluate a script's statements in order, without executing anything.
+"""Symbolic evaluation of a script's statements in order, without executing anything.
 
-Names have the value of their last assignment before a use. The script's functions run where it calls them.
-If the value of a condition is known, one branch runs. Otherwise both run, and names that they set differently
+Names have the value of their last assignment before a use. The script's functions run where it calls them. If
+the value of a condition is known, one branch runs. Otherwise both run, and names that they set differently
 are unknown afterwards. Loops run once. Parsed arguments have their defaults. Every call of another library is
 recorded with the values of its arguments.
 """
@@ -36,13 +36,14 @@ from snugfit.features.exchange.python.values import (
 )
 
 MOST_STATEMENTS = 200_000
-"""Statements of one script that are evaluated. Generated code may call functions without end."""
+"""Largest number of statements of one script that are evaluated. Generated code may call functions without
+end."""
 
 DEEPEST = 12
-"""Nested calls of the script's own functions."""
+"""Largest depth of nested calls of the script's own functions."""
 
 LARGEST = 10**15
-"""Largest number, and longest text, that arithmetic may produce."""
+"""Largest number, and longest text, that arithmetic in a script may produce."""
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -62,19 +63,20 @@ _TEXT_METHODS = ("split", "strip", "lower", "upper", "removeprefix", "removesuff
 """Methods of texts that are called if the text is known."""
 
 USUAL_NAMES = ("model", "trainer", "optimizer", "tokenizer")
-"""Names of objects in an excerpt that does not make them, and in functions' parameters."""
+"""Names that are assumed to mean a model, trainer and the like, in an excerpt that does not create them and
+in functions' parameters."""
 
 _OF_GPU = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
-"""Functions of torch, unsloth and transformers that are true on a GPU with bfloat16."""
+"""Functions of torch, unsloth and transformers that return True on a GPU with bfloat16."""
 
 PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
-"""Parsers that fill dataclasses from the command line."""
+"""Classes that parse the command line into dataclasses."""
 
 
 _NAMES_A_MODEL = re.compile(r"model.*(?:name|path|id)|^model$")
 
 CHOSEN = "[if "
-"""Beginning of the name of those elements of an object that meet a condition."""
+"""Prefix of the names of values that represent only some elements of an object, by a condition."""
 
 
 class _Return(Exception):
@@ -83,19 +85,19 @@ class _Return(Exception):
 
 
 class _BlockEnds(Exception):
-    """The rest of a block does not run."""
+    """Raised to skip the rest of a block."""
 
 
 @dataclass
 class Evaluation:
-    """Statements of a script with an effect, in their order."""
+    """The statements of a script that have an effect, in their order."""
 
     calls: list[ForeignCall] = field(default_factory=list)
-    """Calls of other libraries' functions and of objects' methods."""
+    """Calls of functions of other libraries, and of objects' methods."""
     assignments: list[Assignment] = field(default_factory=list)
-    """Attributes and elements of objects that are set."""
+    """Assignments to attributes and elements of objects."""
     globals: Environment = field(default_factory=dict)
-    """Names of the module at its end."""
+    """Values of the module's names at its end."""
     events: list[ForeignCall | Assignment] = field(default_factory=list)
     """Calls and assignments in one order."""
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +107,7 @@ class Evaluation:
 
 
 def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
-    """Return the statements with an effect.
+    """Evaluate a script and return its statements with an effect.
 
     `bfloat16` is the GPU's support for it; None if no GPU is named.
     """
@@ -148,7 +150,7 @@ class _Evaluator:
                         self.value(child, names)
 
     def quiet_block(self, body: Sequence[ast.stmt], names: Environment) -> bool:
-        """Run a block that may not run to its end. Return True if it does."""
+        """Evaluate a block that may not run to its end. Return True if it does."""
         try:
             self.block(body, names)
         except _BlockEnds:
@@ -156,7 +158,8 @@ class _Evaluator:
         return True
 
     def run_uncalled(self) -> None:
-        """Run functions that the script calls nowhere, such as those it gives to `map`: callers first."""
+        """Evaluate functions that the script calls nowhere, such as those it passes to `map`: callers
+        first."""
         used = {
             node.id
             for function in self.functions
@@ -234,8 +237,8 @@ class _Evaluator:
             self.tests.append(f"not ({text})" if is_plain else "the rest of the loop")
 
     def branches(self, bodies: Mapping[str, Sequence[ast.stmt]], names: Environment) -> None:
-        """Run each block, by its condition, on the names before it. A name that the blocks set differently
-        becomes unknown."""
+        """Evaluate each block, by its condition, with the names before it. A name that the blocks set
+        differently becomes unknown."""
         before = dict(names)
         ends: list[Environment] = []
         for test, body in bodies.items():
@@ -307,7 +310,7 @@ class _Evaluator:
         self.block(node.finalbody, names)
 
     def assign(self, target: ast.expr, value: Any, names: Environment, node: ast.stmt) -> None:
-        """Give a value to a target, or to each of several."""
+        """Assign a value to a target, or to each of several."""
         if isinstance(target, ast.Name):
             names[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
@@ -330,7 +333,7 @@ class _Evaluator:
             self.set(Assignment(of, str(key), value, node.lineno, first_line(node), *self.conditions()))
 
     def run_Delete(self, node: ast.Delete, names: Environment) -> None:
-        """Record a part that is deleted as one that is set to an unknown value."""
+        """Record the deletion of an attribute or element as an assignment of an unknown value."""
         for target in node.targets:
             of = self.value(target.value, names) if isinstance(target, ast.Subscript) else None
             if isinstance(of, dict):
@@ -481,7 +484,7 @@ class _Evaluator:
         return Member(of, f"[{key}]")
 
     def value_of_Slice(self, node: ast.Slice, names: Environment) -> Any:
-        """Return the text of a slice, with the values of bounds that are known."""
+        """Return a slice as text, with the values of bounds that are known."""
         bounds = [None if one is None else self.value(one, names) for one in (node.lower, node.upper)]
         if node.step is not None or not all(one is None or type(one) is int for one in bounds):
             return Unknown(ast.unparse(node))
@@ -559,7 +562,7 @@ class _Evaluator:
     def known_value(
         self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
     ) -> Any:
-        """Return the value of a call that is known; `_NOT_KNOWN` for another one."""
+        """Return the value of a call if it follows from the arguments; `_NOT_KNOWN` for another one."""
         value: Any = _NOT_KNOWN
         if isinstance(function, Member):
             value = self.method(node, function, positional, named)
@@ -610,7 +613,7 @@ class _Evaluator:
         return _NOT_KNOWN
 
     def built_in(self, node: ast.Call, function: Callable[..., Any], positional: list[Any]) -> Any:
-        """Call a built-in of Python, such as `int`. Return `Unknown` if the call fails."""
+        """Return the result of a built-in of Python, such as `int`. Return `Unknown` if the call fails."""
         try:
             return function(*positional)
         except (TypeError, ValueError, OverflowError):
@@ -619,7 +622,7 @@ class _Evaluator:
     def method(
         self, node: ast.Call, function: Member, positional: list[Any], named: Mapping[str, Any]
     ) -> Any:
-        """Return the value of a method of a parser or a mapping; `_NOT_KNOWN` for another one."""
+        """Return the result of a method of a parser or a mapping; `_NOT_KNOWN` for another one."""
         of, name = function.of, function.name
         if not isinstance(of, Parser):
             of_text = isinstance(of, str) and is_known(positional)
@@ -658,7 +661,7 @@ class _Evaluator:
         return self.bfloat16 is holds
 
     def call_own(self, function: Function, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """Run a function of the script, and return its value."""
+        """Evaluate a function of the script, and return its value."""
         node = function.node
         self.called.add(node)
         if self.depth >= DEEPEST:
@@ -740,7 +743,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _one_of(name: str, values: Sequence[Any]) -> Any:
-    """Return the value of a name that branches set differently: an object's, if each sets an object."""
+    """Return the value of a name that branches set differently: the object if each sets an object."""
     known = [value for value in values if is_known(value) or isinstance(value, Unknown)]
     return Unknown(name) if known else values[0]
 

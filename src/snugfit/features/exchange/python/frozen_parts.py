@@ -18,7 +18,7 @@ from snugfit.features.exchange.python.objects import MODEL, kind_of
 from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member, Name, replace_names
 
 MOST_LAYERS = 1000
-"""Largest number of a layer in a slice."""
+"""Largest layer number in a slice."""
 
 _LISTS = ("parameters", "named_parameters", "children", "named_children", "modules", "named_modules")
 _LOOPS = (ast.GeneratorExp, ast.ListComp)
@@ -29,7 +29,7 @@ _ALL_BUT_LAST = re.compile(r"\[0?:-(\d+)\]")
 
 @dataclass
 class FrozenParts:
-    """Statements of a script that freeze or train parts, in their order."""
+    """Collects a script's statements that freeze or train parts of the model, in their order."""
 
     freezes: list[str] = field(default_factory=list)
     trains: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ class FrozenParts:
 
     @property
     def trains_nothing(self) -> bool:
-        """Return True if the whole model froze and nothing was released again."""
+        """Return True if the script froze the whole model and released nothing again."""
         return bool(self.whole) and not self.trains and not self.last
 
     def settings(self) -> dict[str, Any]:
@@ -95,7 +95,8 @@ class FrozenParts:
 
 
 def path_of(value: Any) -> str | None:
-    """Return the part of the model that a value is or lists, as a word or a pattern; empty for the whole.
+    """Return the path of the part of the model that a value is or lists, as a word or a pattern; empty for
+    the whole.
 
     Return None for another value.
     """
@@ -178,7 +179,8 @@ def _condition(value: Any) -> str:
 
 
 def _passes_elements_on(call: ForeignCall, names: Sequence[str]) -> bool:
-    """Return True for a function of Python if these names mean any element of its argument."""
+    """Return True for a Python function that passes on elements of its argument, if these names mean any
+    element."""
     if not isinstance(call.function, Name) or len(call.positional) != 1 or names[:1] != ["[]"]:
         return False
     lists = call.function.dotted in ("list", "tuple", "reversed", "iter")
@@ -198,7 +200,7 @@ def _words(path: str, tests: Sequence[str]) -> list[str] | None:
 
 
 def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
-    """Return the patterns of names for which a condition holds."""
+    """Return the patterns of parameter names for which a condition holds; None for other conditions."""
     test = _as_alternatives(test)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _of_test(test.operand, negated=not negated)

@@ -56,22 +56,22 @@ from snugfit.features.exchange.python.values import (
 from snugfit.job.architectures import heads
 
 WIDENS = "prepare_model_for_kbit_training"
-"""peft's function that casts unquantized weights to float32, and checkpoints unless switched off."""
+"""peft's function that casts unquantized weights to float32, and checkpoints layers unless switched off."""
 
 READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
-"""Classes whose arguments are read where an argument has such an object."""
+"""Classes whose arguments are read if another argument is such an object."""
 
 IN_PYTHON = (
     "Models of transformers are read; give a module in Python: snugfit.Model.from_module(module, batch)"
 )
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
-"""Libraries with models of their own."""
+"""Libraries with their own models, which are refused."""
 
 
 @dataclass
 class Script:
-    """Contents of a training script."""
+    """Arguments and facts of a training script."""
 
     dialect: str
     """`trainer`, `sft`, `accelerate` or `loop`."""
@@ -162,7 +162,7 @@ class _Meaning:
     # ---- what runs -----------------------------------------------------------------------------------------
 
     def _last_run(self, trainers: list[ForeignCall]) -> list[ForeignCall]:
-        """Return the trainer of the last run. Earlier runs of a notebook are listed as not read."""
+        """Return the trainers of a script's last run. Earlier runs of a notebook are listed as not read."""
         started = [
             call.function.of
             for call in self.calls
@@ -177,7 +177,7 @@ class _Meaning:
         return [last]
 
     def _refuse_other_loops(self, trainers: list[ForeignCall]) -> None:
-        """Raise `UsageError` for a trainer whose step is not predicted."""
+        """Raise `UsageError` for a trainer whose step snugfit cannot predict."""
         for call in [*trainers, *self.calls]:
             name, library = (self._trainer_name(call) if call in trainers else call.name), call.library
             if library in ("pytorch_lightning", "lightning") and name == "Trainer":
@@ -195,11 +195,11 @@ class _Meaning:
                 r"(?!DataCollator)[A-Z]\w+For[A-Z]\w+", call.name
             )
             if of_other:
-                self._refuse(
-                    call, f"{call.library} makes this model, and only models of transformers are read."
-                )
+                why = f"{call.library} makes this model, and only models of transformers are read."
+                self._refuse(call, f"{why} Give the model itself: snugfit predict MODEL.")
             if own and task_of_class(call.name) is None:
-                self._refuse(call, f"{call.name} has no task here.")
+                why = f"{call.name} has no task here."
+                self._refuse(call, f"{why} Give the model itself: snugfit predict MODEL.")
 
     def _refuse(self, call: ForeignCall, why: str) -> NoReturn:
         raise UnsupportedJobError(f"{self.where}, line {call.line}: {why}")
@@ -234,7 +234,7 @@ class _Meaning:
         )
 
     def _model(self, trainer: ForeignCall | None) -> ForeignCall | None:
-        """Return the call that makes the model that trains."""
+        """Return the call that creates the trained model; None if there is none."""
         models = [call for call in self.calls if makes_model(call)]
         if trainer is not None:
             given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
@@ -262,7 +262,7 @@ class _Meaning:
         )
 
     def _facts(self) -> str:
-        """Return the model that the script names, for messages."""
+        """Return a text with the model that the script names, for messages."""
         names = [
             call.positional[0]
             for call in self.calls
@@ -273,7 +273,7 @@ class _Meaning:
     # ---- values --------------------------------------------------------------------------------------------
 
     def values(self, call: ForeignCall, *, first: str = "") -> dict[str, Any]:
-        """Return a call's arguments by name. `first` is the name of the first positional one."""
+        """Return a call's arguments by name. `first` is the name of its first positional argument."""
         arguments = {first: self.value(call.positional[0])} if first and call.positional else {}
         for key, value in call.named.items():
             if key.startswith("**") and (file := file_of(value)):
@@ -317,7 +317,7 @@ class _Meaning:
         return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
 
     def _of_model(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the arguments of the call that makes the model, and its task."""
+        """Return the arguments of the call that creates the model, and its task."""
         if call.owner in UNSLOTH:
             return {}
         inner = self.values(call, first="pretrained_model_name_or_path")
@@ -357,7 +357,7 @@ class _Meaning:
         return facts
 
     def _of_config(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the facts that a config changes. Its other sizes are listed as not read."""
+        """Return the facts that a config's arguments change. Other sizes are listed as not read."""
         configs = [one for value in (*call.positional, *call.named.values()) for one in calls_in(value)]
         facts: dict[str, Any] = {}
         for one in configs:
@@ -371,7 +371,7 @@ class _Meaning:
         return facts
 
     def _of_trainer(self, call: ForeignCall, old_sft: bool) -> None:
-        """Read the arguments of the trainer itself."""
+        """Read the arguments of the trainer's constructor."""
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)
@@ -403,7 +403,7 @@ class _Meaning:
     # ---- statements ----------------------------------------------------------------------------------------
 
     def _read_event(self, event: ForeignCall | Assignment) -> None:
-        """Add the meaning of one statement."""
+        """Add the arguments that one statement means."""
         read = self._read_call(event) if isinstance(event, ForeignCall) else self._read_assignment(event)
         if read is None:
             return
@@ -422,7 +422,7 @@ class _Meaning:
         self.read_events.add(id(event))
 
     def _read_call(self, call: ForeignCall) -> dict[str, Any] | None:
-        """Return the arguments that a call means; None for one without a meaning."""
+        """Return the arguments that a call means; None for a call that means none."""
         of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
         read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
         if call.owner in UNSLOTH and call.name in words_of("defaults of unsloth"):
@@ -554,7 +554,8 @@ class _Meaning:
         return False
 
     def _resize(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the rows of the embedding. Those of an unknown tokenizer are listed as not read."""
+        """Return the rows of the embedding after `resize_token_embeddings`. Those of an unknown tokenizer are
+        listed as not read."""
         rows = call.named.get("new_num_tokens", [*call.positional, None][0])
         multiple = call.named.get("pad_to_multiple_of")
         if type(rows) is not int:
@@ -564,7 +565,7 @@ class _Meaning:
         return {"job.vocab_size": str(-(-rows // step) * step)}
 
     def _of_compile(self, call: ForeignCall) -> dict[str, Any] | None:
-        """Return the use of torch.compile: of layers, of a model's forward pass, or of the model."""
+        """Return the arguments for torch.compile: on layers, on a model's forward pass, or on the model."""
         first = call.function.of if isinstance(call.function, Member) else [*call.positional, None][0]
         kind = kind_of(first)
         if isinstance(first, Member) and first.name == "forward" and kind == PART:
@@ -601,7 +602,8 @@ class _Meaning:
     # ---- facts from several statements ---------------------------------------------------------------------
 
     def _of_loop(self) -> None:
-        """Read the batch of a loop: the first loader's, times the number by which the loss is divided."""
+        """Read the global batch of a hand-written loop: the first loader's batch, times the number by which
+        the loss is divided."""
         if self.script.dialect not in ("accelerate", "loop"):
             return
         arguments = self.script.arguments
@@ -619,7 +621,7 @@ class _Meaning:
             arguments.setdefault("gradient_accumulation_steps", of_loss[0])
 
     def _casts(self) -> None:
-        """Note adapters that TRL's scripts cast to float32, as in the exported script."""
+        """Add the cast of adapters to float32, as TRL's scripts do it."""
         widened = any(
             one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
             for one in self.done.assignments
@@ -628,14 +630,14 @@ class _Meaning:
             self.script.arguments["adapters_dtype"] = "float32"
 
     def _gpus(self) -> None:
-        """Read the number of processes that the script declares, as the scripts exported by snugfit do."""
+        """Read the number of processes that the script declares, as exported scripts do."""
         number = self.done.globals.get("GPUS")
         if type(number) is int and number != 1:
             key = "parallel.elsewhere" if self.script.dialect in ("accelerate", "loop") else "job.gpus"
             self.script.arguments[key] = number
 
     def _lengths(self) -> None:
-        """Read the length of a tokenizer's calls, unless the arguments have one."""
+        """Read the sequence length from a tokenizer's calls, unless the arguments have one."""
         arguments = self.script.arguments
         if {"job.sequence_length", "max_length", "max_seq_length"} & set(arguments):
             return
@@ -656,7 +658,7 @@ class _Meaning:
             arguments["tokenizer.max_length"] = max(sizes_in_order)
 
     def _optimizer(self, trainer: ForeignCall | None) -> None:
-        """Read the optimizer that a loop or the trainer uses."""
+        """Read the optimizer of a loop or of the trainer."""
         optimizer: Any = None
         if trainer is not None:
             pair = trainer.named.get("optimizers")
@@ -694,7 +696,7 @@ class _Meaning:
     # ---- unread statements ---------------------------------------------------------------------------------
 
     def _account(self, event: ForeignCall | Assignment) -> None:
-        """List a statement that may change the answer and has no meaning here."""
+        """List a statement as not read, if it may change the answer."""
         if id(event) in self.read_events:
             return
         if touches(event):
@@ -708,14 +710,14 @@ _METHODS: Mapping[str, str] = {
     "half": "_cast", "bfloat16": "_cast", "float": "_cast", "to": "_cast",
     "resize_token_embeddings": "_resize", "compile": "_of_compile",
 }  # fmt: skip
-"""Readers of a model's methods."""
+"""Names of the methods here that read a model's methods, by method."""
 
 _FUNCTIONS: Mapping[str, str] = {
     "LoraConfig": "_of_lora", WIDENS: "_of_widening", "prepare_model_for_int8_training": "_of_widening",
     "set_float32_matmul_precision": "_of_precision", "clip_grad_norm_": "_of_clip",
     "compile": "_of_compile", "convert_to_float8_training": "_of_float8", "autocast": "_of_autocast",
 }  # fmt: skip
-"""Readers of functions, and of the methods of a model's parts."""
+"""Names of the methods here that read functions, and methods of a model's parts, by function."""
 
 _SHORT = {"half": "float16", "float": "float32"}
 """torch's short names of dtypes, and of a model's methods that cast to them."""
@@ -729,7 +731,7 @@ def _without_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _word(name: Name) -> Any:
-    """Return a dtype, or a member of an enumeration, as configuration files write it."""
+    """Return a dtype, or a member of an enumeration, as the word in configuration files."""
     if name.dotted.startswith("torch.") and name.last in words_of("dtypes"):
         return _SHORT.get(name.last, name.last)
     is_enumeration = name.dotted.startswith(("transformers.", "trl."))
@@ -737,7 +739,7 @@ def _word(name: Name) -> Any:
 
 
 def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[ForeignCall | Assignment]:
-    """Return the statements before this trainer starts, or the first one; all of a loop's."""
+    """Return the statements before this trainer starts, or before the first one; all statements of a loop."""
     for number, event in enumerate(done.events):
         function = event.function if isinstance(event, ForeignCall) and event.name == "train" else None
         of = function.of if isinstance(function, Member) else None

@@ -16,20 +16,20 @@ MODEL, PART, TRAINER, OPTIMIZER = "model", "part of the model", "trainer", "opti
 TOKENIZER, LOADER, ACCELERATOR = "tokenizer", "loader", "accelerator"
 
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
-"""Classes of unsloth, with `from_pretrained` and `get_peft_model`."""
+"""Classes of unsloth that create models by `from_pretrained` and `get_peft_model`."""
 
 LIGER = "AutoLigerKernelForCausalLM"
 
 LOADERS = ("from_pretrained", "from_config", "_from_config")
 
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer")
-"""Trainers that run the step of transformers' Trainer."""
+"""Trainers whose step is that of transformers' Trainer."""
 
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of an object; empty for any other value."""
+    """Return the kind of a script's object, such as `model` or `trainer`; empty for any other value."""
     if isinstance(value, ForeignCall):
         if isinstance(value.function, Name) and value.function.last in words_of("lists"):
             return PART if any(kind_of(one) in (MODEL, PART) for one in value.positional) else ""
@@ -40,7 +40,8 @@ def kind_of(value: Any) -> str:
 
 
 def may_be_part(value: Any) -> bool:
-    """Return True for a value that a script computes, or takes from a list or an unknown object."""
+    """Return True for a value that may be a part of the model: computed, or from a list or an unknown
+    object."""
     while isinstance(value, Member | ForeignCall):
         value = value.of if isinstance(value, Member) else value.function
     return isinstance(value, Unknown | list | tuple | dict)
@@ -120,7 +121,7 @@ def _holds_parameters(value: Any) -> bool:
 
 
 def calls_in(value: Any) -> Iterator[ForeignCall]:
-    """Yield the calls that made an object, the outermost first."""
+    """Yield the calls that created an object, the outermost first."""
     while True:
         if isinstance(value, ForeignCall):
             yield value

@@ -29,7 +29,7 @@ def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Scrip
         line, why = "", str(error)
         if isinstance(error, SyntaxError):
             line, why = f", line {error.lineno}" if error.lineno else "", error.msg
-        raise UsageError(f"{where}{line}: this is not valid Python ({why}).") from None
+        raise UsageError(f"{where}{line}: this is not valid Python ({why}). Correct the script.") from None
     try:
         return read_meaning(done, where, bfloat16=bfloat16)
     except RecursionError:
@@ -47,7 +47,10 @@ def code_of_notebook(text: str, where: str) -> tuple[str, list[tuple[int, str]]]
         cells: list[dict[str, Any]] = document["cells"]
         codes = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UsageError(f"{where}: this is not a notebook of Jupyter: it has no list of cells.") from None
+        raise UsageError(
+            f"{where}: this is not a notebook of Jupyter: it has no list of cells. Give an .ipynb file "
+            "that Jupyter has saved."
+        ) from None
     lines: list[str] = []
     broken: list[tuple[int, str]] = []
     for code in codes:

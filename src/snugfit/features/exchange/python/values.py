@@ -1,4 +1,4 @@
-"""Values of a script's expressions, as far as they follow from its text."""
+"""Values of a script's expressions, as far as its text determines them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Environment = dict[str, Any]
-"""Values by name of a module or a function."""
+"""The type of a module's or a function's variables: values by name."""
 
 
 @dataclass(frozen=True, repr=False)
 class Unknown:
-    """A value that is computed while the script runs."""
+    """A value that is only known when the script runs."""
 
     text: str
-    """Text in the script."""
+    """Text of the expression in the script."""
 
     def __repr__(self) -> str:
         return self.text
@@ -24,7 +24,8 @@ class Unknown:
 
 @dataclass(frozen=True, repr=False)
 class OfGpu(Unknown):
-    """A condition on the GPU. It is true on one with bfloat16, if `holds`."""
+    """An unknown value that is a condition on the GPU: true on one with bfloat16 if `holds`, else false
+    there."""
 
     holds: bool = True
 
@@ -43,7 +44,7 @@ class Name:
 
     @property
     def last(self) -> str:
-        """Return its last word."""
+        """The last word of the name."""
         return self.dotted.rpartition(".")[2]
 
 
@@ -53,7 +54,7 @@ class ForeignCall:
     """A call of another library's function, which is not executed."""
 
     function: Any
-    """A `Name`, or the `Member` of an object."""
+    """The called function: a `Name`, or the `Member` of an object."""
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
     """Keyword arguments. `**values` that cannot be resolved have the key `**`."""
@@ -61,9 +62,9 @@ class ForeignCall:
     text: str
     """Its text in the script, in one line."""
     unsure: bool = False
-    """True in a branch whose condition is unknown."""
+    """True for a call in a branch whose condition is unknown."""
     tests: tuple[str, ...] = ()
-    """Unknown conditions around it."""
+    """Unknown conditions of the branches around the call."""
 
     @property
     def name(self) -> str:
@@ -100,7 +101,7 @@ class Member:
 
 @dataclass(eq=False)
 class Record:
-    """An object whose attributes are known: parsed arguments, or an instance of a dataclass."""
+    """An object whose attributes are known: parsed command-line arguments, or an instance of a dataclass."""
 
     attributes: dict[str, Any] = field(default_factory=dict)
     of_options: bool = False
@@ -113,26 +114,26 @@ class Record:
 
 @dataclass(eq=False)
 class Parser:
-    """A parser of the command line."""
+    """A parser of the command line in a script, such as `ArgumentParser`."""
 
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults of the options by attribute."""
+    """Defaults of its options, by attribute."""
     kinds: tuple[Any, ...] = ()
-    """Dataclasses that it fills."""
+    """Dataclasses that it fills from the command line."""
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A function of the script."""
+    """A function that the script defines."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     environment: Environment
-    """Names of the module, and of enclosing functions."""
+    """Variables of the module, and of enclosing functions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Class:
-    """A class of the script."""
+    """A class that the script defines."""
 
     node: ast.ClassDef
     bases: tuple[Any, ...]
@@ -155,7 +156,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A value that the script gives to an attribute or an element of an object."""
+    """An assignment to an attribute or an element of an object."""
 
     target: Any
     """Object that receives the value."""

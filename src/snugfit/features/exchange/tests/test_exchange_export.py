@@ -15,6 +15,7 @@ import torch
 from small_models import FAMILIES
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.exchange.check import Checked, Finding, Fix
 from snugfit.features.exchange.export import TARGETS, Export, export
 from snugfit.features.exchange.feature import Exchange
 from snugfit.features.exchange.read import read_arguments
@@ -397,6 +398,9 @@ def test_only_training_is_exported(tmp_path: Path) -> None:
 
 
 def test_exports_are_valid_against_the_schema() -> None:
-    """`snugfit schema export` describes each key."""
+    """`snugfit schema` describes each key of `export` and of `check`."""
     exported = Export(to="trl", files={"sft.py": "import trl\n"}, note="without packing")
-    hold_to_schema(Exchange().documents(), [("export --json", exported)])
+    fix = Fix(set={"bf16": True}, remove=("fp16",), rename={"old": "new"})
+    finding = Finding(kind="conflict", keys=("fp16",), says="the GPU supports bfloat16", fix=fix)
+    checked = Checked(path="a.yaml", kind="TrainingArguments", findings=(finding,), unread=("x=y",))
+    hold_to_schema(Exchange().documents(), [("export --json", exported), ("check --json", checked)])

@@ -1,1 +1,1 @@
-"""The slot "head": logits, and the loss that is taken of them."""
+"""The head of a model: logits in chunks, and the loss that is computed from them."""

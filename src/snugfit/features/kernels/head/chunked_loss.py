@@ -39,20 +39,19 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 FP16_SCALE = 4096.0
-"""Factor of float16 gradients of the mean loss until the backward pass (chosen). Scaled gradients are above
-values that vanish (6e-8), and far below those that overflow (65,504).
-"""
+"""Scale of float16 gradients of the mean loss until the backward pass (chosen). Scaled gradients are above
+values that vanish (6e-8), and far below those that overflow (65,504)."""
 
 
 LOSS_KERNEL = "loss_kernel"
-"""The attribute of a head that holds the `LossKernel` of its logits."""
+"""Name of the attribute of a head that holds the `LossKernel` of its logits."""
 
 
 class LossKernel(Protocol):
-    """Kernels by which a GPU makes a chunk's loss and gradient, of any dtype."""
+    """Protocol of kernels that compute a chunk's loss and gradient on a GPU."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether they compute with this tensor."""
+        """Return True if the kernels support this tensor's device and dtype."""
 
     def write_gradient(
         self, logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
@@ -68,17 +67,17 @@ class Loss(NamedTuple):
     """Settings of a cross-entropy, with the names of `torch.nn.functional.cross_entropy`."""
 
     mean: bool
-    """The mean over the tokens that carry a label; else the sum."""
+    """True for the mean over labelled tokens; False for the sum."""
     ignore_index: int
     label_smoothing: float
     scores: Callable[[torch.Tensor], torch.Tensor]
     """Function of the head's output, (tokens, V), that gives the model's logits."""
     kernel: LossKernel | None = None
-    """Makes loss and gradient of scores that are the logits, where it takes them."""
+    """Kernel for loss and gradient, used where it supports the logits; None for plain torch."""
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """A loss of hidden states (T, H), the head's weight (V, H) and bias (V,) or None, and labels (T,).
+    """Cross-entropy of hidden states (T, H), the head's weight (V, H) and bias (V,) or None, and labels (T,).
 
     The result is a single number in 32 bits, or in 64 where the products are. `Loss` has its settings. Logits
     are computed in `dtype`, for `tokens` tokens at a time.
@@ -127,9 +126,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of the forward pass, multiplied by the loss's own. Raises `RuntimeError` for a
-        second pass.
-        """
+        """Return the saved gradients, multiplied by the incoming gradient of the loss. Raises `RuntimeError`
+        for a second pass."""
         if ctx.gradients is None:
             raise RuntimeError(
                 "The gradients of this loss in chunks were used up by a first backward pass. For a loss that "
@@ -191,7 +189,7 @@ def _add(
     *,
     is_first: bool,
 ) -> None:
-    """Add a chunk's gradients; those of the first chunk overwrite the uninitialised ones."""
+    """Add a chunk's gradients to the sums; the first chunk overwrites the uninitialised ones."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         torch.mm(gradient, matrix, out=of_hidden[rows])

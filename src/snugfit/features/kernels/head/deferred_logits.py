@@ -42,19 +42,19 @@ METADATA = frozenset({
     "is_floating_point", "is_complex", "is_contiguous", "element_size", "itemsize", "nbytes", "get_device",
     "__len__",
 })  # fmt: skip
-"""Attributes and methods that need no data."""
+"""Names of tensor attributes and methods that need no data."""
 
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 OF_EACH_NUMBER = frozenset({
     *CASTS, "to", "tanh", "contiguous", "neg", "mul", "div", "true_divide", "add", "sub",
     "__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__",
 })  # fmt: skip
-"""Elementwise operations, by the names of torch's functions and operators."""
+"""Names of elementwise operations, as torch's functions and operators."""
 
 ARRANGING = frozenset({"view", "reshape"})
 
 CASTING = frozenset({*CASTS, "to", "contiguous"})
-"""Operations that change at most the dtype of each number."""
+"""Names of operations that change at most the dtype."""
 
 
 class LogitsComputedWhole(UserWarning):
@@ -62,27 +62,28 @@ class LogitsComputedWhole(UserWarning):
 
 
 class Head(NamedTuple):
-    """A linear head, and how its logits are computed."""
+    """A linear head with its settings for logits in chunks."""
 
     weight: torch.Tensor  # (V, H)
     bias: torch.Tensor | None  # (V,)
     tokens: int
-    """So many to a chunk."""
+    """Number of tokens in a chunk."""
     dtype: torch.dtype
-    """That the product is computed in."""
+    """Dtype of the head's matrix product."""
     kernel: LossKernel | None = None
-    """Makes a chunk's loss and gradient on a GPU."""
+    """Kernel for a chunk's loss and gradient on a GPU; None for plain torch."""
 
 
 class DeferredLogits(torch.Tensor):
-    """Logits without data: of these hidden states (..., H), through this head and then these functions."""
+    """Tensor without data that represents logits: hidden states (..., H), the head, and functions of its
+    output."""
 
     hidden: torch.Tensor
     head: Head
     functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     whole: torch.Tensor | None
     only_cast: bool
-    """True if the functions only cast."""
+    """True if the recorded functions change at most the dtype."""
 
     @staticmethod
     def __new__(
@@ -93,7 +94,7 @@ class DeferredLogits(torch.Tensor):
         dtype: torch.dtype | None = None,
         only_cast: bool = True,
     ) -> DeferredLogits:
-        """`dtype` is that after the functions."""
+        """Create the tensor from hidden states (..., H); `dtype` is that after the functions."""
         shape = (*hidden.shape[:-1], len(head.weight))
         make: Any = torch.Tensor._make_wrapper_subclass
         new: DeferredLogits = make(
@@ -108,7 +109,7 @@ class DeferredLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        """Defer a function's work where that is possible."""
+        """Run a torch function on deferred logits: record it, or compute the whole logits for it."""
         keywords, name = keywords or {}, function.__name__
         if name == "__get__":
             name = function.__self__.__name__
@@ -126,7 +127,7 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        """Handle operations below Python's functions: compute the whole logits."""
+        """Run an operator of torch's dispatcher on the whole logits, which are computed for it."""
         return _of_whole(str(function), function, arguments, keywords or {})
 
     def _after(
@@ -156,7 +157,7 @@ class DeferredLogits(torch.Tensor):
         return DeferredLogits(hidden, self.head, self.functions, self.dtype, self.only_cast)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the model's functions to the head's output."""
+        """Apply the recorded functions to logits of the head, and return the result."""
         return functools.reduce(lambda value, function: function(value), self.functions, logits)
 
     def compute(self) -> torch.Tensor:
@@ -173,9 +174,10 @@ def _call(function: Any, operands: tuple[Any, ...], keywords: dict[str, Any], lo
 
 
 def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
-    """Return a function's result for the whole logits."""
+    """Return a function's result for whole logits, with a warning that names it."""
     warnings.warn(
-        f"The model's code reads all logits at once ({name}), so the loss in chunks saves nothing.",
+        f"The model's code reads all logits at once ({name}), so the loss in chunks saves nothing. "
+        "Leave 'chunked_loss' out.",
         LogitsComputedWhole,
         stacklevel=4,
     )
@@ -192,7 +194,7 @@ def _shape(arguments: Sequence[Any]) -> Sequence[int]:
 
 
 def _chooses_tokens(index: Any, dimensions: int) -> bool:
-    """Return whether an index leaves the vocabulary's dimension, the last one, unchanged."""
+    """Return True if an index leaves the last dimension, the vocabulary, unchanged."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if not all(part is ... or isinstance(part, slice) for part in parts):
         return False
@@ -201,7 +203,7 @@ def _chooses_tokens(index: Any, dimensions: int) -> bool:
 
 
 def _goes_with_each_token(value: Any, vocabulary: int) -> bool:
-    """Return whether an operand is the same for each token, and needs no gradient."""
+    """Return True if an operand is the same for each token, and needs no gradient."""
     if not isinstance(value, torch.Tensor):
         return True
     return (
@@ -221,9 +223,8 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """Compute torch's `cross_entropy` in chunks; None for weighted classes, a loss for each token, or
-    probabilities instead of labels.
-    """
+    """Return torch's `cross_entropy` of deferred logits, in chunks. The result is None for weighted classes,
+    a loss for each token, or probabilities instead of labels."""
     known = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
     if not isinstance(input, DeferredLogits) or not known or input.whole is not None:
         return None
@@ -242,9 +243,8 @@ def _cross_entropy(
 
 
 def defer_logits(model: Any, wish: LogitsWish | None) -> None:
-    """Make the model's head return deferred logits in training, or plain ones without a wish. Raises
-    `RecipeError` for a model whose head is no single linear layer.
-    """
+    """Make the model's head return deferred logits in training, or plain logits if `wish` is None. Raises
+    `RecipeError` for a model whose head is not a single linear layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(getattr(head, "__dict__", {}).get("forward"), HeadForward):
         head.__dict__.pop("forward")
@@ -261,7 +261,7 @@ def defer_logits(model: Any, wish: LogitsWish | None) -> None:
 
 
 class HeadForward(OwnForward):
-    """Forward pass of a head whose logits are deferred."""
+    """Replacement forward pass of a head with deferred logits."""
 
 
 def _plain_or_deferred(
@@ -270,7 +270,8 @@ def _plain_or_deferred(
     head: torch.nn.Linear,
     input: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a head's logits; `before` is the forward pass that replaced its class's."""
+    """Return a head's logits, deferred in training; `before` is an earlier replacement of the forward
+    pass."""
     if not head.training or not torch.is_grad_enabled():
         return torch.nn.Linear.forward(head, input) if before is None else before(input)
     dtype, kernel = _product_dtype(input), getattr(head, LOSS_KERNEL, None)
@@ -279,6 +280,7 @@ def _plain_or_deferred(
 
 
 def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Return the dtype of products: autocast's, if it is on. A rehearsal's autocast uses the CPU's switch."""
+    """Return the dtype of matrix products: autocast's, if it is on. A simulation's autocast uses the CPU's
+    switch."""
     switch = "cpu" if hidden.device.type == "meta" else hidden.device.type
     return torch.get_autocast_dtype(switch) if torch.is_autocast_enabled(switch) else hidden.dtype

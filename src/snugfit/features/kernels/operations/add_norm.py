@@ -20,7 +20,7 @@ from snugfit.features.kernels.operations.philox import keep_mask, scale, thresho
 from snugfit.features.kernels.operations.seeds import CARRIED
 
 TILE = 4096
-"""Elements in a tile of the backward kernel (chosen)."""
+"""Number of elements in a tile of the backward kernel (chosen)."""
 
 add_norm_forward = define(
     "add_norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor shift, Tensor? bias, Tensor? seed, "
@@ -37,12 +37,12 @@ add_norm_backward = define(
 )
 
 
-class Form(NamedTuple):
-    """Constants of a call."""
+class AddNormSettings(NamedTuple):
+    """Settings of one call of `add_norm`."""
 
     eps: float
     drops: int = 0
-    """Numbers, out of 65,536, that drop an element."""
+    """Number of 16-bit draws, of 65,536, that drop an element."""
     site: int = 0
     drops_last: bool = False
     gives_sum: bool = False
@@ -74,22 +74,22 @@ def add_norm(
     """
     # Without a seed there is no dropout, as in evaluation.
     drops = threshold(dropout) if seed is not None else 0
-    form = Form(norm.eps, drops, site, drops_last, gives_sum, gives_stream, activation_dtype(x))
+    form = AddNormSettings(norm.eps, drops, site, drops_last, gives_sum, gives_stream, activation_dtype(x))
     return AddNorm.apply(  # type: ignore[no-untyped-call]
         x, residual, norm.weight, norm.bias, bias, seed if drops else None, form
     )
 
 
-class Slopes(NamedTuple):
-    """Incoming gradients of a backward pass."""
+class OutputGradients(NamedTuple):
+    """Incoming gradients of a backward pass of `AddNorm`."""
 
     of_result: torch.Tensor  # (..., H)
     of_stream: torch.Tensor | None  # (..., H)
     of_sum: torch.Tensor | None  # (..., H)
 
 
-class Wanted(NamedTuple):
-    """Requested gradients of a backward pass."""
+class NeededGradients(NamedTuple):
+    """Flags: the gradients that a backward pass of `AddNorm` has to compute."""
 
     residual_dtype: torch.dtype
     x_dtype: torch.dtype
@@ -99,7 +99,7 @@ class Wanted(NamedTuple):
 
 
 class AddNorm(torch.autograd.Function):
-    """Forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
+    """Autograd function of `add_norm`: kernels on a GPU, plain torch elsewhere."""
 
     @staticmethod
     def forward(
@@ -110,9 +110,9 @@ class AddNorm(torch.autograd.Function):
         shift: torch.Tensor,
         bias: torch.Tensor | None,
         seed: torch.Tensor | None,
-        form: Form,
+        form: AddNormSettings,
     ) -> Any:
-        """Return the result, and the sum if requested."""
+        """Return the norm, and if requested the sum or the fp32 stream."""
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         if has_kernel(x):
             y = torch.empty_like(x, dtype=form.dtype)
@@ -149,7 +149,7 @@ class AddNorm(torch.autograd.Function):
         # Only the stream was used, so its gradient is the whole one.
         if dy is None and form.gives_stream:
             dy, other = other, None
-        slopes = Slopes(
+        slopes = OutputGradients(
             # The kernel needs a gradient of the result, even if only the sum was used.
             torch.zeros_like(total) if dy is None else dy.contiguous(),
             other.contiguous() if other is not None and form.gives_stream else None,
@@ -158,7 +158,7 @@ class AddNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad
         run = _backward_by_kernel if has_kernel(total) else backward_in_torch
         residual_dtype = ctx.x_dtype if ctx.residual is None else ctx.residual[1]
-        kinds = Wanted(residual_dtype, ctx.x_dtype, has_bias=needs[4], has_sums=any(needs[2:5]))
+        kinds = NeededGradients(residual_dtype, ctx.x_dtype, has_bias=needs[4], has_sums=any(needs[2:5]))
         slope, dx, sums = run(slopes, total, statistics, weight, seed, form, kinds)
         dresidual = None
         if needs[1]:
@@ -170,18 +170,19 @@ class AddNorm(torch.autograd.Function):
 
 
 def _room_for_stream(y: torch.Tensor) -> torch.Tensor | None:
-    """Return an empty tensor for the result in fp32; None where the result has that many bits."""
+    """Return an empty fp32 tensor for the stream (see `gives_stream`); None if the result has 32 bits or
+    more."""
     return torch.empty_like(y, dtype=torch.float32) if y.element_size() < 4 else None
 
 
 def _backward_by_kernel(
-    slopes: Slopes,
+    slopes: OutputGradients,
     total: torch.Tensor,
     statistics: torch.Tensor,
     weight: torch.Tensor,
     seed: torch.Tensor | None,
-    form: Form,
-    kinds: Wanted,
+    form: AddNormSettings,
+    kinds: NeededGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     drops_first = seed is not None and not form.drops_last
     # One tensor serves both gradients, unless dropout or a dtype makes them differ.
@@ -200,7 +201,7 @@ def _backward_by_kernel(
 
 
 def rows_at_once(columns: int) -> int:
-    """Return the number of rows that a program of the backward kernel loads at once."""
+    """Return the number of rows of this width that a program of the backward kernel loads at once."""
     # A tile has whole rows, whose width is rounded up to a power of two.
     return max(1, TILE // (1 << max(columns - 1, 1).bit_length()))
 
@@ -221,8 +222,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _mask(seed: torch.Tensor, form: Form, like: torch.Tensor) -> torch.Tensor:
-    """Return the factors of dropout: (rows, columns), zeros and the scale."""
+def _mask(seed: torch.Tensor, form: AddNormSettings, like: torch.Tensor) -> torch.Tensor:
+    """Return dropout's factors (rows, columns): zero for dropped elements, the scale for others."""
     rows, columns = like.shape
     return keep_mask(seed, form.site, rows, columns, form.drops).to(like.dtype) * scale(form.drops)
 
@@ -234,9 +235,10 @@ def forward_in_torch(
     shift: torch.Tensor,
     bias: torch.Tensor | None,
     seed: torch.Tensor | None,
-    form: Form,
+    form: AddNormSettings,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Return the result, the stream, the sum, and statistics (2, rows): means and inverse deviations.
+    """Compute the forward pass in plain torch: the norm, the stream, the sum, and statistics (2, rows): means
+    and inverse deviations.
 
     The first three are shaped as `x`. The stream is None where it is the result.
     """
@@ -260,15 +262,16 @@ def forward_in_torch(
 
 
 def backward_in_torch(
-    slopes: Slopes,
+    slopes: OutputGradients,
     total: torch.Tensor,
     statistics: torch.Tensor,
     weight: torch.Tensor,
     seed: torch.Tensor | None,
-    form: Form,
-    kinds: Wanted,
+    form: AddNormSettings,
+    kinds: NeededGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of the residual, of `x`, and of weight, shift and bias (2 or 3, columns).
+    """Compute the backward pass in plain torch: gradients of the residual, of `x`, and of weight, shift and
+    bias (2 or 3, columns).
 
     The first two have the shape of `x`. That of the residual is not yet summed where the residual repeats.
     """

@@ -44,7 +44,7 @@ def attention_inputs(
 
 
 class AttentionInputs(torch.autograd.Function):
-    """`attention_inputs`, in the dtype of autocast's products where it is on."""
+    """Autograd function of `attention_inputs`, in autocast's dtype where it is on."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,8 @@ class AttentionInputs(torch.autograd.Function):
         key_scale: torch.Tensor | None,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Save the weights in the dtype of the product, and the source from which the input is normed again.
+        """Return queries, keys and values; save the weights, and tensors from which the normed input is
+        recomputed.
 
         If heads are normed, save the product too.
         """
@@ -89,7 +90,8 @@ class AttentionInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Run one kernel over all three gradients, and a product each for the weights and for the input."""
+        """Return the gradients of all inputs: one kernel over those of queries, keys and values, then matrix
+        products."""
         matrix, cosines, sines, query_scale, key_scale, product, *source = ctx.saved_tensors
         of_query, of_key, of_value = gradients
         norms = _norms(ctx.kind, query_scale, key_scale)
@@ -112,7 +114,7 @@ class AttentionInputs(torch.autograd.Function):
 def _of_parameters(
     ctx: Any, of_product: torch.Tensor, source: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of the weights, and of the biases if any: parts of one tensor each."""
+    """Return the gradients of the weights, and of the biases if any, as slices of one tensor each."""
     needed = ctx.needs_input_grad[7:]
     sizes, dtypes = zip(*ctx.parameters, strict=True)
     given: list[torch.Tensor | None] = [None] * len(needed)

@@ -14,10 +14,10 @@ from snugfit.features.kernels.operations.column_sums import add_partials, empty_
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
-"""Columns that a program computes, at most: with 512 its backward kernel took longer (dev/log.md)."""
+"""Largest number of columns of a program: with 512 its backward kernel took longer (dev/log.md)."""
 
 BLOCK_ROWS = 2
-"""Rows in a tile (chosen)."""
+"""Number of rows in a tile (chosen)."""
 
 bias_gelu_forward = define(
     "bias_gelu_forward(Tensor x, Tensor bias, bool by_tanh, *, Tensor(a!) y) -> ()", "bias_gelu"
@@ -38,7 +38,7 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, *, by_tanh: bool = False) -> 
 
 
 class BiasGelu(torch.autograd.Function):
-    """Forward and backward pass, by kernels on a GPU and in plain torch elsewhere."""
+    """Autograd function of `bias_gelu`: kernels on a GPU, plain torch elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torch.Tensor:
@@ -72,7 +72,7 @@ class BiasGelu(torch.autograd.Function):
 
 
 def forward_in_torch(x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torch.Tensor:
-    """Return the result, shaped as `x` (..., H)."""
+    """Return GELU of `x` (..., H) plus `bias` (H), computed in plain torch."""
     value = _sum(x, bias)
     return torch.nn.functional.gelu(value, approximate="tanh" if by_tanh else "none").to(x.dtype)
 
@@ -80,7 +80,7 @@ def forward_in_torch(x: torch.Tensor, bias: torch.Tensor, by_tanh: bool) -> torc
 def backward_in_torch(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, by_tanh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of `x` (..., H) and of `bias` (H)."""
+    """Return the gradients of `x` (..., H) and of `bias` (H), computed in plain torch."""
     leaf = _sum(x, bias).detach().requires_grad_()
     # torch's own derivative is the reference.
     with torch.enable_grad():

@@ -11,7 +11,8 @@ import torch
 from snugfit.features.kernels.operations.operators import define
 
 PARTIALS = 256
-"""Programs that share the rows, at most (chosen: some two for each multiprocessor of a Hopper GPU)."""
+"""Largest number of programs that share the rows (chosen: about two for each multiprocessor of a Hopper
+GPU)."""
 
 column_sums = define("column_sums(Tensor partials, *, Tensor(a!) sums) -> ()", "column_sums")
 

@@ -32,7 +32,7 @@ def multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
 
 
 def reference_multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply in plain torch."""
+    """Multiply `values` in place by a scalar, in plain torch."""
     values.copy_(values.to(torch.float32) * factor)
 
 
@@ -52,7 +52,7 @@ def write_gradient(
 def reference(
     logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
 ) -> torch.Tensor:
-    """Compute losses and gradient in plain torch."""
+    """Overwrite logits (T, V) with their gradient in plain torch, and return the losses (T,)."""
     with torch.enable_grad():
         # The logits are overwritten below, so the reference differentiates a copy.
         leaf = logits.detach().clone().requires_grad_()
@@ -65,7 +65,7 @@ def reference(
 
 
 class CrossEntropyKernel:
-    """The `LossKernel` of a loss in chunks."""
+    """The `LossKernel` of `chunked_loss`: snugfit's Triton kernels."""
 
     takes = staticmethod(has_kernel)
     write_gradient = staticmethod(write_gradient)

@@ -17,7 +17,7 @@ from snugfit.features.kernels.operations.products import weight_gradient
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
 
 RECOMPUTES = "recomputes_gate_and_up"
-"""Attribute that makes a module recompute its product of gate and up."""
+"""Name of the attribute that makes a module recompute its product of gate and up."""
 
 _GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gated")
 _GATE_BACKWARD = define(
@@ -46,7 +46,7 @@ def gated_mlp(
 
 
 class GatedMLP(torch.autograd.Function):
-    """`gated_mlp`, in the dtype of autocast's products where it is on."""
+    """Autograd function of `gated_mlp`, in autocast's dtype where it is on."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class GatedMLP(torch.autograd.Function):
         tanh: bool,
         keeps: bool,
     ) -> torch.Tensor:
-        """Save the weights in the dtype of the product, and the source from which the input is normed again.
+        """Return the output; save the weights, and tensors from which the normed input is recomputed.
 
         With `keeps`, save the product of gate and up too.
         """
@@ -77,8 +77,7 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Compute two products for the third weight, two for the first two together, and one kernel between
-        them.
+        """Return the gradients of input and weights: matrix products, and one kernel for the activation.
 
         Recompute the product of gate and up first if it was not saved.
         """
@@ -122,9 +121,9 @@ def activate(product: torch.Tensor, tanh: bool) -> torch.Tensor:
 
 
 def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *, again: bool) -> None:
-    """Write the gradients of gate and up in their place.
+    """Overwrite the product of gate and up with its gradient.
 
-    With `again`, overwrite the gradient (T, I) of `activate`'s output with that output.
+    `of_out` is the gradient (T, I) of `activate`'s output. With `again`, that output overwrites it.
     """
     if has_kernel(product):
         _GATE_BACKWARD(product, of_out, tanh, again)
@@ -135,13 +134,13 @@ def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *
 
 
 def reference(product: torch.Tensor, tanh: bool) -> torch.Tensor:
-    """Compute the forward kernel's result in plain torch."""
+    """Return act(gate) * up (T, I) of a product (T, 2 * I), in plain torch."""
     gate, up = product.chunk(2, dim=1)
     return _act(gate, tanh) * up
 
 
 def reference_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
-    """Write the backward kernel's results in plain torch."""
+    """Do the work of `activate_backward` in plain torch."""
     wide = torch.promote_types(product.dtype, torch.float32)
     # The halves are views, so writing them overwrites the product.
     gates, ups = product.chunk(2, dim=1)

@@ -14,10 +14,10 @@ from snugfit.features.kernels.operations.column_sums import add_partials, empty_
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
-"""Columns that a program copies, at most (chosen)."""
+"""Largest number of columns of a program (chosen)."""
 
 BLOCK_ROWS = 4
-"""Rows in a tile (chosen)."""
+"""Number of rows in a tile (chosen)."""
 
 copy_slopes = define(
     "copy_slopes(Tensor first, Tensor second, Tensor third, *, Tensor(a!) joint, Tensor(b!)? partials) -> ()",

@@ -23,7 +23,10 @@ def is_plain(layer: Any) -> bool:
 
 
 def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
-    """Move the data of parameters of one dtype and equal last dimensions into one buffer, in this order."""
+    """Move parameters of one dtype into adjacent parts of one buffer, in this order.
+
+    All their dimensions but the first are equal.
+    """
     if joint_view(tensors) is not None or len({(one.dtype, one.device) for one in tensors}) > 1:
         return
     with torch.no_grad():
@@ -51,7 +54,7 @@ def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return all of them as one tensor of this dtype, along the first dimension.
+    """Return these weights concatenated along the first dimension, in this dtype.
 
     It is a view where they are adjacent and have the dtype.
     """
@@ -76,7 +79,7 @@ def joint_linear(
 
 
 class JointLinear(torch.autograd.Function):
-    """One product forward, two backward."""
+    """Autograd function of `joint_linear`: one matrix product forward, two backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *tensors: torch.Tensor) -> Any:

@@ -22,14 +22,13 @@ NAMESPACE = "triton"
 
 
 def has_kernel(tensor: torch.Tensor) -> bool:
-    """Return True if a kernel computes with it: on a GPU, or in the simulation of one. Elsewhere plain torch
-    does."""
+    """Return True if a Triton kernel computes with this tensor: on a GPU, or in its simulation."""
     # Shapes belong to a GPU unless the simulation is that of a CPU.
     return tensor.is_cuda or (tensor.is_meta and not is_on_cpu(tensor))
 
 
 def activation_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of tensors between a model's products: autocast's where that is on, or that of `x`."""
+    """Return the dtype of tensors between matrix products: autocast's where that is on, or that of `x`."""
     import torch
 
     kind = autocast_device(x)
@@ -43,7 +42,7 @@ def autocast_device(x: torch.Tensor) -> str:
 
 
 def define(schema: str, program: str) -> Callable[..., None]:
-    """Define an operator and return the function that runs it.
+    """Define an operator of torch, and return a function that calls it.
 
     `schema` has no namespace: `add_norm(Tensor x, *, Tensor(a!) y) -> ()`. With its first argument on a GPU,
     the operator calls the function of its name in `programs/PROGRAM.py` with all arguments. The kernels of
@@ -95,4 +94,4 @@ def program_of(program: str, name: str) -> Callable[..., None]:
 
 
 def _write_nothing(*arguments: Any, **written: Any) -> None:
-    """Compute nothing on shapes: the caller has allocated the results already."""
+    """Do nothing: on shapes the caller has allocated the results already."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 LEVELS = 1 << 16
-"""Number of distinct probabilities."""
+"""Number of distinct dropout probabilities."""
 
 # A draw has 128 bits: 16 for each of eight neighbours.
 GROUP = 8
-"""Neighbours in a row that share one draw."""
+"""Number of adjacent elements of a row that share one draw."""
 
 _ROUNDS = 10
 # Constants of Philox-4x32 (Salmon et al., SC 2011).
@@ -24,13 +24,13 @@ _MASK = 0xFFFFFFFF
 
 
 def threshold(probability: float) -> int:
-    """Return how many of 65,536 equally likely numbers drop an element; 0 to 65,535."""
+    """Return the number of 16-bit draws, of 65,536, that drop an element at this probability."""
     # A probability of 1 would leave no element, and its scale would be infinite.
     return min(round(probability * LEVELS), LEVELS - 1)
 
 
 def scale(drops: int) -> float:
-    """Return the factor for the remaining elements, if `drops` of 65,536 numbers drop an element."""
+    """Return dropout's scale of the remaining elements, if `drops` of 65,536 draws drop one."""
     return LEVELS / (LEVELS - drops)
 
 
@@ -62,7 +62,8 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
 
 
 def _product(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper and the lower 32 bits of products of 32-bit numbers, which exceed int64."""
+    """Return the upper and the lower 32 bits of 32-bit `words` times `factor`, whose product exceeds
+    int64."""
     # The factor is split in halves, so that no product exceeds 63 bits.
     lower, upper = words * (factor & 0xFFFF), words * (factor >> 16)
     return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK

@@ -10,12 +10,12 @@ from snugfit.features.kernels.operations.operators import has_kernel
 NARROW = (torch.bfloat16, torch.float16)
 
 _KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-"""Modes in which `torch.utils.checkpoint` stores results of operators and returns them again."""
+"""Modes in which `torch.utils.checkpoint` stores results of operators and reuses them."""
 
 
 def results_are_kept() -> bool:
-    """Return True if selective checkpointing may return a product's result again, so that it must not be
-    changed.
+    """Return True if selective checkpointing may reuse the result of a matrix product, which must stay
+    unchanged.
 
     That is so while one of its modes is on, for the forward pass or for the recomputation.
     """
@@ -24,7 +24,9 @@ def results_are_kept() -> bool:
 
 
 def weight_gradient(of_product: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradient of the weight of a product rows (T, K) @ weight (N, K).T, in the weight's dtype.
+    """Return the gradient (N, K) of the weight in rows (T, K) @ weight.T, in the weight's dtype.
+
+    `of_product` is the incoming gradient (T, N).
 
     If the weight's dtype has 32 bits, a GPU's product of 16 bits writes its sums in 32, and no cast follows.
     """

@@ -18,11 +18,11 @@ from snugfit.features.kernels.operations.column_sums import add_partials
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 PROGRAMS = 528
-"""Programs of a backward pass (chosen): four for each multiprocessor of an H100 or H200. Each writes a row
-of sums."""
+"""Number of programs of a backward pass (chosen): four for each multiprocessor of an H100 or H200. Each
+writes a row of sums."""
 
 _SOURCE = "normed_from"
-"""Attribute of a normed tensor with the `Source` that it was computed from."""
+"""Name of a normed tensor's attribute with the `Source` that it was computed from."""
 
 _RMS_NORM_AGAIN = define(
     "rms_norm_again(Tensor stream, Tensor scale, Tensor roots, bool from_one, *, Tensor(a!) normed) -> ()",
@@ -46,7 +46,7 @@ _RMS_NORM_BACKWARD = define(
 
 
 class Source(NamedTuple):
-    """Tensors and settings to norm a stream again."""
+    """Tensors and settings from which a normed tensor is recomputed."""
 
     stream: torch.Tensor  # (..., H)
     scale: torch.Tensor  # (H,)
@@ -88,7 +88,7 @@ def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) ->
 
 
 def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the input rows of a product from its saved tensors.
+    """Return the input rows (T, H) of a matrix product, recomputed from its saved tensors.
 
     `from_one` selects the form of the norm; None means that the rows themselves were saved.
     """
@@ -105,7 +105,7 @@ def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: tor
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """`add_rms_norm`, whose backward pass returns one gradient for both summands."""
+    """Autograd function of `add_rms_norm`: its backward pass returns one gradient for both summands."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,8 @@ class AddRMSNorm(torch.autograd.Function):
         dtype: torch.dtype,
         from_one: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Save the stream and the inverse root of each row's mean square, and return both with the norm."""
+        """Return the stream, its norm, and the inverse root of each row's mean square; save the first and
+        last."""
         rows = _rows(branch)
         if residual is None:
             stream = branch
@@ -137,7 +138,7 @@ class AddRMSNorm(torch.autograd.Function):
     def backward(
         ctx: Any, of_stream: torch.Tensor | None, of_normed: torch.Tensor | None, _: None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Run one kernel, and add up its programs' parts of the scale's gradient."""
+        """Return the gradients of branch, residual and scale, by one kernel and a sum over its programs."""
         stream, scale, roots = ctx.saved_tensors
         of_scale = None
         gradient, of_branch = of_stream, None
@@ -166,7 +167,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 def _norm(
     stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, from_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of rows (T, H) in `dtype`, and their roots (T,)."""
+    """Return the RMSNorm of rows (T, H) in `dtype`, and the inverse roots (T,) of their mean squares."""
     if has_kernel(stream):
         normed = torch.empty_like(stream, dtype=dtype)
         roots = stream.new_empty(len(stream), dtype=torch.float32)
@@ -183,7 +184,7 @@ def _add_and_norm(
     dtype: torch.dtype,
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sum of rows (T, H), its norm and its roots."""
+    """Return the sum of two tensors of rows (T, H), its norm and the inverse roots (T,)."""
     if has_kernel(branch):
         # Under autocast the stream stays in 32 bits and branches have 16.
         stream = torch.empty_like(branch, dtype=torch.promote_types(branch.dtype, residual.dtype))
@@ -225,7 +226,7 @@ def _norm_backward(
 def reference(
     stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, from_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the forward kernel's result in plain torch."""
+    """Return the RMSNorm of rows (T, H) and their inverse roots (T,), in plain torch."""
     wide = torch.promote_types(stream.dtype, torch.float32)
     roots = torch.rsqrt(stream.to(wide).square().mean(-1) + eps)
     return _scale_rows(stream, scale, roots, from_one, dtype), roots
@@ -251,7 +252,7 @@ def reference_backward(
     roots: torch.Tensor,
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of stream and scale in plain torch."""
+    """Return the gradients of stream (T, H) and scale (H,), in plain torch."""
     wide = roots.dtype
     value = stream.to(wide) * roots[:, None]
     slope = of_normed.to(wide)

@@ -17,7 +17,7 @@ from snugfit.features.kernels.operations.column_sums import add_partials
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 PROGRAMS = 528
-"""Programs of a backward pass with norms (chosen): each writes a row of sums."""
+"""Number of programs of a backward pass with norms (chosen): each writes a row of sums."""
 
 _ROTATE = define(
     "rotate(Tensor(a!) product, Tensor cosines, Tensor sines, int length, int[] heads) -> ()", "rotary"
@@ -50,7 +50,7 @@ class Heads(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Norm of each head before its rotation."""
+    """Settings of the norm of each head before its rotation."""
 
     queries: torch.Tensor  # (D,)
     keys: torch.Tensor  # (D,)
@@ -118,7 +118,7 @@ def rotate_backward(
 def reference(
     product: torch.Tensor, angles: Angles, length: int, heads: Heads, norms: Norms | None
 ) -> torch.Tensor:
-    """Compute the forward kernel's queries and keys (T, heads * D) in plain torch."""
+    """Return rotated queries and keys (T, heads * D), computed in plain torch."""
     wide = torch.promote_types(product.dtype, torch.float32)
     value = product.reshape(-1, length, heads.queries + heads.keys, heads.width).to(wide)  # (B, S, heads, D)
     if norms is not None:
@@ -134,7 +134,7 @@ def reference_backward(
     product: torch.Tensor | None,
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Compute the backward kernel's results in plain torch."""
+    """Do the work of `rotate_backward` in plain torch."""
     query, key, value = (one.transpose(1, 2) for one in gradients)  # (B, S, heads, D)
     heads = Heads(query.size(2), key.size(2), query.size(3))
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -162,7 +162,7 @@ def _norm_heads(value: torch.Tensor, norms: Norms, wide: torch.dtype) -> tuple[t
 
 
 def _scales(norms: Norms, heads: Heads, wide: torch.dtype) -> torch.Tensor:
-    """Return the factor of each head's norm (heads, D)."""
+    """Return the scales (heads, D) of the norms of all heads of queries and keys."""
     parts = norms.queries.expand(heads.queries, -1), norms.keys.expand(heads.keys, -1)
     scale = torch.cat(parts).to(wide)
     return 1.0 + scale if norms.from_one else scale

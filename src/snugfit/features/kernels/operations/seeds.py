@@ -10,24 +10,25 @@ from __future__ import annotations
 import torch
 
 HIGHEST = 1 << 62
-"""Upper bound of seeds (chosen: half of int64's range)."""
+"""Exclusive upper bound of seeds (chosen: half of int64's range)."""
 
 CARRIED = "dropout_seed"
-"""The attribute of a node of autograd's graph that holds the seed of its pass."""
+"""Name of the attribute of an autograd node that holds the seed of its forward pass."""
 
 
 class Seeds:
-    """Source of seeds for the call sites of one model."""
+    """Source of dropout seeds for all modules of one model: one seed for each forward pass."""
 
     def __init__(self) -> None:
         self._of_pass: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Start a forward pass."""
+        """Discard the last seed, so that the next draw starts a new forward pass."""
         self._of_pass = None
 
     def draw(self, stream: torch.Tensor) -> torch.Tensor:
-        """Return the seed of a call site with this residual stream: one int64 on its device."""
+        """Return the seed (one int64, on the device) of the forward pass that this residual stream belongs
+        to."""
         device, checkpoint = stream.device, checkpoint_around()
         if checkpoint is REENTRANT:
             return _draw(device)  # nothing is carried there, forward or again

@@ -1,4 +1,4 @@
-"""Shapes that code with kernels of a GPU takes for tensors of a CPU."""
+"""Context in which tensors without data count as tensors of a CPU."""
 
 from __future__ import annotations
 

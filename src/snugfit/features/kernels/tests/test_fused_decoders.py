@@ -174,7 +174,10 @@ def test_more_mlps_than_there_are_layers_are_all_of_them_and_that_is_said() -> N
     ]
     assert said == [
         [],
-        ["fused(recomputed_mlps=3): llama has 2 layers, and all of them make the product again."],
+        [
+            "fused(recomputed_mlps=3): llama has 2 layers, so all of them recompute the product. "
+            "Give a smaller number to recompute fewer."
+        ],
     ]
 
 

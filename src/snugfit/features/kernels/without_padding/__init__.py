@@ -1,1 +1,1 @@
-"""Batches without padding: how they become one row, and attention within each sequence of it."""
+"""Batches without padding: concatenation of sequences to one row, and attention within each of them."""

@@ -28,10 +28,10 @@ def register() -> None:
 
 
 WIDEST = 256
-"""Numbers of the widest head that the kernels take."""
+"""Width of the widest head that the kernels support."""
 
 WIDTH_IN = 8
-"""Multiple that the width of a head must be."""
+"""Divisor of the width of a supported head."""
 
 
 def attend(
@@ -149,7 +149,7 @@ def _one_by_one(
 
 
 def _window(length: int, window: int, causal: bool, device: torch.device) -> torch.Tensor:
-    """Return which keys each query attends to: (S, S), bool."""
+    """Return a mask (S, S), True for each key that a query attends to within the window."""
     import torch
 
     places = torch.arange(length, device=device)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 FLASH = "flash_attention_2"
-"""Its name in transformers."""
+"""Name of FlashAttention-2 in transformers."""
 
 PACKAGE, OLDEST = "flash-attn", "2.3.3"
-"""The package, and the first version that transformers takes."""
+"""Name of the package, and its first version that transformers supports."""
 
 
 def refuse_without_package(device: torch.device) -> None:
@@ -70,7 +70,7 @@ _REMEMBERED = (
     "_process_flash_kwargs_fn",
     "_process_with_kvcache_kwargs_fn",
 )
-"""Variables of transformers for the imported functions and their attention."""
+"""Names of transformers' variables with the imported functions and their attention."""
 
 
 def attend(
@@ -84,7 +84,7 @@ def attend(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """`flash_attn_func` on shapes: `q` (B, S, H, D), `k` and `v` (B, K, G, D); the result is as `q`."""
+    """Simulate `flash_attn_func`: `q` (B, S, H, D), `k` and `v` (B, K, G, D); the result is shaped as `q`."""
     import torch
 
     operands, scale = _operands_of(q, k, v, softmax_scale, softcap, deterministic)
@@ -109,7 +109,8 @@ def attend_within(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """`flash_attn_varlen_func` on shapes: `q` (N, H, D), `k` and `v` (M, G, D); the result is as `q`."""
+    """Simulate `flash_attn_varlen_func`: `q` (N, H, D), `k` and `v` (M, G, D); the result is shaped as
+    `q`."""
     import torch
 
     operands, scale = _operands_of(q, k, v, softmax_scale, softcap, deterministic)
@@ -127,15 +128,14 @@ def _operands_of(
     softcap: float,
     deterministic: bool,
 ) -> tuple[list[torch.Tensor], float]:
-    """Return the kernel's operands, and the scale of the scores: 1/sqrt(D) unless given. Raises `RecipeError`
-    for arguments that are not simulated.
-    """
+    """Return padded queries, keys and values, and the scale of the scores: 1/sqrt(D) by default. Raises
+    `RecipeError` for arguments that are not simulated."""
     _refuse_others(q, softcap, deterministic)
     return [_fill_heads(operand) for operand in (q, k, v)], q.size(-1) ** -0.5 if scale is None else scale
 
 
 def _fill_heads(operand: torch.Tensor) -> torch.Tensor:
-    """Pad heads to a multiple of 8 numbers, as the package does."""
+    """Pad the width of heads to a multiple of 8, as the package does."""
     import torch
 
     more = -operand.size(-1) % 8

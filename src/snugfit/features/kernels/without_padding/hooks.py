@@ -49,7 +49,7 @@ _HOOKS: WeakKeyDictionary[torch.nn.Module, tuple[Any, ...]] = WeakKeyDictionary(
 
 
 class _PaddingHooks:
-    """The hooks of one model."""
+    """Forward hooks that drop the padding of one model's inputs and restore its outputs' shape."""
 
     def __init__(self, rules: RowRules) -> None:
         self._rules = rules
@@ -90,7 +90,7 @@ class _PaddingHooks:
 
 
 def _layers_of(model: Any) -> torch.nn.Module:
-    """Return the layers of an encoder, all in one module, by transformers' names for them."""
+    """Return the module with all layers of an encoder, by transformers' names for it."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     body = getattr(base, base.base_model_prefix)
     layers: torch.nn.Module | None = getattr(body, "encoder", None) or getattr(body, "transformer", None)

@@ -24,18 +24,17 @@ if TYPE_CHECKING:
     import torch
 
 OF_ITS_OWN_TOKEN = ("ForMaskedLM", "ForTokenClassification")
-"""Name endings of models that compare logits with the label of the same token."""
+"""Endings of class names of models that compare logits with the label of the same token."""
 
 OF_THE_FIRST_TOKEN = "ForSequenceClassification"
-"""Name ending of an encoder with a head that reads the first token of a sequence alone."""
+"""Ending of class names of encoders whose head reads only the first token of a sequence."""
 
 COUNT = "sequence_count"
-"""Name of the argument for the number of a row's sequences that are the batch's."""
+"""Name of the argument with the number of a row's sequences that are not filling."""
 
 LENGTHS = 16
-"""Largest number of recorded lengths of rows (chosen). More take longer to record. Fewer are filled up by
-more tokens; half of a step, the average, is 3 % of the longest.
-"""
+"""Largest number of distinct row lengths that are captured (chosen). More take longer to capture; fewer need
+more filling. On average filling is half of a step, 3 % of the longest."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +64,15 @@ class RowRules:
 
 @dataclass(frozen=True)
 class Filling:
-    """Sizes to which rows are filled up."""
+    """Lengths to which rows are filled up."""
 
     multiple: int
-    """Tokens of which a row's length is a multiple at the least."""
+    """Divisor of each row's length, in tokens."""
     longest: int
     """Tokens of the longest possible sequence; if it is unknown, a batch may have longer ones."""
 
     def step(self, samples: int) -> int:
-        """Return the tokens from one length of `samples` samples to the next."""
+        """Return the number of tokens between two adjacent row lengths for `samples` samples."""
         return -(-samples * self.longest // (LENGTHS * self.multiple)) * self.multiple
 
 
@@ -81,7 +80,7 @@ class Filling:
 
 
 def rows_of_step(loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Turn a step's host micro-batches into rows, filled up where their lengths must be few."""
+    """Return a step's micro-batches as rows without padding, filled up if only few lengths are allowed."""
     # A user's own sequences may have any length.
     longest = loop.job.sequence_length if loop.job.model.module is None else 1
     multiple = fill_multiple(loop)
@@ -92,9 +91,8 @@ def rows_of_step(loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]) -> 
 def as_rows(
     pieces: Sequence[Mapping[str, Any]], rules: RowRules, filling: Filling | None = None
 ) -> list[dict[str, Any]]:
-    """Turn host micro-batches (B, S) into rows (1, N), with `filling` all of one length. Batches that are
-    rows already, or have no tokens, stay unchanged.
-    """
+    """Return host micro-batches (B, S) as rows (1, N), with `filling` all of one length. Batches that are
+    rows already, or have no tokens, stay unchanged."""
     if not all("input_ids" in piece and "cu_seq_lens_q" not in piece for piece in pieces):
         return [dict(piece) for piece in pieces]
     if filling is None:
@@ -119,10 +117,9 @@ def _token_count(piece: Mapping[str, Any]) -> int:
 def _filled_up(
     piece: Mapping[str, Any], rules: RowRules, filling: Filling, most: int, is_alone: bool
 ) -> dict[str, Any]:
-    """Turn a micro-batch into a row with room for `most` tokens. The filling consists of sequences too, as
+    """Return a micro-batch as a row with room for `most` tokens. The filling consists of sequences too, as
     many for each row of its length, and some of them empty. For a row that `is_alone` the filling is below
-    one step between lengths.
-    """
+    one step between lengths."""
     import torch
 
     row, _ = without_padding(piece, rules)
@@ -205,7 +202,7 @@ def _refuse_mask(mask: torch.Tensor | None, shape: torch.Size, rules: RowRules) 
 
 
 def _change(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Change this tensor, and the real values behind it on the host, if it represents others."""
+    """Return `change` of this tensor, applied also to the real values that it represents on the host."""
     result = change(value)
     if (real := getattr(value, REAL_VALUES, None)) is not None:
         setattr(result, REAL_VALUES, lambda: change(real()))
@@ -213,7 +210,7 @@ def _change(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """Return (B, S, ...) as the row (1, N, ...)."""
+    """Return the tokens at `places` of (B, S, ...) as a row (1, N, ...); all of them for None."""
     flat = value.flatten(0, 1)
     row = (flat if places is None else flat[places]).unsqueeze(0)
     # A row of a page-locked batch must be so too, or its copy would wait.
@@ -221,7 +218,7 @@ def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
 
 
 def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Remove the label of the first token of each sequence from labels (B, S): no token may predict it."""
+    """Return labels (B, S) without those of each sequence's first token, which no token predicts."""
     import torch
 
     if mask is None:
@@ -234,9 +231,7 @@ def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
 
 
 def _ends(shape: torch.Size, mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return the beginning of each sequence and the end of the last (B + 1,), int32, and the longest's number
-    of tokens.
-    """
+    """Return offsets (B + 1,), int32, of the sequences in a row, and the largest number of tokens of one."""
     import torch
 
     batch, length = shape

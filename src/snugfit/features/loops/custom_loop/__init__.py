@@ -1,1 +1,1 @@
-"""`snugfit.accelerate`: a loop that the user wrote."""
+"""`snugfit.accelerate`: a training loop that the user wrote."""

@@ -138,7 +138,8 @@ def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torc
 def _job_to_train(
     job: Job, live: LiveTraining, step: CustomStep, notes: list[str], watch: Callable[[Event], None]
 ) -> Job:
-    """Return the job with the test of its loss on split batches, if the recipe splits them.
+    """Return the job, with the result of comparing losses of split and whole batches if the recipe has
+    micro-batches.
 
     Pass the notes and any warning to `watch`.
     """
@@ -219,7 +220,7 @@ def job_of(
 
 
 def _first_batch(loader: Any, device: torch.device, resumes: bool) -> dict[str, Any]:
-    """Return the loader's first batch, on the host. Random generators keep their state."""
+    """Return the loader's first batch, on the host. Restore all random generators."""
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise UsageError(
             "accelerate needs a loader that yields its batches once per epoch, not a "
@@ -232,14 +233,14 @@ def _with_loss(model: Any, loss: LossOf) -> Any:
     import torch
 
     class WithLoss(torch.nn.Module):
-        """A model whose forward pass ends in a loss."""
+        """The user's model with a forward pass that returns a loss."""
 
         def __init__(self) -> None:
             super().__init__()
             self.model = model
 
         def forward(self, **batch: Any) -> Any:
-            """Return the user's loss of this batch, ()."""
+            """Return the user's loss of this batch, a scalar tensor."""
             return loss(self.model, batch)
 
     return WithLoss()
@@ -260,7 +261,10 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
             f"{type(plan).__name__}."
         )
     if plan.best is None:
-        raise NothingFits(f"This plan found nothing that fits. Its nearest miss is '{plan.nearest.recipe}'.")
+        raise NothingFits(
+            f"This plan found nothing that fits. Its nearest miss is '{plan.nearest.recipe}'. Plan with "
+            "a smaller batch or a larger GPU, or give a recipe."
+        )
     if plan.job.batch_size != job.batch_size:
         raise UsageError(
             f"The plan is for a global batch of {plan.job.batch_size}, but the loader gives "
@@ -295,7 +299,7 @@ class NoSchedule:
 
 
 WRAPPED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
-"""Classes that train a model on several devices."""
+"""Class names of wrappers that train a model on several devices, such as DDP."""
 
 
 def device_of_model(model: Any, optimizer: Any) -> torch.device:
@@ -346,7 +350,7 @@ def _kind(given: Any, article: str = "a") -> str:
 
 
 def live_of(model: Any, recipe: Recipe, device: torch.device) -> LiveTraining:
-    """Return the user's model in the applier's format."""
+    """Return the user's model and the recipe as the applier's `LiveTraining`."""
     return LiveTraining(front_end="custom_loop", recipe=recipe, model=model, device=device)
 
 
@@ -358,12 +362,12 @@ def user_slots(live: LiveTraining) -> frozenset[Slot]:
 
 
 def is_schedule(given: Any) -> bool:
-    """Return True for a schedule, False for a class or a function that creates one."""
+    """Return True for a schedule object, False for a class or a function that creates one."""
     return not isinstance(given, type) and hasattr(given, "state_dict") and hasattr(given, "step")
 
 
 def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, keeps: bool) -> None:
-    """Refuse unsupported settings, optimizers and schedules.
+    """Raise an error for settings, optimizers and schedules that the loop cannot use.
 
     Raises `RecipeError` with the names of unsupported settings. Raises `UsageError` for an optimizer or a
     schedule that cannot step, or that a run with checkpoints (`keeps`) cannot save.
@@ -416,7 +420,10 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
         )
     if another and (lost := _lost_decay(optimizer, live.technique(Slot.OPTIMIZER).value)):
         name = live.technique(Slot.OPTIMIZER)
-        yield f"{name} has no weight decay, but a group of the optimizer has {lost:g}."
+        yield (
+            f"{name} has no weight decay, but a group of the optimizer has {lost:g}. Set it to 0, or "
+            "choose another optimizer."
+        )
     if _changed_arguments(loader, setup, live.device) and not is_plain(loader):
         yield (
             f"{live.technique(Slot.LOADING)}: the loader is {_kind(loader)}, which snugfit cannot rebuild. "
@@ -425,7 +432,7 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
 
 
 def _has_stepped(optimizer: Any) -> bool:
-    """Return True if a step created a state; a state with step 0 dates from the constructor."""
+    """Return True if an optimizer has taken a step; a state with step 0 dates from its constructor."""
     # Without a step count, any state counts as one of a step.
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
@@ -444,7 +451,7 @@ def apply(live: LiveTraining) -> list[str]:
 def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
     """Return the recipe's optimizer over the user's groups, with the hyperparameters that it supports.
 
-    Return the user's optimizer if the recipe names none. Without a model, nothing is prepared in it.
+    Return the user's optimizer if the recipe names none. A given model is prepared for the optimizer.
     """
     if recipe[Slot.OPTIMIZER] == roster.plain(Slot.OPTIMIZER):
         return given
@@ -464,7 +471,7 @@ def loader_for(loader: Any, setup: Setup, device: torch.device) -> Any:
 
 
 def _changed_arguments(loader: Any, setup: Setup, device: torch.device) -> dict[str, Any]:
-    """Return the loader arguments of the recipe that this loader lacks."""
+    """Return the DataLoader arguments of the recipe that differ from this loader's."""
     asked = loader_arguments(setup, device)
     # The loader's own setting stays if the recipe has none.
     return {name: value for name, value in asked.items() if value and value != getattr(loader, name, None)}

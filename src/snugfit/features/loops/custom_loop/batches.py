@@ -33,7 +33,7 @@ class Batches:
 
     @property
     def position(self) -> int:
-        """Batches of this epoch that have gone into a step."""
+        """Number of batches of this epoch that have been trained."""
         return self._data.used
 
     @property
@@ -60,7 +60,7 @@ class Batches:
         self.leave()
 
     def leave(self) -> bool:
-        """End an epoch before its last batch; return True if an epoch was running."""
+        """End an epoch before its last batch, as after a `break`; return True if an epoch was running."""
         if self._prefetcher is None:
             return False
         self._prefetcher, self._is_lent = None, False
@@ -68,7 +68,7 @@ class Batches:
         return True
 
     def _count_lent(self) -> None:
-        """Count the last yielded batch as processed."""
+        """Count the last yielded batch as taken."""
         if self._is_lent:
             self._is_lent = False
             self._data.use(1)
@@ -95,7 +95,7 @@ class Batches:
 
     @property
     def epochs_passed(self) -> float:
-        """Finished epochs, with the fraction of the current one if the loader's length is known."""
+        """Number of finished epochs, with the fraction of the current one if the loader's length is known."""
         count = count_of(self._loader)
         return self.epoch + self.position / count if count else float(self.epoch)
 

@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 DATA_POSITION = "hand.json"
 NOT_COMPARED_AS_THEY_ARE = ("recipe", "versions", FACTS)
-"""Entries of a checkpoint's description that are compared by parts."""
+"""Entries of a run's description that are not compared as a whole, but by their parts."""
 
 CURE = " Name another output_dir, or leave resume() out: then the old checkpoints are renamed."
 
 
 @final
 class RunFolder:
-    """A folder that only one run may use until it is closed."""
+    """A locked folder of one run, with its signals, until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         # The deepest folder comes first, so that each one is empty when it is removed.
@@ -171,8 +171,8 @@ class RunCheckpoints:
 def _about(
     job: Job, recipe: Recipe, state: TrainState, batches: Batches, code: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the description of the run at its start for each checkpoint, with the compared functions
-    `code`."""
+    """Return the description of the run that each checkpoint stores; `code` are the functions whose code is
+    compared."""
     import torch
 
     groups = state.optimizer.param_groups

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 MOST_SKIPPED = 50
-"""Most consecutive steps that a gradient scaler may skip, as in the other front-ends."""
+"""Largest number of steps in a row that a gradient scaler may skip, as in the other front-ends."""
 
 
 def _close(run: weakref.ref[HandRun]) -> None:
@@ -99,7 +99,7 @@ class HandRun:
 
     @property
     def job(self) -> Job:
-        """The job, with the last decision on cutting its batch."""
+        """The job, with the result of the last comparison of split and whole batches."""
         return self._recovery.job
 
     @property
@@ -232,7 +232,7 @@ class HandRun:
     # ---- a step ------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Rename an old run's checkpoints and predict this run, before the first step."""
+        """Rename an old run's checkpoints and request this run's prediction, before the first step."""
         self._begun = True
         if self._checkpoints is not None:
             self._checkpoints.begin()
@@ -252,7 +252,10 @@ class HandRun:
         dims = self.job.model.batch_dims
         whole, count = self.job.batch_size, samples_in(batch, dims)
         if count > whole:
-            raise UsageError(f"The batch has {count} samples, but the global batch of this run is {whole}.")
+            raise UsageError(
+                f"The batch has {count} samples, but the global batch of this run is {whole}. Give at "
+                f"most {whole} samples."
+            )
         # A smaller last batch is cut into pieces of the usual size, so that it fits as others do.
         micro_batches = self.recipe.pieces
         pieces = pieces_of(batch, whole // micro_batches if micro_batches > 1 else None, dims)
@@ -292,7 +295,7 @@ class HandRun:
         return out_of_memory(exhausted, self.recipe, self.steps, advice)
 
     def _compare_again(self, batch: Mapping[str, Any], *, is_cut: bool) -> None:
-        """Compare pieces of this batch with the whole batch, after some of the steps."""
+        """Compare gradients of this batch in pieces with those of the whole batch, at some of the steps."""
         self._taken += 1
         if is_cut:
             compare = partial(self._step.job_with_mixing, model=self.model, batch=batch, again=True)
@@ -326,7 +329,7 @@ class HandRun:
             self._evaluations.watch(loss)
 
     def _between_steps(self) -> None:
-        """Handle requested checkpoints and stops; the loop's code after the step has finished."""
+        """Save a requested checkpoint or stop at a signal; the loop's code after the step has finished."""
         if self._checkpoints is None or self._closed:
             return
         stopping = self._checkpoints.interrupts.stopping
@@ -365,10 +368,8 @@ class HandRun:
 
 
 TENSORS, NUMBERS = 8, 64
-"""Number of compared tensors of a model, and of values in each. A choice.
-
-An average, a merge or other weights change all or most tensors, and so few values take no time.
-"""
+"""Number of a model's tensors that are compared, and of values in each (chosen). An average, a merge or other
+weights change all or most tensors, and so few values take no time."""
 
 
 class Stopped(SystemExit):
@@ -383,7 +384,8 @@ class Stopped(SystemExit):
 
 @final
 class EvaluationWatch:
-    """Stops an evaluation between two steps of one run after a signal."""
+    """Stops an evaluation in the user's loop after a signal, if the model is unchanged since the last
+    step."""
 
     def __init__(self, state: TrainState, batches: Batches, checkpoints: RunCheckpoints | None) -> None:
         self._state, self._batches, self._checkpoints = state, batches, checkpoints
@@ -397,14 +399,14 @@ class EvaluationWatch:
         self._loss = loss
         self._left = self._numbers(), _settings(self._state.optimizer)
         self._generators = all_rng_states(self._state.device)
-        self._checkpoints.interrupts.watch_modules(self._look)
+        self._checkpoints.interrupts.watch_modules(self._end_on_signal)
 
     def end(self) -> None:
         """Stop watching, before the next step."""
         if self._checkpoints is not None:
             self._checkpoints.interrupts.watch_modules(None)
 
-    def _look(self, module: Any) -> None:
+    def _end_on_signal(self, module: Any) -> None:
         checkpoints = self._checkpoints
         if checkpoints is None or not is_evaluation(module):
             return
@@ -443,7 +445,8 @@ class EvaluationWatch:
 
 
 def is_evaluation(module: Any) -> bool:
-    """Return True if this module runs without training."""
+    """Return True if this module's forward pass belongs to an evaluation: without gradients, or in evaluation
+    mode."""
     import torch
 
     return not (torch.is_grad_enabled() and module.training)

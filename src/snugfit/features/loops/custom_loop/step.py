@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 LossOf = Callable[[Any, dict[str, Any]], Any]
-"""Function of a model and a batch on the device: the loss, a mean over the batch's items."""
+"""The type of a function of a model and a batch on the device that returns the loss, a mean over the batch's
+items."""
 
 ItemsOf = Callable[[Mapping[str, Any]], float]
-"""Function of a batch: the number of items that its loss is a mean over, or the sum of their weights."""
+"""The type of a function of a batch. It returns the number of items over which the batch's loss is a mean, or
+the sum of their weights."""
 
 
 @final
@@ -60,7 +62,7 @@ class CustomStep(TrainingStep):
 
 
 def _value(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> Any:
-    """Return the result of the user's function, or the loss in the model's output; None without one."""
+    """Return the result of the user's loss function, or the loss in the model's output; None without one."""
     output = model(**batch) if given is None else given(model, dict(batch))
     try:
         return loss_of(output)

@@ -1,4 +1,4 @@
-"""The end of a fitted trainer's step: requested checkpoints and stops, and abandoned evaluations.
+"""The end of a step of `fit`'s Trainer: requested checkpoints, stops, and abandoned evaluations.
 
 After a step the Trainer logs, evaluates and saves, in this order, and again at an epoch's end. A signal may
 arrive at any of these moments. A checkpoint of the current step is then saved without waiting for an
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def compare_again(trainer: Any, run: FitRun) -> None:
-    """Compare the micro-batches of a step with the whole batch, before some of the steps.
+    """Compare gradients of a step's micro-batches with those of the whole batch, before some of the steps.
 
     If they are padded to different lengths, the example is compared again instead.
     """
@@ -132,7 +132,7 @@ LEFT_OVER = (
 
 
 def begin_step(trainer: Any, step: StepState) -> None:
-    """Save the state to which a step returns, before its first micro-batch.
+    """Save the state to which a failed step returns, before its first micro-batch.
 
     Gradients of an earlier step without an update (an iterable dataset's end) are dropped.
     """

@@ -1,9 +1,8 @@
-"""A fitted trainer's checkpoints: the store in place of the Trainer's own saving and loading.
+"""The checkpoints of `fit`'s Trainer: they replace the Trainer's own saving and loading.
 
-    checkpoint-N/     config.json, model.safetensors (or the adapters'), the tokenizer's files.
-                      state.json, state.safetensors    optimizer, schedule, scaler, random generators.
-                      trainer_state.json               the Trainer's own: its log, the best metric, callbacks.
-                      fit.json                         missing in the Trainer's: losses since its last log.
+checkpoint-N/ config.json, model.safetensors (or the adapters'), the tokenizer's files. state.json,
+state.safetensors optimizer, schedule, scaler, random generators. trainer_state.json the Trainer's own: its
+log, the best metric, callbacks. fit.json missing in the Trainer's: losses since its last log.
 
 If weights are spread over processes, all write one checkpoint: each its parts of weights and states
 (`sharded.py`).
@@ -85,7 +84,7 @@ CURE = (
 
 
 SHARDING = "sharding"
-"""Key in a checkpoint for the sharding of the model over processes."""
+"""Key of a checkpoint's entry about the sharding of the model over processes."""
 
 
 def train_state_of(trainer: Any) -> TrainState:
@@ -120,7 +119,7 @@ class TrainerCheckpoints:
         """State besides weights and optimizer."""
         self._store, self.root = store, store.root
         self.users_files = UsersFiles(trainer, store.root)
-        """Files that the trainer's subclass writes into checkpoints."""
+        """Object that collects the files which the trainer's subclass writes into checkpoints."""
         limit = trainer.args.save_total_limit
         self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit, ranks=ranks)
         # Every process must draw the same order, so the first one decides its seed.
@@ -181,7 +180,8 @@ class TrainerCheckpoints:
         self._manager.about = self._about()
 
     def _note_data(self) -> None:
-        """Read some samples, once, if a checkpoint exists or will exist to compare them with."""
+        """Store fingerprints of some samples, once, if a checkpoint exists or will exist to compare them
+        with."""
         if not self._is_data_noted:
             self._is_data_noted = True
             self._facts |= dataset_facts(self._trainer.train_dataset)
@@ -231,8 +231,7 @@ class TrainerCheckpoints:
             self._manager.prepare(state)
 
     def _make_room(self) -> None:
-        """Rename checkpoints in the folder that this run does not continue; all refusals precede this
-        call."""
+        """Rename checkpoints in the folder that this run does not continue. It is called after all checks."""
         forget_finished(self.root)
         if self.resumed is None:
             self._manager.set_aside_earlier()
@@ -352,10 +351,8 @@ def _order_seed(trainer: Any) -> int:
 FINISHED_RUN = "finished.json"
 
 SAME = ("trainer", "asked", "batch_size", "samples", "length")
-"""Entries that are compared besides the facts, with the run's length.
-
-The number of processes is not compared: the run is finished for any.
-"""
+"""Entries of a finished run that must be the same, besides the facts and the run's length. The number of
+processes is not compared: the run is finished for any."""
 
 FOLDERS_OF_THIS_PROCESS: set[Path] = set()
 """Folders of earlier runs in this process; a second `train()` there is intended to train again."""
@@ -410,7 +407,7 @@ def finished_output(
 def _finished_run(
     root: Path, now: Mapping[str, Any], resume_from: str | bool | None
 ) -> tuple[dict[str, Any], Path] | None:
-    """Return the stored result of the run `now` and the checkpoint with its weights.
+    """Return the stored result of the finished run that equals `now`, and the checkpoint with its weights.
 
     None for an unfinished or different run, or if it was not requested.
     """
@@ -421,7 +418,7 @@ def _finished_run(
         document = read_document(root / FINISHED_RUN)
         before, step = document["about"], document["checkpoint"]
         if (
-            not _asks_for_it(root, resume_from)
+            not _is_newest_requested(root, resume_from)
             or differences(with_global_batch(before), with_global_batch(now), SAME)
             or compare_facts(before, now)
         ):
@@ -434,9 +431,8 @@ def _finished_run(
         return None
 
 
-def _asks_for_it(root: Path, resume_from: str | bool | None) -> bool:
-    """Return True if the folder's newest state is requested; the default requests it only in a new
-    process."""
+def _is_newest_requested(root: Path, resume_from: str | bool | None) -> bool:
+    """Return True if the user requests the folder's newest state; by default only in a new process."""
     from transformers.trainer_utils import get_last_checkpoint
 
     if resume_from is None:
@@ -474,13 +470,14 @@ FREE = frozenset({
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
     "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
 })  # fmt: skip
-"""Arguments without effect on a step's results, or compared elsewhere."""
+"""`TrainingArguments` that may differ on resuming: without effect on a step's results, or compared
+elsewhere."""
 
 FREE_BEGINNINGS = (
     "eval_", "save_", "log_", "logging_", "hub_", "trackio_", "ddp_", "fsdp", "torch_compile", "do_", "push_",
     "generation_", "torchdynamo", "ray_", "past_", "tpu_", "xla", "mp_",
 )  # fmt: skip
-"""Prefixes of the names of more such arguments."""
+"""Prefixes of the names of further `TrainingArguments` that may differ on resuming."""
 
 OF_THE_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
 """Arguments that may be added or removed, but not changed: the best value so far is of that metric."""

@@ -1,10 +1,9 @@
-"""`snugfit.fit`: a user's live `transformers.Trainer`, trained under a plan.
+"""`snugfit.fit`: training of a user's live `transformers.Trainer` under a recipe.
 
-    import snugfit
+import snugfit
 
-    trainer = snugfit.fit(trainer)                            # planned for the GPU here
-    trainer = snugfit.fit(trainer, "bf16 + micro_batches(4)") # or with a named recipe
-    trainer.train()
+trainer = snugfit.fit(trainer) # planned for the GPU here trainer = snugfit.fit(trainer, "bf16 +
+micro_batches(4)") # or with a named recipe trainer.train()
 
 `fit` returns the same object. Settings with a counterpart in `TrainingArguments` are written there. The rest
 is applied to the model, or read by one subclass that the trainer's class becomes (`trainer_class.py`). It has
@@ -39,7 +38,7 @@ from snugfit.training.recovery import cut_warning
 
 
 def say(event: Event) -> None:
-    """Print warnings and changes of plan, one line each; the default `watch`."""
+    """Print warnings and changes of the recipe, one line each; the default `watch`."""
     if text := event.get("text"):
         with suppress(OSError):  # a closed terminal: the run continues to its checkpoint
             print(f"snugfit: {escape_controls(text)}", flush=True)

@@ -1,4 +1,4 @@
-"""One call of a fitted trainer's `train()`: its folder, its checkpoints, its journal and its step.
+"""The state of one call of `train()` of `fit`'s Trainer: folder, checkpoints, journal and step.
 
 The plan is an attribute of the trainer (`trainer.snugfit`) and immutable; when memory runs out another one
 replaces it. State that changes from step to step is in the `StepState` of the run (`fit_run.py`).
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class FitRun:
-    """State of a running `train()`."""
+    """The state of a running `train()` call."""
 
     checkpoints: TrainerCheckpoints
     logger: StepLogger
@@ -48,10 +48,10 @@ class FitRun:
     """Position of the run in its data."""
 
     prefetcher: Prefetcher[Any] | None = None
-    """The micro-batches of the next step, and the Trainer's count of their items."""
+    """Fetches the micro-batches of the next step, with the Trainer's count of their items."""
 
     epoch_iterator: Any = None
-    """The Trainer's iterator over the current epoch, from which they come."""
+    """The Trainer's iterator over the current epoch, which yields the micro-batches."""
 
     ranks: Ranks = ALONE
     """This process among those that train together."""
@@ -60,7 +60,7 @@ class FitRun:
     """The user's `ignore_keys_for_eval` of `train()`."""
 
     last_boundary: int | None = None
-    """The step that ended last; its second end is an epoch's end."""
+    """The step that ended last; a second end of the same step is an epoch's end."""
 
     is_stopped: bool = False
     """True after a stop by a signal at that step, so that the Trainer leaves the epoch."""
@@ -116,7 +116,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
 
 
 def _recovery(trainer: Any, journal: Journal) -> Recovery:
-    """Return the search for recipes under which this trainer's live model can continue."""
+    """Return the `Recovery` that chooses recipes under which this trainer's live model can continue."""
     device, plan = trainer.args.device, trainer.snugfit
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
 
@@ -134,7 +134,7 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """Job, recipe and journal of a fitted trainer."""
+    """Job, recipe and journal of a trainer after `fit`."""
 
     job: Job
     recipe: Recipe
@@ -142,13 +142,13 @@ class FitPlan:
     """Slots that stay under the user's control."""
 
     journal: Journal
-    """Sends events to the listener, and to the run's folder during `train()`."""
+    """The journal, which sends events to `watch`, and to the run's folder during `train()`."""
 
     compare_code: bool = True
-    """Resume a run only with unchanged code."""
+    """True if a run is resumed only with unchanged code."""
 
     samples: Mapping[str, Any] | None = None
-    """A host batch for comparisons during a run; None where the job's example is one."""
+    """A host batch for comparisons during a run; None if the job's example serves."""
 
     loss: LossTraits = field(default_factory=LossTraits)
     """Properties of the model's loss."""
@@ -157,5 +157,5 @@ class FitPlan:
     """Most samples of each piece, if the loader's micro-batches are split again after memory ran out."""
 
     def cut_finer(self, recipe: Recipe) -> FitPlan:
-        """Return the plan under this recipe, which splits the batch finer than the loader."""
+        """Return a copy with this recipe, which splits micro-batches finer than the loader."""
         return replace(self, recipe=recipe, max_rows=recipe.setup().per_piece(self.job.batch_size))

@@ -1,4 +1,4 @@
-"""Describe a live trainer as a job: its model, its batch, and an example from its own loader.
+"""The job of a live trainer: its model, its batch, and an example from its own loader.
 
 Every random generator is restored, and the loader of the example is discarded.
 """
@@ -19,7 +19,7 @@ from snugfit.job.model import Model
 from snugfit.step.checkpointing import copy_without_data
 
 SAMPLES = 16
-"""Number of samples from which the compared ones are chosen, if the global batch has as many."""
+"""Number of samples from which those of the comparison are chosen, if the global batch has as many."""
 
 
 def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:
@@ -57,7 +57,7 @@ def several_samples(trainer: Any, job: Job) -> dict[str, Any] | None:
 
 
 def meta_copy(trainer: Any) -> Any:
-    """Return the trainer's model without data, as it was before any preparation for training.
+    """Return a copy of the trainer's model on `meta`, as it was before any preparation for training.
 
     Changes by a fit are left out, and so is accelerate's wrapper around the forward pass of a trained model.
     """
@@ -70,7 +70,10 @@ def meta_copy(trainer: Any) -> Any:
 def _first_batch(trainer: Any) -> dict[str, Any]:
     """Return the first micro-batch of the trainer's own loader, on the host."""
     if trainer.train_dataset is None:
-        raise UsageError("The trainer has no train_dataset, so there is nothing to train on.")
+        raise UsageError(
+            "The trainer has no train_dataset, so there is nothing to train on. Give one: "
+            "Trainer(train_dataset=...)."
+        )
     if count_of(trainer.train_dataset) == 0:
         raise UsageError("The trainer's train_dataset is empty. Training needs at least one sample.")
     with without_loader_record(trainer):

@@ -1,14 +1,13 @@
-"""Weight of a micro-batch's loss: its share of the items in the whole batch's mean.
+"""The weight of a micro-batch's loss: its share of the items over which the whole batch's loss is a mean.
 
 transformers assumes that a model which accepts `num_items_in_batch` divides its loss by the items of the
 whole batch. But any model with `**kwargs` accepts it, and many still average over their micro-batch.
 transformers then sums means instead of averaging them: n micro-batches give n times the gradient. For a model
 that does not accept it, all micro-batches have the same weight, whatever their count of items.
 
-    no custom loss           the model computes its own mean, which is weighted by the share.
-    compute_loss and         the user's code gets `num_items_in_batch`, a tensor that records its use in
-    compute_loss_func        computations. A loss that used it counts as normalized by it; any other is
-                             a mean and is weighted.
+no custom loss the model computes its own mean, which is weighted by the share. compute_loss and the user's
+code gets `num_items_in_batch`, a tensor that records its use in compute_loss_func computations. A loss that
+used it counts as normalized by it; any other is a mean and is weighted.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class LossTraits:
-    """Properties of a model's loss; each is None or False before the first test."""
+    """Properties of how a model's loss is normalized; each is None or False before the first test."""
 
     uses_item_count: bool | None = None
     """True if the loss depends on `num_items_in_batch`."""
@@ -42,11 +41,11 @@ class LossTraits:
     """True if the model shifts its labels by one."""
 
     corrected: bool = False
-    """True after the warning about transformers' error with this loss."""
+    """True after the warning that snugfit corrects transformers' error with this loss."""
 
 
 def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int) -> float | torch.Tensor:
-    """Return the weight of a piece of the micro-batch with this index in the step.
+    """Return the weight of the loss of `piece`, a part of the micro-batch with this index in the step.
 
     A whole single micro-batch has weight 1 without a count: reading one from a GPU would wait for the
     previous step.
@@ -73,7 +72,8 @@ def _counting(trainer: Any) -> dict[str, Any]:
 
 
 def weigh_among_all(trainer: Any, step: StepState, ranks: Ranks) -> None:
-    """Weight the micro-batches among those of all processes, at the start of a step in several processes."""
+    """Set the weights of this process's micro-batches among those of all processes, at the start of a
+    step."""
     if ranks.are_many:
         step.shares = shares_of_all(step.batches, trainer.args.device, ranks, **_counting(trainer))
 
@@ -111,7 +111,7 @@ def _tracked_tensor() -> type[Any]:
     import torch
 
     class TrackedTensor(torch.Tensor):
-        """A number that records its use in computations; their results are plain tensors."""
+        """A scalar tensor that records if anything is computed with it; the results are plain tensors."""
 
         used: list[bool]
 
@@ -130,7 +130,8 @@ def _tracked_tensor() -> type[Any]:
 
 
 def track_use(items: torch.Tensor) -> Any:
-    """Return the same number, (); its `used` is empty until something is computed with it."""
+    """Return a copy of a scalar tensor that records its use: its `used` is empty until something is computed
+    with it."""
     tracked = items.detach().as_subclass(_tracked_tensor())
     tracked.used = []
     return tracked
@@ -157,7 +158,8 @@ def depends_on_item_count(trainer: Any, model: Any, inputs: Mapping[str, Any], i
 def problem_of_model_loss(
     trainer: Any, step: StepState, model: Any, inputs: Mapping[str, Any], items: Any
 ) -> str:
-    """Describe transformers' corrected error with this model's loss, or return an empty text.
+    """Return a sentence on transformers' error with this model's loss, which snugfit corrects; empty without
+    an error.
 
     The model is tested once. A share corrects nothing for a loss that is not a mean over the counted items.
     """
@@ -176,7 +178,8 @@ def problem_of_model_loss(
 
 
 def problem_of_users_loss(trainer: Any, step: StepState, items: Any) -> str:
-    """Describe the same error for the user's own loss, which did not use `num_items_in_batch`."""
+    """Return a sentence on transformers' error with the user's own loss, which did not use
+    `num_items_in_batch`; empty without an error."""
     if trainer.snugfit.job.mixes_samples or trainer.snugfit.job.unclear_cut:
         return ""
     who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 KNOWN = ("torch.nn.modules.module", "transformers.modeling_utils")
-"""Files whose methods behave as those below. A model with a method of its own keeps it."""
+"""Files of libraries whose methods may be replaced. A model with its own method keeps it."""
 
 _WALKS = ("parameters", "named_parameters", "modules", "named_modules")
 USED_BY = {"train": ("train",), "parameters": _WALKS, "num_parameters": ("num_parameters", *_WALKS)}
-"""The methods that each replaced method calls."""
+"""The methods that each replaced method calls itself."""
 
 _VALUES = methodcaller("values")
 _IS_TRAINING = attrgetter("training")
 
 
 class ModuleTree:
-    """All modules of a model, and their current children and parameters."""
+    """A cached list of a model's modules with their children and parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -54,13 +54,14 @@ class ModuleTree:
         return self._modules
 
     def train(self, mode: bool = True) -> nn.Module:
-        """Do the same as `model.train(mode)`."""
+        """Set the training mode of all modules, as `model.train(mode)` does."""
         if mode is True and all(map(_IS_TRAINING, self.modules())) and self._has_known_train:
             return self.model
         return type(self.model).train(self.model, mode)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Iterate over the same as `model.parameters(recurse)`: each once, in the order of the modules."""
+        """Iterate over the parameters as `model.parameters(recurse)` does: each once, in the order of the
+        modules."""
         return iter(self._all_parameters()) if recurse else type(self.model).parameters(self.model, recurse)
 
     def _all_parameters(self) -> list[nn.Parameter]:
@@ -70,7 +71,7 @@ class ModuleTree:
         return list(parameters)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the same as `model.num_parameters(...)` of transformers.
+        """Return the number of elements of all parameters, as transformers' `model.num_parameters(...)` does.
 
         All parameters are counted again after one was added, removed or replaced; trainable ones at each
         call.
@@ -90,7 +91,8 @@ class ModuleTree:
 
     @contextlib.contextmanager
     def answering(self, name: str) -> Iterator[None]:
-        """Replace the model's method of this name, one of `USED_BY`, within the context or until `withdraw`.
+        """Context in which the model's method of this name, one of `USED_BY`, is the cached one here, at most
+        until `withdraw`.
 
         A model with such a method of its own keeps it.
         """

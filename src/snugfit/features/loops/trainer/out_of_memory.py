@@ -1,4 +1,4 @@
-"""Repeat a fitted trainer's step under a smaller recipe when memory runs out.
+"""Repetition of a step of `fit`'s Trainer under a smaller recipe when memory runs out.
 
 The next recipe is planned as for any run (`next_recipe.py`), within the limits of a live model. It may
 recompute layers from now on, and split micro-batches finer. The loader is unchanged, and each of its
@@ -45,7 +45,7 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
 
 
 def go_on_with_less(trainer: Any, run: FitRun) -> None:
-    """Switch to the next recipe, if any, after a step in which memory was so tight that steps slowed down."""
+    """Switch to the next recipe, if there is one, after a step that was slow for lack of memory."""
     number, exhausted = trainer.state.global_step + 1, short_of_memory()
     what = (
         f"Memory is too tight ({exhausted.cause} in several steps in a row). From step {number} the recipe is"
@@ -54,7 +54,7 @@ def go_on_with_less(trainer: Any, run: FitRun) -> None:
 
 
 def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: str) -> None:
-    """Switch to the next recipe from step `number` on."""
+    """Switch to the next recipe from step `number` on; `what` describes the change for the journal."""
     plan: FitPlan = trainer.snugfit
     release_unused_memory(trainer.args.device)
     chosen = run.recovery.next_recipe(exhausted, plan.recipe, number - 1)
@@ -69,7 +69,7 @@ def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: s
 
 
 def update_broke(trainer: Any, cause: str, error: BaseException) -> OutOfMemory:
-    """Return the error for memory that ran out in a step that cannot be repeated."""
+    """Return the error for memory that ran out in an update, since such a step cannot be repeated."""
     plan: FitPlan = trainer.snugfit
     smaller = cut_smaller(plan.job, plan.recipe)
     cure = f" Resume with a recipe that needs less, such as '{smaller}'." if smaller else ""

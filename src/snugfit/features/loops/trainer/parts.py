@@ -1,4 +1,4 @@
-"""The part of a trainer's model and state that each of its processes has: all, unless a feature has another.
+"""The interface for models that a Trainer spreads over several processes.
 
 A feature that spreads the model gives its own (`StateParts.of_trainer`).
 """
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 
 class TrainerParts:
-    """A trainer each of whose processes has all of the model, as in DDP."""
+    """Operations on a trainer's model and checkpoints for processes that each have the whole model, as in
+    DDP. A feature overrides them for shards."""
 
     word = "ddp"
-    """Word of a checkpoint for the distribution of the model."""
+    """Word in a checkpoint for the kind of sharding."""
 
     is_spread = False
-    """True if each process has a part of the weights during training."""
+    """True if each process has only a part of the weights during training."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -41,7 +42,8 @@ class TrainerParts:
         """Raise `UsageError` for unsupported settings of the trainer."""
 
     def refuse_recipe(self, setup: Setup, *, optimizer: str | None) -> None:
-        """Raise `UsageError` for a recipe, without its sharding, that the parts do not support.
+        """Raise `UsageError` for a recipe, given without its sharding, that this kind of sharding does not
+        support.
 
         `optimizer` is None for the recipe's own, or a name in `TrainingArguments`. An empty name is the
         user's own, which is checked after its creation.
@@ -54,7 +56,7 @@ class TrainerParts:
         """Spread the model over the processes, as the Trainer does when training begins."""
 
     def drop_gathered(self) -> None:
-        """Replace whole weights left by a forward pass with this process's parts."""
+        """Free whole weights that a forward pass has gathered, and keep this process's shards."""
 
     def check(self, state: TrainState) -> None:
         """Check the optimizer and the schedule before the first step. Raises `SnugfitError`."""
@@ -85,6 +87,6 @@ class TrainerParts:
 
 
 def trainer_parts(trainer: Any) -> TrainerParts:
-    """Return the parts that this trainer's processes have."""
+    """Return the operations for this trainer's kind of sharding."""
     parts: TrainerParts = state_parts().of_trainer(trainer) or TrainerParts(trainer)
     return parts

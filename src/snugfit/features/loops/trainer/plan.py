@@ -1,4 +1,4 @@
-"""Plan for a live trainer: its current recipe, and the slots that may change.
+"""The recipe of a live trainer: its current one, or a plan that may change some slots.
 
 Some of the user's choices stay: attention, engine, loader, allocator and adapters. Choices that are less
 exact than `fidelity` (a bf16 autocast under `same`, an SGD) stay too, as the user's mathematics. The rest is
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
-"""Slots that no plan for a live trainer changes.
+"""Slots that a plan for a live trainer leaves unchanged.
 
 The model has its adapters and its attention, and the process has already allocated. It is unknown if the
 user's dataset supports workers. It is also unknown if it yields batches of one length, for which layers are
@@ -46,19 +46,19 @@ compiled once.
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The recipe of a trainer, and the slots that stay the user's."""
+    """A recipe for a trainer, with the slots that stay as the user has set them."""
 
     recipe: Recipe
     """The recipe, as far as the notation can express the settings."""
 
     user_slots: frozenset[Slot] = frozenset()
-    """Slots that stay under the user's control, even without notation in the recipe."""
+    """Slots that stay under the user's control, even if the recipe cannot express their settings."""
 
     default_optimizer: bool = False
     """True for the default optimizer of `TrainingArguments`, without a name given."""
 
     says: str = ""
-    """The reason, in one line."""
+    """Sentence with the reason for the recipe."""
 
 
 def choose(
@@ -105,7 +105,8 @@ def compared_job(
     pieces: int = 1,
     again: bool = False,
 ) -> Job:
-    """Return the job, with the result of comparing this trainer's own loss in `pieces` (`cut_loss.py`)."""
+    """Return the job, with the result of comparing the trainer's own loss for `pieces` micro-batches and the
+    whole (`cut_loss.py`)."""
     loss_of = partial(weighed_loss, trainer, counted_by(job, trainer.model))
     autocast = trainer.accelerator.autocast
     with unchanged_attributes(trainer), bare_model(trainer.model):
@@ -153,7 +154,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
 
 
 def arguments_of(trainer: Any) -> dict[str, Any]:
-    """Return the trainer's arguments and model, by the names of the techniques (`counterpart.py`)."""
+    """Return the trainer's arguments and its model's settings, by dotted names as in `counterpart.py`."""
     args, model = trainer.args, trainer.model
     name = next(name for name in NAMES if hasattr(args, name))
     recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

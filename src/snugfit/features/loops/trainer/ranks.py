@@ -109,7 +109,7 @@ def recipe_in_each(recipe: Recipe, processes: int, refuse_sharding: Callable[[Re
 
 @contextlib.contextmanager
 def ranks_of(trainer: Any) -> Iterator[Ranks]:
-    """Yield this process among those that train the trainer's model."""
+    """Context with this process's `Ranks` among those that train the trainer's model."""
     if processes_of(trainer) == 1:
         yield ALONE
         return

@@ -109,7 +109,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
 
 
 def live_of(trainer: Any, recipe: Recipe) -> LiveTraining:
-    """Return the trainer's model in the applier's format."""
+    """Return the trainer's model and the recipe as the applier's `LiveTraining`."""
     return LiveTraining(
         front_end="fit",
         recipe=recipe,
@@ -127,7 +127,7 @@ def change_recipe(trainer: Any, recipe: Recipe) -> None:
 
 
 def rewrap(trainer: Any, recipe: Recipe) -> None:
-    """Wrap the layers of a model in training as this recipe requires, and change nothing else."""
+    """Wrap the layers of a live model for checkpointing as this recipe requires, and change nothing else."""
     live = live_of(trainer, recipe)
     set_arguments(trainer, _own_switch_off(trainer.args))
     change_live(live, recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})
@@ -135,14 +135,14 @@ def rewrap(trainer: Any, recipe: Recipe) -> None:
 
 
 def _own_switch_off(args: Any) -> dict[str, Any]:
-    """Turn the Trainer's own switch off, which has no spans; layers are wrapped here, as in other
-    front-ends."""
+    """Return arguments that turn the Trainer's own checkpointing off, which has no spans; layers are wrapped
+    here, as in other front-ends."""
     return {name: False for name in NAMES if hasattr(args, name)}
 
 
 def brings_optimizer(trainer: Any) -> bool:
-    """Return True if the user provides the optimizer: an instance, a class with its arguments, or a
-    method."""
+    """Return True if the user provides the optimizer: an instance, a class with its arguments, or an
+    overridden method."""
     written = overrides(trainer, "create_optimizer", "get_optimizer_cls_and_kwargs")
     # after train(), the optimizer may be the Trainer's own
     is_made = trainer.optimizer is not None and not made_by_accelerate(trainer.optimizer)

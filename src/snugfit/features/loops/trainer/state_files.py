@@ -33,12 +33,12 @@ EXTRA_STATE = "fit.json"
 TRAINER_STATE = "trainer_state.json"
 
 OF_OTHERS = "others"
-"""Key in it for the own state of the processes after the first, by rank."""
+"""Key of the states of the processes after the first, by rank."""
 
 
 @final
 class StateFiles:
-    """Writes and reads these files for one call of `train()`."""
+    """Writes and reads a checkpoint's files of other state, for one call of `train()`."""
 
     def __init__(self, trainer: Any, data: DataPosition, ranks: Ranks = ALONE) -> None:
         self._trainer, self._data, self._ranks = trainer, data, ranks
@@ -60,7 +60,7 @@ class StateFiles:
     # ---- saving ------------------------------------------------------------------------------------------
 
     def files(self, *, is_stopped: bool) -> dict[str, str]:
-        """Return their texts by name, for a run that continues or `is_stopped` by a signal.
+        """Return the content of the files by name, for a run that continues or `is_stopped` by a signal.
 
         All processes call it, and the first gets the state of all.
         """
@@ -101,7 +101,7 @@ class StateFiles:
 
     @cached_property
     def _extra_state(self) -> dict[str, Any]:
-        """State that the Trainer's own lacks."""
+        """Return the state that the Trainer's own state file does not contain."""
         if self.folder is None:
             return {}
         rows = self._trainer.args.per_device_train_batch_size
@@ -134,12 +134,13 @@ class StateFiles:
 
     @property
     def ends(self) -> bool:
-        """True if a callback had ended the resumed run there before its last step."""
+        """True if a callback had ended the resumed run at this step, before its last one."""
         return bool(self._extra_state.get("ends"))
 
     @contextlib.contextmanager
     def train_begin_freezes_nothing(self) -> Iterator[None]:
-        """Undo changes of frozen weights by callbacks at the start of a resumed run's training.
+        """Context in which callbacks at the start of a resumed run's training cannot change which weights are
+        frozen.
 
         That run started long ago, and the set of trained weights may have changed since.
         """

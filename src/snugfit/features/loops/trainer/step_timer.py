@@ -1,4 +1,4 @@
-"""Start and end of a fitted trainer's steps, and their waits for data.
+"""Timing of the steps of `fit`'s Trainer, and of their waits for data.
 
 A step starts when its micro-batches are requested and ends before the Trainer logs, evaluates and saves. Most
 micro-batches are created in the previous step (`loader.py`). That step has waited for data if the device had
@@ -60,7 +60,7 @@ class StepTimer:
         self._began = self._stalled = 0.0
         self._samples, self._processes = 0, processes
         self.tokens: torch.Tensor | int = 0
-        """Number of tokens of the step, on the batch's device; read together with its loss
+        """Number of tokens of the step, a scalar on the batch's device; it is read together with the loss
         (`boundary.py`)."""
         self._unwritten = False
 
@@ -75,7 +75,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Time the creation of micro-batches within the context."""
+        """Context that adds its time to the seconds of fetching micro-batches."""
         began = time.perf_counter()
         yield
         # A fetch delays nothing while the device still computes.
@@ -113,7 +113,7 @@ class StepTimer:
 
 
 class StepFigures(NamedTuple):
-    """Figures of one step, read from the device before its update."""
+    """Loss, norm and tokens of one step, read from the device before its update."""
 
     loss: float
     norm: float
@@ -122,7 +122,7 @@ class StepFigures(NamedTuple):
 
 @dataclass(kw_only=True)
 class StepState:
-    """One optimizer step, from its micro-batches to its figures."""
+    """The state of one optimizer step, from its micro-batches to its loss and norm."""
 
     batches: list[Any] = field(default_factory=list)
     """The step's micro-batches, as the loader yields them."""
@@ -137,10 +137,10 @@ class StepState:
     """Weights of the micro-batches, (n,) on the device, when several processes share one batch."""
 
     share: float | torch.Tensor | None = None
-    """Weight of the current micro-batch among the batch's items; None in an evaluation."""
+    """Weight of the current micro-batch's loss among the batch's items; None in an evaluation."""
 
     loss_sum: torch.Tensor | None = None
-    """The weighted losses of the micro-batches so far, () on the device."""
+    """Sum of the weighted losses of the micro-batches so far, a scalar on the device."""
 
     pending_micro_batches: int = 0
     """Micro-batches of a started step without an update so far; 0 without such a step."""
@@ -149,7 +149,7 @@ class StepState:
     """States of the generators of a forward pass at the start of the step."""
 
     logged_loss_at_start: torch.Tensor | None = None
-    """The Trainer's losses since its last log at the start of the step, () on the device."""
+    """Sum of the Trainer's losses since its last log, at the start of the step, a scalar on the device."""
 
     figures: StepFigures | None = None
     """Figures of the step; None before the end of its last micro-batch."""

@@ -1,4 +1,5 @@
-"""The class between a trainer and its own class: it reads settings that `TrainingArguments` lack.
+"""The class that `fit` inserts before a trainer's own class: it applies settings that `TrainingArguments` do
+not have.
 
 `fitted_class(type(trainer))` is a class of the same name. Its methods come first, then the user's subclass's,
 then transformers'. Each does a little and calls the next one.
@@ -55,7 +56,7 @@ else:
 
 
 def fitted_class(own: type[Any]) -> type[Any]:
-    """Return a subclass of a trainer's class that trains under its fitted plan."""
+    """Return a subclass of a trainer's class that trains as its `fit` plan requires."""
     bases = (FittedTrainer, *keeping_bases(own))
     return type(own.__name__, bases, {"__module__": __name__, "__doc__": own.__doc__})
 
@@ -64,13 +65,13 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     """Methods that `fit` inserts before those of a trainer's own class."""
 
     snugfit: FitPlan
-    """The fitted plan; another one replaces it when memory runs out."""
+    """Job, recipe and journal of the trainer; replaced by those of another recipe when memory runs out."""
 
     snugfit_run: FitRun | None
-    """The running `train()`; None outside."""
+    """The state of the running `train()` call; None outside of one."""
 
     control: Any
-    """State of the Trainer's control flow."""
+    """The Trainer's own `TrainerControl`."""
 
     model: Any
     optimizer: Any
@@ -121,7 +122,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return self.optimizer
 
     def get_eval_dataloader(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return the trainer's own loader, with new workers."""
+        """Return the trainer's own evaluation loader, with new workers."""
         loader = super().get_eval_dataloader(*arguments, **keywords)
         renew_workers(loader)
         return loader
@@ -223,7 +224,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return (loss[0] * share, *loss[1:]) if isinstance(loss, tuple) else loss * share
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the trainer's own count, with the parameters counted once."""
+        """Return the Trainer's own FLOPs of these inputs, with the model's parameters counted only once."""
         if self.snugfit_run is None:
             return int(super().floating_point_ops(inputs))
         with self.snugfit_run.tree_of(self.model).answering("num_parameters"):
@@ -279,7 +280,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             repeat_evaluation(self, run)
         loader = run.data.begin_epoch(loader, epoch, skipped, saved)
         if saved is not None and self._is_at_its_end():
-            self._say_nothing_is_left()
+            self._report_finished()
             self.control.should_training_stop = True
             run.data.resume(saved)  # no batch is created again before the work of an epoch's end
             return ()
@@ -330,25 +331,25 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             handler["on_save"] = lambda args, state, control: control
 
     def snugfit_keep(self) -> None:
-        """Write the run's own files at the end of the user's saving methods."""
+        """Write the run's own files, when the user's saving methods call their base class."""
         self._fit_run.checkpoints.users_files.write_own()
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load every weight, or raise an error."""
+        """Load every weight of a checkpoint, or raise an error."""
         parts = trainer_parts(self)
         parts.drop_gathered()
         model = self.model if model is None else model
         parts.load_weights(model, Path(resume_from_checkpoint), self._fit_run.ranks)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the optimizer, the schedule and the scaler."""
+        """Load the optimizer, the schedule and the scaler of a checkpoint."""
         self._fit_run.checkpoints.begin(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load nothing: the scaler comes with the optimizer."""
+        """Do nothing: the scaler is loaded with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -364,7 +365,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             run.data.watch(self.callback_handler.train_dataloader)
             run.data.resume(saved)
             repeat_evaluation(self, run)
-            self._say_nothing_is_left()
+            self._report_finished()
         run.checkpoints.wait()
         average_losses_over_all_steps(self)
         if run.checkpoints.interrupts.stopping is None:
@@ -375,7 +376,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.is_in_train = False
         return None
 
-    def _say_nothing_is_left(self) -> None:
+    def _report_finished(self) -> None:
         done = f"all {self.state.global_step:,} steps of this run are done. None is repeated."
         self.snugfit.journal.tell("note", text=f"Nothing is left to train: {done}")
 
@@ -400,5 +401,5 @@ def _is_page_locked(args: Any) -> bool:
 
 
 def _skip_nothing(loader: Any, num_batches: int = 0) -> Any:
-    """Return the loader of a Trainer's epoch unchanged, though batches of it were used."""
+    """Return the loader of a Trainer's epoch unchanged, since its position is set elsewhere."""
     return loader

@@ -1,4 +1,4 @@
-"""The methods of a user's trainer and its callbacks, beside those of transformers.
+"""Hooks of a user's Trainer subclass and its callbacks, apart from those of transformers.
 
 This file, `transformers_internals.py` and the front-end's `trainer_class.py` hold every private name of a
 Trainer that snugfit overrides, calls or reads. `tests/test_transformers_internals.py` checks them against the
@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 
 
 class StepEnd(NamedTuple):
-    """Figures of the step before a log line; None where this process has taken no step."""
+    """Loss and gradient norm of the last step before a log line; None if this process has taken no step."""
 
     norm: Any
-    """A number, or a tensor () on the device."""
+    """Gradient norm: a number, or a scalar tensor on the device."""
 
     learning_rate: float | None
 
 
 def keeping_bases(own: type[Any]) -> tuple[type, ...]:
-    """Return a trainer's class, followed by one that ends the saving of every subclass before transformers'
-    own.
-    """
+    """Return base classes for a subclass of the user's trainer, the last of which overrides
+    `_save_checkpoint` of transformers' Trainer."""
     import transformers
 
     class KeepingTrainer(transformers.Trainer):  # type: ignore[misc]

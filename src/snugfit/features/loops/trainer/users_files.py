@@ -39,7 +39,7 @@ def weights_folder(checkpoint: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectedFiles:
-    """The files of a checkpoint, written into a draft by the run and the user's subclass."""
+    """The files of a checkpoint in a draft folder, which the run and the user's subclass have written."""
 
     step: int
     """Number of finished optimizer steps."""
@@ -57,7 +57,7 @@ class CollectedFiles:
     """Error of the system during the writes; None without one."""
 
     def write(self, folder: Path) -> None:
-        """Move them into `folder`, on the same file system. Raises the stored `fault`."""
+        """Move the files into `folder`, on the same file system. Raises the stored `fault`."""
         try:
             if self.fault is not None:
                 raise self.fault
@@ -68,15 +68,15 @@ class CollectedFiles:
 
 
 class UsersFiles:
-    """Calls the saving methods of one trainer's subclass, and collects their files."""
+    """Calls the saving methods of a Trainer subclass, and collects their files."""
 
     def __init__(self, trainer: Any, root: Path) -> None:
         self._trainer, self._root = trainer, root
         self.any = overrides(trainer, *SAVES_MODEL, "_save_checkpoint")
-        """True if it has such methods."""
+        """True if the subclass has such methods."""
 
         self.weights = overrides(trainer, *SAVES_MODEL)
-        """True if they write the model."""
+        """True if these methods write the model's weights."""
 
         self._write: Callable[[], None] | None = None
 
@@ -116,8 +116,7 @@ class UsersFiles:
         return CollectedFiles(**collected)
 
     def write_own(self) -> None:
-        """Write the run's own files, once, at the end of the user's methods, in
-        `super()._save_checkpoint()`."""
+        """Write the run's own files, once, when the user's methods call `super()._save_checkpoint()`."""
         write, self._write = self._write, None
         if write is not None:
             write()

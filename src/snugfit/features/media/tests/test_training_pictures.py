@@ -205,7 +205,8 @@ def test_a_path_begins_at_its_file_and_not_where_one_is(
     lines = _lines(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        UsageError, match=r"no such file. The current directory has one, but .* folder .*rows"
+        UsageError,
+        match=r"no such file; correct the path. The current directory has one, but .* folder .*rows",
     ):
         made(shutil.move(lines, tmp_path / "rows"), folder)
 

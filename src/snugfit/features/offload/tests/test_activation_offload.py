@@ -22,7 +22,7 @@ import test_fit_law
 from kept import kept
 from snugfit.errors import RecipeError
 from snugfit.features.offload import activations as activation_offload
-from snugfit.features.offload.activations import ActivationOffload, Travelling, offload_activations
+from snugfit.features.offload.activations import ActivationOffload, OffloadedStorage, offload_activations
 from snugfit.features.offload.fields import OffloadWish
 from snugfit.frontends.cut_loss import Verdict
 from snugfit.job.gpu import find_gpu
@@ -158,7 +158,7 @@ NBYTES = 32 * 64 * 4
 
 def on_the_device(model: nn.Module) -> int:
     gc.collect()
-    alive = [one for one in gc.get_objects() if type(one) is Travelling]
+    alive = [one for one in gc.get_objects() if type(one) is OffloadedStorage]
     return sum(one.base is not None for one in alive)
 
 

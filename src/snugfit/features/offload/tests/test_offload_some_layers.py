@@ -22,7 +22,7 @@ from small_models import small_job
 from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError
 from snugfit.features.offload import activations as activation_offload
-from snugfit.features.offload.activations import Travelling, offload_activations
+from snugfit.features.offload.activations import OffloadedStorage, offload_activations
 from snugfit.features.offload.fields import OffloadWish
 from snugfit.frontends.cut_loss import Verdict
 from snugfit.job.gpu import find_gpu
@@ -104,7 +104,7 @@ def test_as_many_as_there_are_is_all_of_them(sent: list[list[int]]) -> None:
     assert gradients("t5", "every_layer + host(all)", autocast=False)
     assert some == sent
     prediction = predict(small_job("bert", 2), "host(all, layers=2)", gpu="h200")
-    assert any("all of them send" in line for line in prediction.doubts)
+    assert any("activations of all move" in line for line in prediction.doubts)
 
 
 def test_a_span_of_layers_belongs_to_its_last_one(sent: list[list[int]]) -> None:
@@ -117,7 +117,7 @@ def test_a_span_of_layers_belongs_to_its_last_one(sent: list[list[int]]) -> None
 
 def on_the_device() -> int:
     gc.collect()
-    alive = [one for one in gc.get_objects() if type(one) is Travelling]
+    alive = [one for one in gc.get_objects() if type(one) is OffloadedStorage]
     return sum(one.base is not None for one in alive)
 
 

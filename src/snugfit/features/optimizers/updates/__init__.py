@@ -1,1 +1,1 @@
-"""The steps of these optimizers."""
+"""The update steps of these optimizers."""

@@ -1,4 +1,5 @@
-"""APOLLO, written from its paper (Zhu et al., arXiv 2412.05270): gradients scaled as AdamW would, on average.
+"""APOLLO, written from its paper (Zhu et al., arXiv 2412.05270): each gradient matrix is scaled as AdamW
+would scale it on average.
 
 AdamW's change to a matrix's gradient is mostly a factor for each of its columns (or rows, the longer side).
 APOLLO finds these factors in a small space. It projects the gradient onto `rank` rows with a fixed random
@@ -20,11 +21,11 @@ GROWTH = 1.01
 """Largest allowed ratio of an update's norm to the norm of the last one."""
 
 SMALLEST = 1e-30
-"""Addend of divisors, so that none is zero."""
+"""Addend of divisors, so that no divisor is zero."""
 
 
 class ApolloWithAdamW(ProjectedAndAdamW):
-    """APOLLO for the matrices that are larger than its rank, and AdamW."""
+    """APOLLO for the matrices that are larger than its rank, and AdamW for the rest."""
 
     further: ClassVar = {"rank": 64, "renew": 200}
 
@@ -57,8 +58,8 @@ class ApolloWithAdamW(ProjectedAndAdamW):
 def _column_factors(
     small: torch.Tensor, state: dict[str, Any], group: dict[str, Any], short: int
 ) -> torch.Tensor:
-    """Return the ratio of the norm of AdamW's update of a projection to that of the projection, for each
-    column."""
+    """Return a factor for each column: the norm of AdamW's update of a projected gradient, divided by the
+    norm of the projection."""
     update = adamw_direction(small, state, group)
     lengths = [torch.linalg.vector_norm(one, dim=short, keepdim=True) for one in (update, small)]
     # AdamW's update of the projection, relative to the projection itself.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def paged_bytes() -> int:
-    """Return bytes in pages that optimizers of this process have made, since `keep_embeddings`."""
+    """Return the bytes of paged states that this process has made since `keep_embeddings`."""
     # Without an import there are no pages, and the import takes seconds.
     if "bitsandbytes" not in sys.modules:
         return 0
@@ -79,7 +79,7 @@ def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
 
 
 def doubt_about_pages(optimizer: Any) -> str:
-    """Return a sentence about states that the driver moves between host and GPU; empty without any."""
+    """Return a warning about states that the driver moves between host and GPU; empty without any."""
     states = optimizer.state.values() if optimizer is not None else ()
     # Only paged tensors have this attribute.
     values = [value for state in states for value in state.values() if hasattr(value, "is_paged")]
@@ -100,11 +100,7 @@ def _let_go(kind: Any, instance: Any) -> None:
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Simulate bitsandbytes' step on meta tensors within this context.
-
-    bitsandbytes has managers of its own, and its step synchronizes a `meta` device like a GPU. With `on_gpu`,
-    paged states are in memory that no trace counts.
-    """
+    """Context in which code sees tensors on `meta` as tensors of a GPU, or of a CPU without `on_gpu`."""
     from unittest.mock import patch
 
     managers = _managers()
@@ -139,7 +135,7 @@ def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def _prefetch(page: torch.Tensor) -> None:
-    """Report pages to the observer of copies, and move nothing."""
+    """Report the prefetch of a paged tensor to the observer of copies; nothing moves."""
     MetaLink.observer.prefetch(page.nbytes)
 
 
@@ -151,7 +147,7 @@ def _on_the_device(*shape: int, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def _wait(tensor: torch.Tensor) -> None:
-    """Wait for a tensor's device by reading one of its numbers, because a trace counts such a wait."""
+    """Wait for a tensor's device by reading one of its numbers, so that a trace counts a wait."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():  # a real wait makes no views
@@ -169,7 +165,7 @@ def _page_managers() -> Any:
 
 
 def _managers() -> Any:
-    """Return bitsandbytes' manager class, which stores its only object in `_instance`."""
+    """Return bitsandbytes' manager class, whose only instance is in `_instance`."""
     with no_hub_kernels():
         from bitsandbytes.optim import GlobalOptimManager
 

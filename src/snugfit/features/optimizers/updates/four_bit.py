@@ -18,15 +18,16 @@ BLOCK = 128
 """Elements that share a scale (Li et al., section 5)."""
 
 LEAST = 4096
-"""Elements of a weight from which its moments have 4 bits; bitsandbytes' 8-bit ones have the same."""
+"""Number of elements from which a weight's moments have 4 bits; bitsandbytes' 8-bit ones have the same."""
 
 SMALLEST = 1e-30
-"""Scale of a block of zeros."""
+"""Scale that is used for a block of zeros."""
 
 NEGATIVE = (-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055)
 # Denser near zero (Dettmers et al., arXiv 2110.02861, section 1.3).
 SIGNED = (*NEGATIVE, 0.0, *(-value for value in reversed(NEGATIVE)), 1.0)
-"""Dynamic values of 4 bits: a sign, zeros that encode the power of ten, and a fraction of that power."""
+"""The sixteen values of a signed 4-bit code: a sign, zeros that encode the power of ten, and a fraction of
+that power."""
 
 # The second moment is a divisor, so its values exclude zero (Li et al., arXiv 2309.01507, sections 3 and 4).
 UNSIGNED = tuple(step / 16 for step in range(1, 17))
@@ -49,7 +50,7 @@ class FourBitAdamW(AdamWInPieces):
     numbers_in_a_block = BLOCK
 
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return codes of zeros, or zeros in 32 bits."""
+        """Return moments of a weight before its first step: codes of zeros, or zeros in 32 bits."""
         # Small weights, and those that blocks do not divide, keep 32 bits.
         if weight.numel() < LEAST or weight.numel() % BLOCK:
             return {
@@ -65,7 +66,7 @@ class FourBitAdamW(AdamWInPieces):
         return state
 
     def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
-        """Read the values of codes from their table."""
+        """Return a moment in 32 bits, from the values of its codes."""
         parts = [rows.state[name] for rows in piece]
         if not _is_packed(piece):
             return gather(parts)
@@ -74,7 +75,7 @@ class FourBitAdamW(AdamWInPieces):
         return unpack(codes, scales, self._tables(name, codes.device).pairs)
 
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
-        """Store the nearest of sixteen values."""
+        """Store both moments as codes of the nearest of sixteen values."""
         for name, exact in zip(MOMENTS, moments, strict=True):
             parts = [rows.state[name] for rows in piece]
             if not _is_packed(piece):

@@ -36,18 +36,19 @@ from snugfit.features.optimizers.updates.matrices import (
 )
 
 ALL_LINEAR = "all-linear"
-"""transformers' word for every linear layer, the head with them."""
+"""Word of transformers for every linear layer, including the head."""
 
 
 class GaloreWithAdamW(ProjectedAndAdamW):
-    """GaLore for the matrices that are larger than its rank, and AdamW."""
+    """GaLore for the matrices that are larger than its rank, and AdamW for the rest."""
 
     further: ClassVar = {"rank": 128, "renew": 200, "scale": 0.25, "side": "std"}
 
     def update_matrix(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        """Update a matrix in its small space; only a decomposition makes tensors of the matrix's size."""
+        """Update a matrix by AdamW on its projected gradient; only a decomposition makes tensors of the
+        matrix's size."""
         # `step` already counts this step, so the first one decomposes.
         if (state["step"] - 1) % group["renew"] == 0:
             state |= _singular_vectors(gradient, group["rank"], group["side"])

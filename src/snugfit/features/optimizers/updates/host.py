@@ -22,7 +22,7 @@ from snugfit.step.wishes.own_adamw import flat, laid_out_as
 
 
 class WeightSlice(NamedTuple):
-    """A run of elements of a weight, and of its gradient and moments."""
+    """A range of elements of a weight, and of its gradient and moments."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -31,7 +31,7 @@ class WeightSlice(NamedTuple):
 
 
 class HostMemory:
-    """Host memory that is allocated once and reused, page-locked beside a GPU.
+    """Host memory that is allocated once and reused; it is page-locked if there is a GPU.
 
     It never comes from torch's allocator, which simulates the device's memory where the device is a CPU.
     """
@@ -40,7 +40,7 @@ class HostMemory:
         self._bytes: torch.Tensor | None = None
 
     def halves(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return twice `STAGED_BYTES` of it, for weights and for gradients."""
+        """Return two tensors of `STAGED_BYTES` in this memory, for weights and for gradients."""
         if self._bytes is None:
             # Only page-locked memory can be copied without waiting.
             if device.type == "cuda":
@@ -51,7 +51,7 @@ class HostMemory:
 
 
 class AdamWOnHost(FusedAdamW):
-    """torch's AdamW, whose states and update are the host's."""
+    """torch's AdamW with states in host memory and updates on the CPU."""
 
     @cached_property
     def _memory(self) -> HostMemory:
@@ -62,12 +62,12 @@ class AdamWOnHost(FusedAdamW):
         parts = [part for weight in weights for part in self._parts(weight)]
         for piece in pieces(parts, _kind, lambda part: part.weight.nbytes, STAGED_BYTES):
             if piece[0].weight.is_meta:
-                _tell(piece)
+                _report_piece(piece)
             else:
                 self._update(piece, group)
 
     def _parts(self, weight: torch.Tensor) -> Iterator[WeightSlice]:
-        """Yield a weight's elements in memory order, and count one more step in its state."""
+        """Yield slices of a weight's elements in memory order, after adding one to the step in its state."""
         state = self.state[weight]
         state["step"] = step = int(state.get("step", 0)) + 1
         assert weight.grad is not None
@@ -137,13 +137,13 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros of so many bytes, in memory of their own."""
+    """Return zeros of so many bytes in newly allocated host memory."""
     # The memory of `mmap` is zero, and not from torch's allocator.
     return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
 
 
-def _tell(piece: list[WeightSlice]) -> None:
-    """Report to the observer the copies out, the update, and the copies back of one piece."""
+def _report_piece(piece: list[WeightSlice]) -> None:
+    """Report the copies and the update of one group of slices to the observer."""
     observer = MetaLink.observer
     for part in piece:
         observer.stage_out(part.weight.nbytes)

@@ -1,4 +1,5 @@
-"""One optimizer that updates the matrices between embeddings and head, and all other parameters by AdamW.
+"""One optimizer with two updates: a special one for the matrices of hidden layers, and AdamW for all other
+parameters.
 
 torch's Muon accepts matrices alone, and its authors leave embedding tables, the output head, biases and
 normalisations to AdamW. APOLLO and GaLore do the same.
@@ -16,21 +17,22 @@ from snugfit.features.optimizers.updates.pieces import refuse_closure
 from snugfit.step.wishes.own_adamw import OwnAdamW, move_moments
 
 BY_ADAMW = "is_left_to_adamw"
-"""Attribute that `leave_to_adamw` sets on a parameter."""
+"""Name of the attribute that marks a parameter for AdamW."""
 
 MATRICES = "matrices"
 """Key of a parameter group with the positions of the matrices that AdamW does not update."""
 
 
 class MatricesAndAdamW(OwnAdamW, ABC):
-    """Another update and AdamW, each over its share of every group, with one learning rate and decay."""
+    """Base class of optimizers with another update for some matrices of each group, and AdamW for the rest,
+    with one learning rate and decay."""
 
     @abstractmethod
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
         """Update the matrices of these groups, which have no others."""
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Return True if the other update is responsible for a parameter of this group."""
+        """Return True if the other update, and not AdamW, updates this parameter of the group."""
         return weight.dim() == 2 and not getattr(weight, BY_ADAMW, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -50,13 +52,14 @@ class MatricesAndAdamW(OwnAdamW, ABC):
             self.run(torch.optim.AdamW(rest, foreach=True))
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make a step of this optimizer, with the states of this one."""
+        """Run a step of this optimizer with the states of `self`."""
         # The state stays here, since an inner optimizer lives for one step.
         optimizer.state = self.state
         optimizer.step()
 
     def _shares(self, *, of_matrices: bool) -> list[dict[str, Any]]:
-        """Return the groups with the matrices or with all else alone, where there are any."""
+        """Return the groups with only their matrices, or with only their other parameters; empty groups are
+        left out."""
         shares = []
         for group in self.param_groups:
             own = set(group[MATRICES])
@@ -66,14 +69,14 @@ class MatricesAndAdamW(OwnAdamW, ABC):
 
 
 class ProjectedAndAdamW(MatricesAndAdamW):
-    """An update by projections of gradients onto `rank` dimensions for larger matrices, and AdamW."""
+    """Base class: projected gradients of `rank` dimensions for larger matrices, and AdamW for the rest."""
 
     @abstractmethod
     def update_matrix(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> torch.Tensor | None:
-        """Return the update of one matrix, in learning rates; None where the weight has it already.
-        `state["step"]` counts this step."""
+        """Return the update of one matrix, to be multiplied by the learning rate; None if the weight is
+        updated already. `state["step"]` counts this step."""
 
     @torch.no_grad()
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
@@ -91,7 +94,7 @@ class ProjectedAndAdamW(MatricesAndAdamW):
                             weight.mul_(decay).add_(update, alpha=-group["lr"])
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Return True unless a projection would not make the matrix smaller, which is then AdamW's."""
+        """Return True if a projection makes the matrix smaller; otherwise AdamW updates it."""
         # Otherwise the projection has as many numbers as the matrix.
         return super().takes(weight, group) and min(weight.shape) > group["rank"]
 
@@ -123,7 +126,7 @@ class MuonWithAdamW(MatricesAndAdamW):
     further: ClassVar = {"momentum": 0.95}
 
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Make a step of torch's Muon, with updates as large as AdamW's."""
+        """Run a step of torch's Muon, with updates as large as AdamW's."""
         keys = ("params", "lr", "weight_decay", "momentum")  # not AdamW's eps
         shares = [{key: group[key] for key in keys} for group in groups]
         # Updates of AdamW's average size, so that its learning rate suits both (Liu et al., arXiv

@@ -20,17 +20,15 @@ from snugfit.step.wishes.own_adamw import STEP, OwnAdamW
 Part = TypeVar("Part")
 
 AT_ONCE = 1 << 23
-"""Elements that are updated together (chosen).
-
-A kernel over them takes longer than its launch on a GPU of today, and all temporaries take 160 to 290 MiB.
-"""
+"""Number of elements that are updated together (chosen). A kernel over them takes longer than its launch on a
+GPU of today, and all temporaries take 160 to 290 MiB."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The keys of torch's AdamW for its states."""
 
 
 class WeightRows(NamedTuple):
-    """Rows of a weight, each with its gradient and state."""
+    """Some rows of a weight, with those of its gradient and its state."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -39,11 +37,11 @@ class WeightRows(NamedTuple):
 
 
 class FusedAdamW(OwnAdamW, ABC):
-    """AdamW by torch's fused kernel, over copies."""
+    """Base class of AdamW variants that run torch's fused kernel on copies."""
 
     @abstractmethod
     def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update weights of a group that have gradients, in pieces."""
+        """Update the weights of a group that have gradients, some elements at a time."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -56,13 +54,14 @@ class FusedAdamW(OwnAdamW, ABC):
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer, closure: Any) -> None:
-    """Raise `ValueError` for a closure."""
+    """Raise `ValueError` if a closure is given, which this optimizer does not support."""
     if closure is not None:
         raise ValueError(f"{type(optimizer).__name__} takes no closure: it computes no loss")
 
 
 def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor], group: Any) -> None:
-    """Update lists of weights by gradients and both moments; `steps` count those before this one."""
+    """Update lists of weights by torch's fused AdamW, from gradients and both moments; `steps` count those
+    before this one."""
     weights, gradients, firsts, seconds = tensors
     # The empty list is for `amsgrad`, which is off.
     adamw(
@@ -90,10 +89,10 @@ def pieces(
 
 
 class AdamWInPieces(FusedAdamW):
-    """AdamW in 32 bits over weights and moments that have fewer."""
+    """AdamW computed in 32 bits, for weights and moments of fewer bits, some elements at a time."""
 
     numbers_in_a_block = 1
-    """Slices of a weight have a multiple of this number of elements."""
+    """Number of elements of which the length of every slice of a weight is a multiple."""
 
     @abstractmethod
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -101,14 +100,14 @@ class AdamWInPieces(FusedAdamW):
 
     @abstractmethod
     def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
-        """Return a moment of a piece in 32 bits, one part behind the other."""
+        """Return a moment of these rows as one fp32 tensor, one part after the other."""
 
     @abstractmethod
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
-        """Store both moments in the states of a piece."""
+        """Store both fp32 moments of these rows in the weights' states."""
 
     def write(self, weights: list[torch.Tensor], exact: torch.Tensor) -> None:
-        """Store the new values of weights."""
+        """Store the new fp32 values in the weights."""
         scatter(exact, weights)
 
     def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
@@ -146,7 +145,7 @@ class AdamWInPieces(FusedAdamW):
             yield WeightRows(parts[start:end], gradient[start:end], cut, state[STEP])
 
     def _update(self, piece: Sequence[WeightRows], group: dict[str, Any]) -> None:
-        """Update a piece by torch's fused AdamW."""
+        """Update these rows by torch's fused AdamW on fp32 copies."""
         weights = [rows.weight for rows in piece]
         exact, slope = gather(weights), gather([rows.gradient for rows in piece])
         moments = tuple(self.widen(piece, name) for name in MOMENTS)
@@ -160,7 +159,7 @@ class AdamWInPieces(FusedAdamW):
 
 
 def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return these tensors in 32 bits, one behind the other."""
+    """Return these tensors concatenated in fp32."""
     flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.float32, device=parts[0].device)
     # One launch copies and casts all parts.
     torch._foreach_copy_(_views(flat, parts), list(parts))

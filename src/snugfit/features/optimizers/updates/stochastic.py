@@ -21,14 +21,14 @@ LOW_BITS = 1 << 16
 
 
 class StochasticAdamW(AdamWInPieces):
-    """AdamW that rounds new weights and moments of bfloat16 up or down by chance."""
+    """AdamW that rounds new bfloat16 weights and moments stochastically."""
 
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return zeros in the weight's dtype."""
+        """Return moments of zeros in the weight's dtype."""
         return {name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in MOMENTS}
 
     def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
-        """Copy a moment into 32 bits."""
+        """Return a moment of these rows copied to 32 bits."""
         return gather([rows.state[name] for rows in piece])
 
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
@@ -51,7 +51,7 @@ class StochasticAdamW(AdamWInPieces):
 
 
 def round_by_chance(exact: torch.Tensor) -> torch.Tensor:
-    """Return fp32 numbers that bfloat16 can represent: the upper or lower neighbour of each, at random.
+    """Return the fp32 numbers rounded stochastically to values that bfloat16 can represent.
 
     A random number below 2^16 is added to the bits, and the lower half is then cleared. The probability of a
     carry is the lower half divided by 2^16.

@@ -84,7 +84,7 @@ def test_what_does_not_go_with_it_is_said_before_it_is_tried(family: str, recipe
 
 def test_sizes_that_are_no_multiples_of_16_are_refused() -> None:
     odd = small_job("llama", 2, facts={"hidden_size": 40, "intermediate_size": 72})
-    with pytest.raises(RecipeError, match=r"sizes that are multiples of 16.* Try 'bf16'"):
+    with pytest.raises(RecipeError, match=r"sizes must be multiples of 16.* Try 'bf16'"):
         Recipe.parse("fp8").check(odd, installed=False)
 
 

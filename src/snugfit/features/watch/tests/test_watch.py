@@ -146,7 +146,7 @@ def full(**facts: Any) -> WatchedGpu:
         ),
         (replace(full(nvml_bytes=60 * GIB), utilization=0.3), 0.1, ["70%", "Python waited", "workers"]),
         (replace(full(), utilization=0.3), 0.5, ["the launch of kernels or the wait for data"]),
-        (replace(full(), utilization=0.3), None, ["why is not known"]),
+        (replace(full(), utilization=0.3), None, ["the cause is not known"]),
         (replace(full(), utilization=None, utilization_fault="Not Supported"), 0.9, ["(Not Supported)"]),
         (full(nvml_bytes=60 * GIB, reserved_bytes=50 * GIB, allocated_bytes=49 * GIB), 0.9, ["no change"]),
     ],

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 WARPS = 4
-"""Warps of 32 threads of a program of the backward kernel: with 8 it took twice as long (dev/log.md)."""
+"""Number of warps of a program of the backward kernel: with 8 it took twice as long (dev/log.md)."""
 
 FORWARD_TILE = 1024
-"""Elements in a tile of the forward kernel (chosen)."""
+"""Number of elements in a tile of the forward kernel (chosen)."""
 
 VARYING = ("rows", "residual_rows", "site", "drops")
 """Arguments whose values trigger no new compilation of a kernel."""
@@ -35,7 +35,8 @@ def norm_forward(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STREAM: tl.constexpr, SUM: tl.constexpr, DROPS: tl.constexpr,
     DROPS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write some rows of the result, of the stream, of the sum and of the statistics (2, rows)."""
+    """Triton kernel: write some rows of the norm, of the stream, of the sum, and of the statistics (2,
+    rows)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     has_column = column < columns
@@ -79,7 +80,8 @@ def norm_backward(  # type: ignore[no-untyped-def]
     STREAM_SLOPE: tl.constexpr, SUM_SLOPE: tl.constexpr, DROPS: tl.constexpr, DROPS_LAST: tl.constexpr,
     APART: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of every n-th block of rows, n the number of programs, and their column sums.
+    """Triton kernel: write the gradients of every n-th block of rows, n the number of programs, and their
+    column sums.
 
     The sums are the gradients of weight (the first of SUMS), shift and bias.
     """

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     import torch
 
 WARPS = 4
-"""Warps of 32 threads of one program: with 8 the backward kernel took twice as long (dev/log.md)."""
+"""Number of warps of a program: with 8 the backward kernel took twice as long (dev/log.md)."""
 
 
 @triton.jit
 def tanh(value):  # type: ignore[no-untyped-def]
-    """Return tanh by the exponential, which becomes zero or infinite where tanh is one."""
+    """Return tanh of a tile, by the exponential, which is zero or infinite where tanh is one."""
     return 1.0 - 2.0 / (tl.exp(2.0 * value) + 1.0)
 
 
 @triton.jit
 def share_below(value):  # type: ignore[no-untyped-def]
-    """Return the normal distribution's share below a value, and exp(-value * value / 2), a factor of its
-    density.
+    """Return the normal distribution's cumulative probability at `value`, and exp(-value * value / 2), a
+    factor of its density.
 
     The formula is Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26. Its error is at most
     1.5e-7 of erf, so half of that of the share. That is about a unit in the last place of fp32 near one.
@@ -48,7 +48,7 @@ def share_below(value):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=("rows",))  # type: ignore[untyped-decorator]
 def gelu_forward(x, bias, y, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write a block of the result."""
+    """Triton kernel: write GELU of a block of `x + bias`."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -68,8 +68,8 @@ def gelu_backward(  # type: ignore[no-untyped-def]
     dy, x, bias, dx, partials, rows, columns,
     TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write some columns of every n-th block of rows, n the number of programs, and the sums of their
-    gradients."""
+    """Triton kernel: write gradients of some columns of every n-th block of rows (n programs), and their
+    sums."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     shift = tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
@@ -95,7 +95,7 @@ def gelu_backward(  # type: ignore[no-untyped-def]
 
 
 def bias_gelu_forward(x: torch.Tensor, bias: torch.Tensor, by_tanh: bool, *, y: torch.Tensor) -> None:
-    """Write GELU of `x` (..., H) plus `bias` (H)."""
+    """Launch the kernel that writes GELU of `x` (..., H) plus `bias` (H) to `y`."""
     columns = x.size(-1)
     rows = x.numel() // columns
     gelu_forward[(triton.cdiv(rows, BLOCK_ROWS), triton.cdiv(columns, BLOCK_COLUMNS))](
@@ -112,7 +112,8 @@ def bias_gelu_backward(
     dx: torch.Tensor,
     partials: torch.Tensor,
 ) -> None:
-    """Write the gradient of `x`, and a part of the gradient of `bias` for each program (1, P, H)."""
+    """Launch the kernel that writes the gradient of `x`, and each program's part of that of `bias` (1, P,
+    H)."""
     columns = x.size(-1)
     rows = x.numel() // columns
     gelu_backward[(partials.size(1), triton.cdiv(columns, BLOCK_COLUMNS))](

@@ -16,7 +16,7 @@ COLUMNS, ROWS = 16, 64
 
 @triton.jit(do_not_specialize=("count",))  # type: ignore[untyped-decorator]
 def add_columns(partials, sums, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up `count` rows of some columns of one of the K tensors."""
+    """Triton kernel: add up `count` rows of some columns of one of the K tensors."""
     # Offsets of large tensors exceed 32 bits.
     which = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -30,7 +30,7 @@ def add_columns(partials, sums, count, columns, ROWS: tl.constexpr, COLUMNS: tl.
 
 
 def column_sums(partials: torch.Tensor, *, sums: torch.Tensor) -> None:
-    """Write the sums over the second dimension."""
+    """Write the sums (K, columns) of `partials` (K, P, columns) over P."""
     kinds, count, columns = partials.shape
     add_columns[(triton.cdiv(columns, COLUMNS), kinds)](
         partials, sums, count, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4

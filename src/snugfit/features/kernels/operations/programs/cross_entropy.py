@@ -8,19 +8,19 @@ import triton
 import triton.language as tl
 
 BLOCK = 8192
-"""Logits that a program reads at a time, at most (chosen)."""
+"""Largest number of logits that a program loads at a time (chosen)."""
 
 PRODUCT_BLOCK = 4096
-"""Elements that a program multiplies at a time (chosen)."""
+"""Number of elements that a program multiplies at a time (chosen)."""
 PRODUCT_PROGRAMS = 2048
-"""Programs at most, which share all blocks (chosen): where nothing is to be done, each costs its start."""
+"""Largest number of programs that share the blocks (chosen): an idle program still costs its launch."""
 
 
 @triton.jit(do_not_specialize=("ignore_index",))  # type: ignore[untyped-decorator]
 def write_row(  # type: ignore[no-untyped-def]
     logits, labels, share, losses, ignore_index, columns, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write a token's loss, and its gradient over its logits.
+    """Triton kernel: write a token's loss, and overwrite its logits with their gradient.
 
     Each lane has its own largest logit and sum of exponentials until the end of the first pass.
     """
@@ -63,7 +63,7 @@ def cross_entropy_gradient(
     *,
     losses: torch.Tensor,
 ) -> None:
-    """Run the kernel over logits (T, V) with contiguous rows."""
+    """Overwrite logits (T, V) with their gradient, and write the tokens' losses (T,), by one kernel."""
     rows, columns = logits.shape
     block = min(BLOCK, triton.next_power_of_2(columns))
     write_row[(rows,)](
@@ -74,7 +74,7 @@ def cross_entropy_gradient(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def multiply_blocks(values, factor, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply a program's blocks, unless the factor is one."""
+    """Triton kernel: multiply blocks of `values` by a factor in place; do nothing if it is one."""
     by = tl.load(factor).to(tl.float32)
     # The factor is one unless the batch is split; then nothing needs to be read.
     if by != 1.0:
@@ -88,7 +88,7 @@ def multiply_blocks(values, factor, count, BLOCK: tl.constexpr):  # type: ignore
 
 
 def multiply(values: torch.Tensor, factor: torch.Tensor) -> None:
-    """Run the kernel over contiguous values and a scalar."""
+    """Launch the kernel that multiplies contiguous values in place by a scalar."""
     count = values.numel()
     programs = min(PRODUCT_PROGRAMS, -(-count // PRODUCT_BLOCK))
     multiply_blocks[(programs,)](values, factor, count, BLOCK=PRODUCT_BLOCK, num_warps=8)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 2048
-"""Elements of a row that one program processes."""
+"""Largest number of elements of a row in one program."""
 
 WARPS = 8
 
@@ -37,7 +37,7 @@ def activate(gate, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gate_row(product, out, columns, TANH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write act(gate) * up (columns) for one row of the product (2 * columns), gate and up."""
+    """Triton kernel: write act(gate) * up (columns) for one row (2 * columns) of gate and up."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < columns
@@ -54,9 +54,9 @@ def gate_row(product, out, columns, TANH: tl.constexpr, BLOCK: tl.constexpr):  #
 def gate_row_backward(  # type: ignore[no-untyped-def]
     product, of_out, columns, TANH: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the gradients of gate and up in their place.
+    """Triton kernel: overwrite one row of gate and up with its gradient.
 
-    With `AGAIN`, write the forward pass's output over its gradient.
+    With `AGAIN`, the forward pass's output overwrites its own gradient.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -74,7 +74,7 @@ def gate_row_backward(  # type: ignore[no-untyped-def]
 
 
 def gate(product: torch.Tensor, tanh: bool, *, out: torch.Tensor) -> None:
-    """Run the forward kernel over a product (T, 2 * I)."""
+    """Launch the kernel that writes act(gate) * up (T, I) of a product (T, 2 * I)."""
     rows, columns = out.shape
     gate_row[(rows, triton.cdiv(columns, BLOCK))](
         product, out, columns, TANH=tanh, BLOCK=block_of(columns), num_warps=WARPS
@@ -82,7 +82,7 @@ def gate(product: torch.Tensor, tanh: bool, *, out: torch.Tensor) -> None:
 
 
 def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
-    """Run the backward kernel, in place."""
+    """Launch the kernel that overwrites a product (T, 2 * I) of gate and up with its gradient."""
     rows, columns = of_out.shape
     gate_row_backward[(rows, triton.cdiv(columns, BLOCK))](
         product, of_out, columns, TANH=tanh, AGAIN=again, BLOCK=block_of(columns), num_warps=WARPS
@@ -90,5 +90,5 @@ def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again
 
 
 def block_of(columns: int) -> int:
-    """Return the elements of a program: a whole row if it is short."""
+    """Return the number of elements of a program: a whole row if it is short."""
     return min(BLOCK, int(triton.next_power_of_2(columns)))

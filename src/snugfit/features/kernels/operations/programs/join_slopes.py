@@ -18,7 +18,7 @@ def copy_columns(  # type: ignore[no-untyped-def]
     first, second, third, joint, partials, rows, columns,
     SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy some columns of every n-th block of rows, n the number of programs, and add them up."""
+    """Triton kernel: copy some columns of every n-th block of rows (n programs), and add them up."""
     which = tl.program_id(2)
     source = first
     if which == 1:
@@ -49,7 +49,7 @@ def copy_slopes(
     joint: torch.Tensor,
     partials: torch.Tensor | None,
 ) -> None:
-    """Write all three (..., N) side by side (rows, 3 N), and partial sums (1, P, 3 N)."""
+    """Write three gradients (..., N) as one (rows, 3 N), and partial column sums (1, P, 3 N)."""
     columns = first.size(-1)
     rows = joint.size(0)
     programs = triton.cdiv(rows, BLOCK_ROWS) if partials is None else partials.size(1)

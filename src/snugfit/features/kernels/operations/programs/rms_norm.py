@@ -18,9 +18,10 @@ def norm_row(  # type: ignore[no-untyped-def]
     branch, residual, scale, stream, normed, roots, columns, eps,
     ADDS: tl.constexpr, AGAIN: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row of the stream (with `ADDS`), of its norm, and the inverse root of its mean square.
+    """Triton kernel: write one row of the stream (with `ADDS`), of its norm, and its inverse root mean
+    square.
 
-    With `AGAIN` that root is read instead.
+    With `AGAIN` that root is loaded instead.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -58,7 +59,7 @@ def norm_rows_backward(  # type: ignore[no-untyped-def]
     ADDS: tl.constexpr, TWICE: tl.constexpr, SCALES: tl.constexpr, FROM_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the rows' stream.
+    """Triton kernel: write the gradient of the stream for some rows.
 
     With `ADDS`, the stream's own gradient is added. With `TWICE`, the result is also written in the branch's
     dtype. With `SCALES`, a row of sums for the gradient of the scale is written.
@@ -103,7 +104,7 @@ def rms_norm(
     normed: torch.Tensor,
     roots: torch.Tensor,
 ) -> None:
-    """Normalize contiguous rows (T, H)."""
+    """Write the RMSNorm of contiguous rows (T, H), and the inverse root (T,) of each row's mean square."""
     tensors = stream, stream, scale, stream, normed, roots
     _launch(tensors, eps, ADDS=False, AGAIN=False, FROM_ONE=from_one)
 
@@ -111,7 +112,7 @@ def rms_norm(
 def rms_norm_again(
     stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, from_one: bool, *, normed: torch.Tensor
 ) -> None:
-    """Normalize rows (T, H) by their saved roots."""
+    """Write the RMSNorm of rows (T, H) from their saved inverse roots (T,)."""
     tensors = stream, stream, scale, stream, normed, roots
     _launch(tensors, 0.0, ADDS=False, AGAIN=True, FROM_ONE=from_one)
 
@@ -127,7 +128,7 @@ def add_rms_norm(
     normed: torch.Tensor,
     roots: torch.Tensor,
 ) -> None:
-    """Add contiguous rows (T, H), and normalize the sums."""
+    """Write the sum of two tensors of contiguous rows (T, H), its RMSNorm and the inverse roots (T,)."""
     tensors = branch, residual, scale, stream, normed, roots
     _launch(tensors, eps, ADDS=True, AGAIN=False, FROM_ONE=from_one)
 
@@ -151,8 +152,8 @@ def rms_norm_backward(
     sums: torch.Tensor | None,
     programs: int,
 ) -> None:
-    """Run the backward kernel in `programs` programs, each of which writes a row of `sums` if there are
-    any."""
+    """Write the gradients of stream and branch (T, H), and each program's row of `sums` for that of the
+    scale."""
     rows, columns = stream.shape
     block = triton.next_power_of_2(columns)
     norm_rows_backward[(programs,)](
@@ -165,5 +166,5 @@ def rms_norm_backward(
 
 
 def warps_of(block: int) -> int:
-    """Return the warps for a row: some eight elements for each thread, of 32 a warp."""
+    """Return the number of warps for a row: about eight elements for each thread."""
     return min(max(block // 256, 1), 16)

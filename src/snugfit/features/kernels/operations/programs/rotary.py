@@ -16,12 +16,12 @@ import triton.language as tl
 WARPS = 4
 
 TILE = 2048
-"""Elements of heads that a program processes at a time."""
+"""Number of elements of heads that a program processes at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def angles_of(cosines, sines, begin, lane, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return both halves of the cosines and of the sines of a token (1, WIDTH)."""
+    """Return both halves of a token's cosines and of its sines, (1, WIDTH) each."""
     inside = lane < HALF
     at = begin + lane
     cosine = tl.load(cosines + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -37,7 +37,8 @@ def turn(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
     FROM_ONE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the rotated heads of a token's queries and keys to `out`, which may be the product itself.
+    """Triton kernel: write the rotated heads of a token's queries and keys to `out`, which may be the product
+    itself.
 
     `apart` is the stride of the cosines between sequences.
     """
@@ -71,7 +72,7 @@ def turn(  # type: ignore[no-untyped-def]
 def scales_of(  # type: ignore[no-untyped-def]
     query_scale, key_scale, head, lane, QUERIES: tl.constexpr, HALF: tl.constexpr, mask
 ):  # fmt: skip
-    """Return both halves of the scale of each head's norm: that of queries or that of keys."""
+    """Return both halves of each head's norm scale: that of queries or that of keys."""
     of_query = mask & (head < QUERIES)
     # One of the two masks is empty for each head, so the sum selects a scale.
     of_key = mask & (head >= QUERIES)
@@ -88,8 +89,7 @@ def through_norm(  # type: ignore[no-untyped-def]
     left, right, row, at, query_scale, key_scale, head, lane, eps, mask,
     QUERIES: tl.constexpr, HALF: tl.constexpr, FROM_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Return both halves of the gradient of heads before their norm, from those after it, and that of the
-    scale."""
+    """Return the gradient of heads before their norm, from that after it, and the scale's; both in halves."""
     value = tl.load(row + at, mask=mask, other=0.0).to(tl.float32)
     value_2 = tl.load(row + at + HALF, mask=mask, other=0.0).to(tl.float32)
     # The root is computed again, since the product was saved before its norm.
@@ -110,7 +110,7 @@ def through_norm(  # type: ignore[no-untyped-def]
 def copy_heads(  # type: ignore[no-untyped-def]
     source, into, apart, lane, HEADS_IN_ALL: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Copy heads with the stride `apart` to adjacent memory."""
+    """Copy heads with the stride `apart` to contiguous memory."""
     inside = lane < HALF
     for first in range(0, HEADS_IN_ALL, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
@@ -129,7 +129,7 @@ def turn_back(  # type: ignore[no-untyped-def]
     value_batch, value_head, value_token, QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr,
     NORMS: tl.constexpr, FROM_ONE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of the product's gradient from those of queries, keys and values, each with its own strides.
+    """Triton kernel: write rows of the product's gradient from strided ones of queries, keys and values.
 
     With `NORMS`, also write a row of sums for the gradients of both scales (4, HALF).
     """
@@ -239,7 +239,8 @@ def rotate_backward(
     *,
     into: torch.Tensor,
 ) -> None:
-    """Gather gradients (B, heads, S, D), whose last stride is 1, as rows of the product's."""
+    """Write gradients of queries, keys and values (B, heads, S, D), rotated back, as rows of the product's
+    (T, N)."""
     _launch_backward(
         (of_query, of_key, of_value), (cosines, sines), (cosines, cosines), (into, into, cosines), 0.0, False,
         programs=len(into), norms=False,
@@ -261,7 +262,8 @@ def norm_and_rotate_backward(
     into: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    """Gather gradients through the norms of a product, in as many programs as `sums` has rows."""
+    """Do the work of `rotate_backward` through the norms of heads; write partial sums of the scales'
+    gradients."""
     _launch_backward(
         (of_query, of_key, of_value), (cosines, sines), (queries, keys), (product, into, sums), eps, from_one,
         programs=len(sums), norms=True,
@@ -290,7 +292,7 @@ def _launch_backward(
 
 
 def _apart(cosines: torch.Tensor) -> int:
-    """Return the stride of the angles from one sequence to the next; 0 if all sequences share them."""
+    """Return the stride of the cosines from one sequence to the next; 0 if all sequences share them."""
     return 0 if cosines.size(0) == 1 else cosines.stride(0)
 
 
