@@ -19,9 +19,7 @@ from made_up import measurement, prediction
 from made_up_plans import planned
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.comparison.calibrate import Calibration
 from snugfit.job.gpu import find_gpu
-from snugfit.prediction.rates import rates_for
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
@@ -69,8 +67,6 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.prediction.traces.export_trace.rehearse_again", rehearse_again)
     monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
-    calibration = Calibration(gpus=1, rates=rates_for(H200), readings=(), versions={})
-    monkeypatch.setattr("snugfit.comparison.calibrate.calibrate", lambda *_, **__: calibration)
     monkeypatch.setattr("snugfit.frontends.own.refuse_more_than_here", lambda *_: None)
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
     monkeypatch.setattr(
@@ -81,8 +77,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
     monkeypatch.setattr("snugfit.features.distributed.launch.launch", lambda *_: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for command in ("measure", "calibrate"):
-        monkeypatch.setattr(f"snugfit.cli.{command}.gpu_here", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr("snugfit.cli.measure.gpu_here", lambda *_: "NVIDIA H200")
     for text in (*pieces("yaml"), *(text for text in pieces("python") if text.startswith("# "))):
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -91,20 +86,17 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 OF_FEATURES = re.compile(r"(guide|check|export|why-oom|lengths)\b|.* --(arguments|export|\w*_\w*) ")
 OF_ACCURACY = re.compile(r"accuracy\b|.* --verify ")
+OF_CALIBRATION = re.compile(r"calibrate\b")
 """Commands that the tests of features run."""
 OF_GPU_GROUPS = re.compile(r"(plan|gpus)\b.* --gpus ")
 """Plans for several GPUs, which the tests of their feature run."""
-ELSEWHERE = (OF_FEATURES, OF_ACCURACY, OF_GPU_GROUPS)
+ELSEWHERE = (OF_FEATURES, OF_ACCURACY, OF_CALIBRATION, OF_GPU_GROUPS)
 
 
 @pytest.mark.parametrize(
     "command",
     slow_but(
-        [
-            one
-            for one in commands()
-            if not any(p.match(one) for p in (OF_FEATURES, OF_ACCURACY, OF_GPU_GROUPS))
-        ],
+        [one for one in commands() if not any(kind.match(one) for kind in ELSEWHERE)],
         lambda one: "+ auto" not in one,
     ),
 )

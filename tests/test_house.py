@@ -321,7 +321,6 @@ MAY_NAME = {
     "techniques/adapters/full.py": {"lora"},
     "versions.py": {"liger"},
     # Precisions of a GPU.
-    "comparison/calibrate.py": {"fp8", "ddp", "fsdp"},
     "job/gpu.py": {"fp8"},
     "prediction/rates.py": {"fp8"},
     # The packaged pictures are a job of this task.

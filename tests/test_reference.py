@@ -24,15 +24,11 @@ from kept import REST
 from made_up import measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
-from snugfit.comparison.calibrate import Calibration, ProbeReading, probes
-from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.prices import Prices, document
-from snugfit.prediction.rates import rates_for
 from snugfit.report.schema.json_schema import keys, objects, schema_of, title
 from snugfit.report.schema.tables import DOCUMENTS
 from snugfit.report.techniques import TechniqueList
-from snugfit.results.measurement import GpuClock, Measurement, RankMeasured
-from snugfit.results.prediction import Prediction
+from snugfit.results.measurement import GpuClock, RankMeasured
 from snugfit.techniques.roster import techniques
 from test_gpus_command import made_up as plans_for_gpus
 from test_ways_out import LARGER, WAYS
@@ -95,17 +91,7 @@ def answers() -> Iterator[tuple[str, Any]]:
     plans = replace(plans, kept=kept_slots, counts=(planned.counts,))
     yield "gpus --for MODEL --json", plans.to_json() | {"run": document(plans, prices)}
     yield "gpus --json", {"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in snugfit.all_gpus()]}
-    yield from answers_about_machines(predicted, measured)
     yield "techniques --json", TechniqueList.of(list(techniques())).to_json()
-
-
-def answers_about_machines(predicted: Prediction, measured: Measurement) -> Iterator[tuple[str, Any]]:
-    """Yield answers that need a GPU, made of known parts."""
-    h200 = find_gpu("h200")
-    update = probes(("bf16",))[0]
-    reading = ProbeReading(probe=update, predicted_seconds=0.1, measured_seconds=None, factor=None)
-    rates = rates_for(h200)
-    yield "calibrate --json", Calibration(gpus=1, rates=rates, readings=(reading,), versions={"torch": "2"})
 
 
 @pytest.mark.whole

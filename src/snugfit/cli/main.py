@@ -25,7 +25,6 @@ from typing import Annotated, Any
 import typer
 
 from snugfit.cli.arguments import Command, show_version
-from snugfit.cli.calibrate import calibrate
 from snugfit.cli.gpus import gpus
 from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
@@ -70,7 +69,7 @@ app = typer.Typer(
 COMMANDS = (
     predict, plan, train, measure,
     *(command for commands in hooks("commands") for command in commands()),
-    calibrate, gpus, techniques, schema,
+    gpus, techniques, schema,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(cls=Command)(command)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from snugfit.comparison.calibrate import Calibration, ProbeReading
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.job.gpu import Gpu
@@ -54,7 +53,6 @@ DOCUMENTS: dict[str, type] = {
     "gpus --for MODEL --json": GpuPlans,
     "measure --json": Measurement,
     "measure --predict --json": Comparison,
-    "calibrate --json": Calibration,
     "techniques --json": TechniqueList,
 }
 """Documents of the core's commands."""
@@ -110,11 +108,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "errors": (Mapping[str, float], "predicted / measured - 1, by figure."),
     },
     Model: {"config": (Mapping[str, Any], "The keys of its config.json that matter; empty for a module.")},
-    Calibration: heads(Literal["calibration"]),
-    ProbeReading: {
-        "corrects": (str, "The rate that the probe corrects."),
-        "recipe": (str, "Recipe of the probe."),
-    },
     HostLaunchCosts: {"foreign": (float, "A kernel that a library launches from Python.")},
     TechniqueList: heads(Literal["techniques"]),
     Moment: {"counted_from": (int, "First number of a step: 1. Documents without this key count from 0.")},
@@ -129,7 +122,6 @@ LEFT_OUT: dict[type, set[str]] = {
     Job: {"mixes_samples", "unclear_cut"},
     Comparison: {"lines", "pace"},
     Model: {"facts", "module", "example", "batch_dims", "resized"},
-    ProbeReading: {"probe"},
     HostLaunchCosts: {"python_launched"},
 }
 """Fields that `to_json` omits."""

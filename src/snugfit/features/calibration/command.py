@@ -13,7 +13,7 @@ from snugfit.errors import GpuError, SnugfitError
 from snugfit.measurement.target import gpu_here
 
 if TYPE_CHECKING:
-    from snugfit.comparison.calibrate import ProbeReading
+    from snugfit.features.calibration.calibrate import ProbeReading
     from snugfit.prediction.rates import Rates
     from snugfit.report.text.table import PlainTable
 
@@ -32,7 +32,7 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
     if name is None:
         raise GpuError("This machine has no GPU to calibrate. Use a machine with a GPU.")
     from snugfit.cli.progress import show_progress
-    from snugfit.comparison.calibrate import calibrate as run
+    from snugfit.features.calibration.calibrate import calibrate as run
     from snugfit.frontends.own import refuse_more_than_here
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.rates import calibration_file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,20 @@ from typing import Any
 import pytest
 
 from small_models import small_job
-from snugfit.cli.calibrate import sentence_about_others
+from snugfit.cli.main import run
 from snugfit.cli.plan_cache import key_of
-from snugfit.comparison.calibrate import ATTEMPTS, MeasureSeconds, ProbeReading, ProbeSeconds, calibrate
 from snugfit.errors import GpuError, SnugfitError
+from snugfit.features.calibration.calibrate import (
+    ATTEMPTS,
+    Calibration,
+    MeasureSeconds,
+    ProbeReading,
+    ProbeSeconds,
+    calibrate,
+    probes,
+)
+from snugfit.features.calibration.command import sentence_about_others
+from snugfit.features.calibration.feature import CalibrationFeature
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.device import policy_for
@@ -30,6 +41,10 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.wish import processes_of
+from test_docs import OF_CALIBRATION, answered, commands
+from test_reference import hold_to_schema
+
+__all__ = ["answered"]
 
 pytestmark = pytest.mark.whole
 
@@ -40,8 +55,8 @@ GPU = find_gpu("h200")
 def no_calibration_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNUGFIT_RATES", str(tmp_path / "rates"))
     # invented machines match their predictions
-    monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", {})
-    monkeypatch.setattr("snugfit.comparison.calibrate.rehearse", rehearsed)
+    monkeypatch.setattr("snugfit.features.calibration.calibrate.PROBE_ERRORS", {})
+    monkeypatch.setattr("snugfit.features.calibration.calibrate.rehearse", rehearsed)
 
 
 TRACES: dict[str, Trace] = {}
@@ -146,7 +161,7 @@ def test_the_machine_that_is_known_changes_nothing() -> None:
 def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with only the usual errors of the probes gets the known rates."""
     errors = {"host": 0.9, "bandwidth": 1.05, "fp32": 0.95, "tf32": 1.02, "bf16": 1.04}
-    monkeypatch.setattr("snugfit.comparison.calibrate.PROBE_ERRORS", errors)
+    monkeypatch.setattr("snugfit.features.calibration.calibrate.PROBE_ERRORS", errors)
     known, asked = rates_for(GPU), iter(("bandwidth", "host", "host", "host", "fp32", "tf32", "bf16"))
     found, _ = rates_and_readings(
         GPU,
@@ -202,7 +217,7 @@ def test_a_probe_that_dies_corrects_nothing_and_says_why() -> None:
 def test_a_probe_without_kernels_of_its_rate_corrects_nothing_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("snugfit.comparison.calibrate._seconds_of_rate", lambda *_: 0.0)
+    monkeypatch.setattr("snugfit.features.calibration.calibrate._seconds_of_rate", lambda *_: 0.0)
     _, readings = rates_and_readings(GPU, measure_seconds=quiet(other_machine()))
     assert {reading.why for reading in readings} == {"no kernel of its step depends on this rate"}
 
@@ -243,10 +258,29 @@ def test_one_that_cannot_be_read_can_be_made_again() -> None:
 def test_what_no_probe_told_is_not_called_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every probe fails, so no prediction of a probe is used."""
     step = rehearse(small_job("llama", 1), Recipe().setup(), policy_for(GPU, Software()))
-    monkeypatch.setattr("snugfit.comparison.calibrate.rehearse", lambda *_: step)
+    monkeypatch.setattr("snugfit.features.calibration.calibrate.rehearse", lambda *_: step)
 
     def dies(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
         raise SnugfitError("The probe's run ended with oom.")
 
     found, _ = rates_and_readings(find_gpu("a100-80gb"), measure_seconds=dies)
     assert not found.measured
+
+
+def test_its_document_is_valid_against_the_schema() -> None:
+    reading = ProbeReading(
+        probe=probes(("bf16",))[0], predicted_seconds=0.1, measured_seconds=None, factor=None
+    )
+    rates = rates_for(find_gpu("h200"))
+    printed = Calibration(gpus=1, rates=rates, readings=(reading,), versions={"torch": "2"})
+    hold_to_schema(CalibrationFeature().documents(), [("calibrate --json", printed)])
+
+
+@pytest.mark.parametrize("command", [one for one in commands() if OF_CALIBRATION.match(one)])
+def test_a_command_of_the_docs_is_understood(
+    command: str, answered: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibration = Calibration(gpus=1, rates=rates_for(find_gpu("h200")), readings=(), versions={})
+    monkeypatch.setattr("snugfit.features.calibration.calibrate.calibrate", lambda *_, **__: calibration)
+    monkeypatch.setattr("snugfit.features.calibration.command.gpu_here", lambda *_: "NVIDIA H200")
+    assert run(shlex.split(command)) == 0, capsys.readouterr().err

@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from snugfit.documents import encode_fields
 from snugfit.errors import SnugfitError
@@ -111,6 +111,14 @@ class ProbeReading:
     disturbed: float | None = None
     """Share of checks that found the launching core disturbed by other processes."""
 
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "corrects": (str, "The rate that the probe corrects."),
+        "recipe": (str, "Recipe of the probe."),
+    }
+    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
+    left_out_keys: ClassVar[tuple[str, ...]] = ("probe",)
+    """Fields that `to_json` omits."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the reading as a JSON object of the calibration file."""
         return {
@@ -136,6 +144,11 @@ class Calibration:
     """The probes that corrected them."""
     versions: Mapping[str, str]
     """Versions of the packages that measured."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "what": (Literal["calibration"], "Name of the document.")
+    }
+    """Keys that `to_json` adds."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of `snugfit calibrate --json`, which the calibration file contains too."""

@@ -1,0 +1,1 @@
+"""The examination of a machine: versions, extras, driver and GPUs."""
