@@ -242,10 +242,7 @@ def test_layerdrop_of_transformers_is_a_doubt_where_it_is_on() -> None:
     asked: dict[str, Any] = {**sizes, "d_model": 32, "vocab_size": 96}
     on = trace_of_config("m2m_100", Task.SEQ2SEQ_LM, **asked)  # 0.05 by default
     off = trace_of_config("m2m_100", Task.SEQ2SEQ_LM, encoder_layerdrop=0.0, decoder_layerdrop=0.0, **asked)
-    assert [doubt.split(" that ")[1].split(".")[0] for doubt in on.doubts] == [
-        "M2M100Encoder",
-        "M2M100Decoder",
-    ]
+    assert [doubt.split(".")[0] for doubt in on.doubts] == ["M2M100Encoder", "M2M100Decoder"]
     assert off.doubts == ()
     assert on.peak() == off.peak()
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
 
-AHEAD_SHARE = 1.0
+AHEAD_SHARE = 2.0
 """Share by which a task's least seconds may exceed those of other workers' tasks (chosen)."""
 
 
