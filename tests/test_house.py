@@ -312,7 +312,6 @@ MAY_NAME = {
     "cli/arguments.py": {"fsdp"},
     "cli/plan.py": {"lora"},
     "planning/keep.py": {"lora"},
-    "planning/several_gpus/building.py": {"fsdp"},
     "techniques/several_gpus.py": {"ddp", "fsdp"},
     # Modules, packages and arguments of other libraries, and parts of models' names.
     "deferred_imports.py": {"fsdp"},
@@ -323,8 +322,6 @@ MAY_NAME = {
     # Precisions of a GPU.
     "job/gpu.py": {"fp8"},
     "prediction/rates.py": {"fp8"},
-    # The packaged pictures are a job of this task.
-    "training/digits/__init__.py": {"image-classification"},
 }
 """Names of features that files of the core may use."""
 
