@@ -54,3 +54,12 @@ def test_the_prose_check_finds_sentences_in_each_kind_of_text(
         (tmp_path / name).write_text(text)
         hits = list(prose.hits_in(tmp_path / name))
         assert [hit.rules for hit in hits] == ([(rule,)] if rule else []), name
+
+
+def test_a_deleted_feature_is_known_by_its_public_names() -> None:
+    """A word that the feature does not define would skip tests of other code."""
+    from without_feature import technique_words
+
+    words = technique_words("lengths").split()
+    assert {"Lengths", "LengthPlan", "plan_lengths"} < set(words)
+    assert not {"dataset", "length_plan", "search"} & set(words)
