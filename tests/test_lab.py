@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from in_roster import imports_deleted
+
 LAB = Path(__file__).parents[1] / "lab"
 COMMANDS = sorted(path.stem for path in LAB.glob("*.py") if "def main(" in path.read_text())
 """Scripts with a `main`; the other files are parts of these."""
@@ -63,3 +65,9 @@ def test_a_deleted_feature_is_known_by_its_public_names() -> None:
     words = technique_words("lengths").split()
     assert {"Lengths", "LengthPlan", "plan_lengths"} < set(words)
     assert not {"dataset", "length_plan", "search"} & set(words)
+
+
+def test_a_module_with_a_task_of_a_deleted_feature_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNUGFIT_WITHOUT", "image-classification")
+    assert imports_deleted("E   AttributeError: IMAGE_CLASSIFICATION")
+    assert not imports_deleted("E   AttributeError: CAUSAL_LM")
