@@ -38,7 +38,8 @@ def technique_words(feature: str) -> str:
     ]
     words = [word for one in gone for word in (one.name, *one.elsewhere, *one.advice)]
     own = next(one for one in features() if one.name == feature)
-    return " ".join([*tasks, *words, *own.public_names, f"snugfit.features.{feature}"])
+    names = [name for defined in own.public_names.values() for name in defined]
+    return " ".join([*tasks, *words, *names, f"snugfit.features.{feature}"])
 
 
 def check(feature: str, *, quick: bool) -> bool:

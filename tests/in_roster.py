@@ -45,9 +45,12 @@ def needs_task(task: str) -> None:
 
 
 def imports_deleted(error: str) -> str:
-    """Return the reason to skip a module that imports a deleted feature, or a name of it; else ""."""
+    """Return the reason to skip a module that imports a deleted feature, or has a name or a task of it; else
+    ""."""
     for word in os.environ.get("SNUGFIT_WITHOUT", "").split():
-        if f"No module named '{word}" in error or f"cannot import name '{word}' from 'snugfit'" in error:
+        task = word.replace("-", "_").upper()
+        gone = (f"No module named '{word}", f"cannot import name '{word}' from 'snugfit'")
+        if any(one in error for one in gone) or f"AttributeError: {task}\n" in f"{error}\n":
             return f"the feature with {word} is not there"
     return ""
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from in_roster import imports_deleted
+
 LAB = Path(__file__).parents[1] / "lab"
 COMMANDS = sorted(path.stem for path in LAB.glob("*.py") if "def main(" in path.read_text())
 """Scripts with a `main`; the other files are parts of these."""
@@ -54,3 +56,18 @@ def test_the_prose_check_finds_sentences_in_each_kind_of_text(
         (tmp_path / name).write_text(text)
         hits = list(prose.hits_in(tmp_path / name))
         assert [hit.rules for hit in hits] == ([(rule,)] if rule else []), name
+
+
+def test_a_deleted_feature_is_known_by_its_public_names() -> None:
+    """A word that the feature does not define would skip tests of other code."""
+    from without_feature import technique_words
+
+    words = technique_words("lengths").split()
+    assert {"Lengths", "LengthPlan", "plan_lengths"} < set(words)
+    assert not {"dataset", "length_plan", "search"} & set(words)
+
+
+def test_a_module_with_a_task_of_a_deleted_feature_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNUGFIT_WITHOUT", "image-classification")
+    assert imports_deleted("E   AttributeError: IMAGE_CLASSIFICATION")
+    assert not imports_deleted("E   AttributeError: CAUSAL_LM")

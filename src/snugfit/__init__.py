@@ -84,7 +84,7 @@ _HOMES = {
 }
 """Modules of the core by public name. Features have their own (`Feature.public_names`)."""
 
-_SHOWN = ("cli", "comparison", "measurement", "planning", "prediction", "results")
+_SHOWN = ("cli", "comparison", "features", "measurement", "planning", "prediction", "results")
 """Names of the classes whose results print themselves, by a function of `report`."""
 
 

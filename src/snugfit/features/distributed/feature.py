@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +32,13 @@ class Distributed(Feature):
     }
 
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"plan.search": ("plan_several_gpus",)}
+
+    def reports(self) -> Mapping[type, Callable[[Any], Any]]:
+        """Return the report of a plan for several GPUs."""
+        from snugfit.features.distributed.plan.plan import SeveralGpusPlan
+        from snugfit.features.distributed.plan.report import render
+
+        return {SeveralGpusPlan: render}
 
     # ---- running a step ----
 

@@ -13,9 +13,11 @@ from test_several_gpus_plan import made_up
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.features.distributed.feature import Distributed
-from snugfit.features.distributed.plan import cards_report
+from snugfit.features.distributed.plan import cards_report, report
 from snugfit.features.distributed.plan.cards import document_of_cards
 from snugfit.planning.plan import Exclusion, KeptSlot
+from snugfit.report import show
+from snugfit.report.text.terminal import as_text
 from test_docs import OF_GPU_GROUPS, answered, commands
 from test_gpus_command import PRICES
 from test_reference import hold_to_schema
@@ -39,6 +41,12 @@ def test_answers_are_valid_against_the_schema() -> None:
         "gpus --for MODEL --gpus N --json": plans.to_json() | {"run": document_of_cards(plans, PRICES)},
     }
     hold_to_schema(Distributed().documents(), printed.items())
+
+
+def test_a_plan_prints_its_report() -> None:
+    show.attach()
+    assert str(made_up()) == as_text(report.render(made_up()))
+    assert made_up()._repr_html_().startswith("<")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

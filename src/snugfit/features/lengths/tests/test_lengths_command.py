@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import snugfit
 from made_up import EVIL
 from made_up import job as made_up_job
 from snugfit.cli.main import run
@@ -255,3 +256,15 @@ def test_the_table_of_the_docs_is_the_command_s_own() -> None:
     ]
     assert len(shown) == 3
     assert set(shown) <= set(next(iter(tables(plan))).markdown().splitlines())
+
+
+def test_a_plan_of_lengths_prints_its_report_where_no_other_result_was_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from snugfit.report import show
+
+    monkeypatch.setattr(LengthPlan, "__str__", object.__str__)
+    monkeypatch.delitem(vars(snugfit), "plan_lengths", raising=False)
+    assert callable(snugfit.plan_lengths)
+    assert str(made_up()) == show.text(made_up())
+    assert made_up()._repr_html_().startswith("<")  # type: ignore[attr-defined]
