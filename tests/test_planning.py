@@ -179,6 +179,17 @@ def test_nothing_less_exact_than_allowed(fidelity: Fidelity) -> None:
     assert ("bf16" in refused) == (fidelity is Fidelity.SAME)
 
 
+@pytest.mark.parametrize(("many_gpus", "why"), [(False, "finer steps"), (True, "only on request")])
+def test_each_nth_layer_is_left_out_with_the_reason_that_holds(many_gpus: bool, why: str) -> None:
+    """Plans for many GPUs search no grades, so nothing finer takes its place there."""
+    job = small_job("bert", 2, batch_size=2)
+    fixed = kept_of(job, FEW.replace(" + keep_all", ""))
+    space = space_of(job, capability=(9, 0), fixed=fixed, many_gpus=many_gpus)
+    (reason,) = [one.why for one in space.excluded if one.what == "every_nth_layer"]
+    assert why in reason
+    assert "--keep 'every_nth_layer'" in reason
+
+
 def test_a_recipe_is_found_by_what_stands_in_its_slots() -> None:
     job = small_job("t5", 2, batch_size=2)  # some of its recipes are invalid
     space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0))
@@ -287,8 +298,8 @@ def space_of_rounds(fixed: str = "") -> Space:
 def recomputed(told: Told, space: Space, rng: random.Random) -> Told:
     """Make recomputing slower than keeping all, and no smaller than its update.
 
-    A budget lies between none and all. Spans take as long as all. More pieces with compiled layers take no
-    less time and no more memory. The device is never idle.
+    The figures of a budget are between those of none and all. Spans take as long as all. More pieces with
+    compiled layers take no less time and no more memory. The device is never idle.
     """
     plain = roster.plain(Slot.CHECKPOINTING)
     traces: dict[int, tuple[Bound, Figures | None]] = {}

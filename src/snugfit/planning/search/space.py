@@ -291,7 +291,7 @@ def _choices(
             excluded.append(Exclusion(what=technique.name, why="it needs several GPUs (--gpus N)"))
         elif (why := _missing_on(technique, capability)) or (why := technique.planning_objection(job)):
             excluded.append(Exclusion(what=technique.name, why=why))
-        elif many_gpus and (technique.lowered or technique.grades(job)):
+        elif many_gpus and (technique.lowered or technique.grades(job) or not any(technique.settings(job))):
             word = technique.last_resort or next(iter(technique.grades(job)), technique.name)
             why = f"plans for many GPUs include it only on request (--keep '{word}')"
             excluded.append(Exclusion(what=technique.name, why=why))
