@@ -220,7 +220,7 @@ class RecomputingKinds:
             and (twins or not self._saves_nothing(number))
             and not self._lowered.is_idle(number)
         ]
-        return needed if twins or not needed or not self._twins.stand_for(kind, needed) else []
+        return needed if twins or not needed or not self._twins.of(kind, needed) else []
 
     def _take(self, chosen: Iterable[int]) -> dict[int, Bound]:
         """Screen these waiting candidates, and all that share their passes. Return their earlier bounds."""
@@ -389,8 +389,21 @@ class RecomputingKinds:
     # ---- the least that is known -------------------------------------------------------------------------
 
     def screen_these(self, numbers: Iterable[int], is_needed: Callable[[Bound], bool]) -> None:
-        """Screen the kinds of these candidates if they are needed by their known lower bounds."""
-        self.screen(lambda number, least: is_needed(least), among=set(numbers))
+        """Screen the kinds of these candidates if they are needed by their known lower bounds, and so are
+        their twins."""
+        among = set(numbers)
+        for kind, waiting in self.waiting.items():
+            needed = [number for number in waiting if number in among and is_needed(self._least(number))]
+            twins = self._twins.of(kind, needed) if needed else []
+            if twins and not any(is_needed(self._least_or_known(twin)) for twin in twins):
+                among.difference_update(needed)
+        self.screen(lambda number, least: is_needed(least), among=among)
+
+    def _least_or_known(self, number: int) -> Bound:
+        """Return the figures of an evaluated candidate as a bound, or else its lower bound."""
+        if (figures := self.state.judged.get(number)) is not None:
+            return Bound(figures.needed_bytes, figures.seconds)
+        return self._bound_of(number) or self._least(number)
 
     def _least(self, number: int) -> Bound:
         """Return the known lower bounds of a waiting candidate, cached, since each round reads them several

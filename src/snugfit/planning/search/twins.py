@@ -56,8 +56,9 @@ class Twins:
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Candidates with their twins, by kind that was skipped."""
 
-    def stand_for(self, kind: int, needed: Sequence[int]) -> bool:
-        """Return whether some kind is no worse than this one for all of its candidates that are `needed`."""
+    def of(self, kind: int, needed: Sequence[int]) -> list[int]:
+        """Return the twins of this kind's candidates that are `needed`, from a kind that is no worse for all
+        of them; none without such a kind."""
         candidates = self.space.candidates
         # Candidates with one trace have the same bytes, so one of them represents all.
         one_per_trace = {candidates[number].trace: number for number in needed}.values()
@@ -74,8 +75,8 @@ class Twins:
             # The first of two equal kinds remains; otherwise each would exclude the other.
             if any(own != other for own, other in needs) or candidates[known[0][1]].passes < kind:
                 self._no_better[kind] = known
-                return True
-        return False
+                return [twin for _, twin in known]
+        return []
 
     def drop_if_misleading(self) -> None:
         """Stop skipping kinds, if one was better than its twin."""
