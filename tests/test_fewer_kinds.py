@@ -69,10 +69,10 @@ def test_a_kind_that_is_better_in_nothing_is_left_out_for_other_kernels(own: Bou
     bases = {plain: number_of("keep_all"), fused: number_of("fused")}
     bounds = {bases[plain]: own, bases[fused]: Bound(10, 1.0, 5, 7)}
     twins = twins_of(bounds, bases)
-    assert twins.stand_for(space().candidates[plain].passes, [plain]) == stands
+    assert twins.of(space().candidates[plain].passes, [plain]) == ([fused] if stands else [])
     bounds |= {plain: Bound(80, 2.0), fused: Bound(100, 1.5)}  # smaller than its twin after all
     twins.drop_if_misleading()
-    assert not twins.stand_for(space().candidates[plain].passes, [plain])
+    assert not twins.of(space().candidates[plain].passes, [plain])
     assert twins.stand != stands
 
 
@@ -84,11 +84,10 @@ def test_a_step_that_cannot_be_recorded_has_the_unrecorded_one_for_its_twin() ->
     }  # fmt: skip
     bounds = {bases[plain]: Bound(20, 2.0), bases[fused]: Bound(10, 1.0), bases[unrecorded]: Bound(10, 3.0)}
     kind = space().candidates[plain].passes
-    assert twins_of(bounds, bases).stand_for(kind, [plain])
-    assert not twins_of(bounds, bases, frozenset([fused])).stand_for(kind, [plain])
-    assert twins_of(bounds | {bases[unrecorded]: Bound(10, 1.5)}, bases, frozenset([fused])).stand_for(
-        kind, [plain]
-    )
+    assert twins_of(bounds, bases).of(kind, [plain]) == [fused]
+    assert not twins_of(bounds, bases, frozenset([fused])).of(kind, [plain])
+    bounds[bases[unrecorded]] = Bound(10, 1.5)
+    assert twins_of(bounds, bases, frozenset([fused])).of(kind, [plain]) == [unrecorded]
 
 
 def test_two_sizes_of_a_micro_batch_bound_a_larger_one() -> None:

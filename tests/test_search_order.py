@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
+
 from in_roster import needs_techniques
 from small_models import small_job
 from snugfit.planning.cost.figures import Bound, Figures
@@ -18,6 +20,7 @@ from snugfit.planning.search.screening import screen
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import SearchState
 from snugfit.prediction.worker_pool import WorkerPool
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot
@@ -112,6 +115,51 @@ def test_a_slower_recipe_that_saves_little_is_left_out_unless_it_alone_fits() ->
         state = SearchState(space(), bounds, memory_bytes=memory, negligible_bytes=negligible)
         state.learn(0, Figures(1000, 1000, 1000, 0, 1.0))
         assert state.is_dominated(1) == is_left_out
+
+
+@pytest.mark.parametrize(
+    ("resting", "loss", "is_left_out"), [(0, 200, True), (0, 150, False), (900, 200, False)]
+)
+def test_a_sibling_of_an_unfit_recipe_fits_only_if_it_loses_fewer_bytes(
+    resting: int, loss: int, is_left_out: bool
+) -> None:
+    mib, settled = 1 << 20, SETTLED.replace("+ adamw ", "")
+    optimizers = space_of(JOB, fidelity=Fidelity.ROUNDS, fixed=kept_of(JOB, settled))
+    known, other = (optimizers.number(Recipe.parse(f"{settled} + {one}")) for one in ("adamw", "adamw_fused"))
+    assert known is not None
+    assert other is not None
+    bounds = {known: Bound(900 * mib, 1.0, resting * mib), other: Bound(900 * mib, 1.0, resting * mib)}
+    state = SearchState(optimizers, bounds, memory_bytes=1000 * mib)
+    nbytes = (900 + loss) * mib
+    state.learn(known, Figures(nbytes, nbytes, nbytes, 0, 1.0))
+    assert state.is_dominated(other) == is_left_out
+
+
+def test_a_simpler_recipe_is_screened_only_if_its_twin_may_fit() -> None:
+    class Screening(Known):
+        def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound]]:
+            self.screened += setups
+            return [(Bound(95, 1.0),) for _ in setups]
+
+    settled = SETTLED.replace("torch_kernels + ", "")
+    whole = space_of(JOB, fidelity=Fidelity.ROUNDS, fixed=kept_of(JOB, settled))
+    plain, fused = (
+        whole.number(Recipe.parse(f"{settled} + every_layer{kernels}")) for kernels in ("", " + fused")
+    )
+    assert plain is not None
+    assert fused is not None
+    for twin_bytes, is_screened in ((200, False), (90, True)):
+        worker, state = Screening(), SearchState(whole, memory_bytes=100)
+        kinds = RecomputingKinds(state, WorkerPool([worker]), lambda what: None)
+        without = roster.plain(Slot.CHECKPOINTING)
+        for number, nbytes in ((plain, 60), (fused, 50)):
+            base = whole.variant(number, without)
+            assert base is not None
+            state.bounds[base] = Bound(nbytes, 1.0)
+        state.bounds[fused] = Bound(twin_bytes, 1.0)
+        kinds.waiting.pop(whole.candidates[fused].passes)
+        state.screen_these([plain], lambda least: least.needed_bytes <= 100)
+        assert bool(worker.screened) == is_screened
 
 
 def test_compiled_layers_are_lowered_by_one_worker_each() -> None:
