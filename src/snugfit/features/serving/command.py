@@ -23,7 +23,7 @@ SERVER = "The server"
 
 Name = Annotated[
     str,
-    typer.Argument(help="A preset, a folder, a config.json, a .gguf file, or a name on the Hugging Face hub."),
+    typer.Argument(help="A preset, a folder, a config.json, a .gguf file, or a name on the hub."),
 ]
 Engine = Annotated[str, given.option(SERVER, "vllm, sglang or llama.cpp.", "--engine")]
 Version = Annotated[

@@ -52,7 +52,7 @@ class GgufTensor:
     kind: str
     """Name of its type, such as `Q4_K`."""
     size: int
-    """Its bytes."""
+    """Bytes of its data."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read_gguf(path: Path) -> GgufHeader:
     """Return the header of the file. Raises `ModelError` for a file that cannot be read or is damaged."""
     try:
         with path.open("rb") as file:
-            return _Reader(file, str(path)).read()
+            return _HeaderReader(file, str(path)).read()
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be read ({error.strerror}). Name a .gguf file that can be read."
@@ -100,7 +100,7 @@ def _fault(name: str, fault: str) -> ModelError:
     return ModelError(f"{name}: not a usable GGUF file: {fault}. Download the file again, or name another.")
 
 
-class _Reader:
+class _HeaderReader:
     """Reads the header's parts in order and counts their bytes."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
@@ -122,13 +122,13 @@ class _Reader:
         return GgufHeader(self._name, metadata, self._tensors(tensors))
 
     def _tensors(self, count: int) -> tuple[GgufTensor, ...]:
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         for _ in range(count):
             tensor = self._tensor()
-            if tensor.name in found:
+            if tensor.name in tensors:
                 raise _fault(self._name, f"the tensor {tensor.name[:80]!r} occurs twice")
-            found[tensor.name] = tensor
-        return tuple(found.values())
+            tensors[tensor.name] = tensor
+        return tuple(tensors.values())
 
     def _tensor(self) -> GgufTensor:
         name, dimensions = self._text(), self._number("<I")
@@ -164,13 +164,14 @@ class _Reader:
         return [self._value(inner, nested=True) for _ in range(count)]
 
     def _count(self, name: str) -> int:
-        count = self._number("<Q")
+        count = int(self._number("<Q"))
         if count > MOST_ENTRIES:
             raise _fault(self._name, f"it has {count:,} {name}")
         return count
 
     def _number(self, form: str) -> Any:
-        return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+        (number,) = struct.unpack(form, self._bytes(struct.calcsize(form)))
+        return number
 
     def _text(self) -> str:
         length = self._number("<Q")

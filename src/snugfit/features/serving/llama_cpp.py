@@ -1,9 +1,9 @@
-"""llama.cpp's memory at its start: the tensors of a GGUF file, a cache for one context, and a graph's buffer.
+"""llama.cpp's memory at its start: the tensors of a GGUF file, a cache for one context, and a buffer.
 
-Source: llama.cpp, MIT, `src/llama-model.cpp`, `src/llama-kv-cache*.cpp`, `src/llama-context.cpp`. All layers are on
-the GPU and flash attention is on. The graph's buffer has the logits and one hidden state of a micro-batch in
-fp32, as published logs show: 258.50 MiB for Llama 3 8B, with 512 tokens, a vocabulary of 128,256 and a width
-of 4,096. Other parts were not compared with published starts.
+Source: llama.cpp, MIT, `llama-model.cpp`, `llama-kv-cache*.cpp` and `llama-context.cpp` in `src`. All layers
+are on the GPU, and flash attention is on. The buffer of the graph has the logits and one hidden state of a
+micro-batch, in fp32. Published logs confirm it: 258.50 MiB for Llama 3 8B, with 512 tokens, a vocabulary of
+128,256 and a width of 4,096. Other parts were not compared with published starts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from snugfit.errors import ModelError, UsageError
 from snugfit.features.serving.answer import ServingAnswer
+from snugfit.features.serving.architecture import served_config
 from snugfit.features.serving.blocks import largest
 from snugfit.features.serving.gguf import GgufHeader
 from snugfit.features.serving.request import CACHE_BYTES, ServingRequest
-from snugfit.features.serving.sizes import LayerCache, read_sizes, served_task
+from snugfit.features.serving.sizes import LayerCache, read_sizes
 from snugfit.features.serving.vllm import CONTEXT
 from snugfit.features.serving.weights import weight_bytes
-from snugfit.job.job import Job
 from snugfit.units import show_bytes
 
 PADDING = 256
@@ -30,14 +30,14 @@ MOST_SLOTS = 1 << 16
 """Largest number of slots that is counted."""
 
 MICRO_BATCH = 512
-"""Default of `--ubatch-size`."""
+"""Tokens of a micro-batch by default (`--ubatch-size`)."""
 
 WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "olmo2": 4, "exaone4": 4}
 """Period of layers without a window by architecture (`llama-model.cpp`, `set_swa_pattern`). Other
 architectures have none, and their layers keep all tokens."""
 
 
-class _Model(NamedTuple):
+class _ServedParts(NamedTuple):
     """Parts of a model that decide its memory."""
 
     weights: int
@@ -77,7 +77,6 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
             f"{show_bytes(max(0, available))} are left. Lower --ctx-size, or keep layers on the host."
         )
 
-
     def fits(tokens: int, slots: int) -> bool:
         return _cache_bytes(model.layers, tokens * slots, slots, batched, number) <= available
 
@@ -97,7 +96,7 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
     )  # fmt: skip
 
 
-def _from_config(request: ServingRequest) -> _Model:
+def _from_config(request: ServingRequest) -> _ServedParts:
     """Return a model in 16 bits, as its converted file would be."""
     assert not isinstance(request.model, GgufHeader)
     sizes = read_sizes(request.model, 1)
@@ -108,23 +107,25 @@ def _from_config(request: ServingRequest) -> _Model:
             ".gguf file of the model."
         )
     # The embedding stays on the host; a tied one is copied to the GPU as the head.
-    job = Job(model=request.model, task=served_task(request.model), sequence_length=1)
-    on_host = 0 if job.ties_embeddings() else sizes.vocabulary * sizes.hidden * 2
+    tied = getattr(served_config(request.model).get_text_config(), "tie_word_embeddings", False)
+    on_host = 0 if tied else sizes.vocabulary * sizes.hidden * 2
     longest = sizes.longest or MICRO_BATCH
-    return _Model(weights - on_host, "16 bits", sizes.hidden, sizes.vocabulary, longest, sizes.layers)
+    return _ServedParts(weights - on_host, "16 bits", sizes.hidden, sizes.vocabulary, longest, sizes.layers)
 
 
-def _from_header(header: GgufHeader) -> _Model:
+def _from_header(header: GgufHeader) -> _ServedParts:
     """Return a model from the header of its file."""
     tensors = {tensor.name: tensor for tensor in header.tensors}
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise ModelError(f"{header.name}: it has no token_embd.weight, so it is no model of text.")
+        raise ModelError(
+            f"{header.name}: it has no token_embd.weight, so it is not a model of text. Name another file."
+        )
     total = sum(tensor.size for tensor in header.tensors)
     # The embedding stays on the host; without a head of its own, a copy is on the GPU.
     weights = total - embedding.size if "output.weight" in tensors else total
     largest = max(header.tensors, key=lambda tensor: tensor.size if "blk." in tensor.name else 0)
-    return _Model(
+    return _ServedParts(
         weights,
         f"mostly {largest.kind}",
         header.number("embedding_length"),
@@ -159,17 +160,15 @@ def _layers_of(header: GgufHeader) -> tuple[LayerCache, ...]:
     return tuple(layers)
 
 
-def _cache_bytes(
-    layers: Sequence[LayerCache], tokens: int, slots: int, batched: int, number: float
-) -> int:
+def _cache_bytes(layers: Sequence[LayerCache], tokens: int, slots: int, batched: int, number: float) -> int:
     """Return the bytes of the cache of so many tokens in so many slots; states are in fp32."""
-    whole = _padded(tokens)
+    whole = _pad(tokens)
     total = 0
     for layer in layers:
-        cells = whole if layer.window is None else min(whole, _padded(layer.window * slots + batched))
+        cells = whole if layer.window is None else min(whole, _pad(layer.window * slots + batched))
         total += math.ceil(cells * layer.token_numbers * number) + slots * layer.state_numbers * 4
     return total
 
 
-def _padded(tokens: int) -> int:
+def _pad(tokens: int) -> int:
     return math.ceil(tokens / PADDING) * PADDING

@@ -47,7 +47,7 @@ class LinearLayout:
     """Bits of the zero point that a group has; 0 for symmetric weights."""
 
     excluded: tuple[str, ...] = ()
-    """Names of modules that stay in 16 bits; `re:` begins a regular expression, `*` stands for any text."""
+    """Names of modules that stay in 16 bits; `re:` begins a regular expression, `*` matches any text."""
 
     experts_only: bool = False
     """True if only the matrices of experts are quantized."""
@@ -145,7 +145,7 @@ def _gptq(stored: Mapping[str, Any]) -> LinearLayout:
     )  # fmt: skip
 
 
-def _compressed(stored: Mapping[str, Any]) -> LinearLayout:
+def _compressed_tensors(stored: Mapping[str, Any]) -> LinearLayout:
     """Return the layout of compressed-tensors: that of the first group's weights.
 
     Scales of 8 bits are in fp32, and those of packed weights in 16 bits (vllm 0.19,
@@ -185,9 +185,7 @@ def _modelopt(stored: Mapping[str, Any]) -> LinearLayout:
 def _mxfp4(stored: Mapping[str, Any]) -> LinearLayout:
     """Return MXFP4's layout: experts with a scale of 8 bits for 32 weights (OCP MX 1.0, table 1)."""
     excluded = _names(stored.get("modules_to_not_convert"))
-    return LinearLayout(
-        name="mxfp4", bits=4, scale_bytes=1, group=32, excluded=excluded, experts_only=True
-    )
+    return LinearLayout(name="mxfp4", bits=4, scale_bytes=1, group=32, excluded=excluded, experts_only=True)
 
 
 def _bitsandbytes(stored: Mapping[str, Any]) -> LinearLayout:
@@ -203,7 +201,7 @@ def _bitsandbytes(stored: Mapping[str, Any]) -> LinearLayout:
 
 
 _READERS = {
-    "fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "modelopt": _modelopt,
+    "fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
     "mxfp4": _mxfp4, "bitsandbytes": _bitsandbytes,
 }  # fmt: skip
 

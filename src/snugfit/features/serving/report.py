@@ -21,9 +21,9 @@ def render(answer: ServingAnswer) -> RenderableType:
 
 
 def _verdict(answer: ServingAnswer) -> Iterator[str]:
-    place = answer.gpu if answer.tensor_parallel == 1 else f"{answer.tensor_parallel} x {answer.gpu}"
+    gpus = answer.gpu if answer.tensor_parallel == 1 else f"{answer.tensor_parallel} x {answer.gpu}"
     verb = "starts" if answer.starts else "does not start"
-    yield f"{answer.engine} {answer.version} {verb} with {answer.model} on {place} (formula, not measured)."
+    yield f"{answer.engine} {answer.version} {verb} with {answer.model} on {gpus} (formula, not measured)."
     if answer.refusal:
         yield answer.refusal
 
@@ -38,8 +38,8 @@ def _rows(answer: ServingAnswer) -> Iterator[tuple[str, str, str]]:
     yield "activations", show_bytes(answer.activation_bytes), peak[answer.engine]
     yield "outside torch", show_bytes(answer.non_torch_bytes), "libraries, communication"
     if answer.graph_bytes:
-        beside = "" if answer.graphs_reduce_cache else ", captured beside the cache"
-        yield "CUDA graphs", show_bytes(answer.graph_bytes), f"estimate{beside}"
+        later = "" if answer.graphs_reduce_cache else ", captured after the cache is allocated"
+        yield "CUDA graphs", show_bytes(answer.graph_bytes), f"estimate{later}"
     tokens = f"{answer.cache_tokens:,} tokens of {show_bytes(answer.token_bytes)}"
     yield "cache", show_bytes(answer.cache_bytes), f"{tokens}, in blocks of {answer.block_size}"
 
@@ -48,7 +48,7 @@ def _sequences(answer: ServingAnswer) -> str:
     count = f"{answer.sequences:,} sequence{'' if answer.sequences == 1 else 's'}"
     limit = f"{answer.most_sequences:,} at once by the engine's limit"
     return (
-        f"It holds {count} of {answer.sequence_tokens:,} tokens ({limit}); the longest has "
+        f"The cache has room for {count} of {answer.sequence_tokens:,} tokens ({limit}); the longest has "
         f"{answer.longest:,} tokens."
     )
 

@@ -118,8 +118,8 @@ class ServingRequest:
     @property
     def minor(self) -> int:
         """The minor version: 33 for vLLM 0.33."""
-        found = re.fullmatch(VERSIONS[self.engine][0], self.known_version.removeprefix("v"))
-        return int(found[1]) if found and found.lastindex and found[1].isdigit() else 0
+        parts = re.fullmatch(VERSIONS[self.engine][0], self.known_version.removeprefix("v"))
+        return int(parts[1]) if parts and self.engine == "vllm" else 0
 
 
 def _refuse_version(engine: str, version: str | None) -> None:
@@ -127,10 +127,10 @@ def _refuse_version(engine: str, version: str | None) -> None:
     pattern, known, default = VERSIONS[engine]
     if version is None:
         return
-    found = re.fullmatch(pattern, version.removeprefix("v"))
-    number = int(found[1]) if found and engine != "sglang" else 0
+    parts = re.fullmatch(pattern, version.removeprefix("v"))
+    number = int(parts[1]) if parts and engine != "sglang" else 0
     bounds = {"vllm": FIRST_VLLM <= number <= LAST_VLLM, "llama.cpp": number >= FIRST_BUILD}
-    if not found or not bounds.get(engine, True):
+    if not parts or not bounds.get(engine, True):
         raise UsageError(
             f"The formulas of {engine} {version!r} are unknown. Known are {known}. Try --engine-version "
             f"{default}, or leave it out."

@@ -1,9 +1,9 @@
 """sglang's memory at its start: weights, then the cache in a fixed share of the free memory.
 
-Source: sglang 0.5, Apache-2.0, `srt/model_executor/model_runner_kv_cache_mixin.py` and `srt/server_args.py`. The
-cache has free memory after loading - free memory before x (1 - `mem_fraction_static`). No forward pass is
-profiled, so the rest must hold activations and CUDA graphs, or requests fail later. No published start was
-compared with these formulas.
+Source: sglang 0.5, Apache-2.0, `model_runner_kv_cache_mixin.py` and `server_args.py` in `srt`. The cache has
+free memory after loading - free memory before x (1 - `mem_fraction_static`). No forward pass is profiled, so
+the rest must hold activations and CUDA graphs, or requests fail later. No published start was compared with
+these formulas.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from snugfit.units import GIB, MIB
 DEFAULTS = (
     (20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512), (None, 16384, 512, 512),
 )  # fmt: skip
-"""Below so many GiB: tokens of a chunk of a prompt, and the largest batch of CUDA graphs with fewer than four
-ranks and with more (`server_args.py`, `_handle_gpu_memory_settings`)."""
+"""Defaults of GPUs below so many GiB (`server_args.py`, `_handle_gpu_memory_settings`): tokens of a chunk of
+a prompt, and the largest batch of CUDA graphs. The last number is for four ranks and more."""
 
 META_MIB, PER_TOKEN_MIB, PER_GRAPH_MIB, PER_RANK_MIB = 512, 1.5, 2, 128
 """MiB that the default share leaves free: constant, per token of a chunk, per sequence of the largest CUDA
@@ -83,15 +83,11 @@ def predict_sglang(
 
 def _defaults(request: ServingRequest, total: int) -> tuple[int, int]:
     """Return the tokens of a chunk and the largest batch of CUDA graphs."""
-    chunk, few, many = next(
-        row[1:] for row in DEFAULTS if row[0] is None or total < row[0] * GIB
-    )
+    chunk, few, many = next(row[1:] for row in DEFAULTS if row[0] is None or total < row[0] * GIB)
     return request.max_batched_tokens or chunk, few if request.tensor_parallel < 4 else many
 
 
-def _default_share(
-    request: ServingRequest, sizes: ModelSizes, total: int, chunk: int, graphs: int
-) -> float:
+def _default_share(request: ServingRequest, sizes: ModelSizes, total: int, chunk: int, graphs: int) -> float:
     """Return `mem_fraction_static` where the user gives none."""
     memory = total / MIB
     free = META_MIB + max(chunk, 2048) * PER_TOKEN_MIB + graphs * PER_GRAPH_MIB

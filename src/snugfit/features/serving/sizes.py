@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snugfit.errors import ModelError
-from snugfit.job.architectures import tasks_of
-from snugfit.job.job import Job
+from snugfit.features.serving.architecture import served_config
 from snugfit.job.model import Model
 
 ATTENTION = ("full_attention", "attention", "hybrid")
@@ -74,7 +73,7 @@ class ModelSizes:
 
 def read_sizes(model: Model, tensor_parallel: int) -> ModelSizes:
     """Return the sizes of a model with so many ranks. Raises `ModelError` for a model without a decoder."""
-    config = Job(model=model, task=served_task(model), sequence_length=1).config_to_read()
+    config = served_config(model)
     text = config.get_text_config()
     heads = _first(text, "num_attention_heads", "n_head", "n_heads")
     experts = _first(text, "num_local_experts", "n_routed_experts", "num_experts")
@@ -94,18 +93,6 @@ def read_sizes(model: Model, tensor_parallel: int) -> ModelSizes:
         position_numbers=_position_numbers(text),
         absorbed_numbers=_absorbed_numbers(text) // tensor_parallel,
         layers=layer_caches(text, tensor_parallel),
-    )
-
-
-def served_task(model: Model) -> str:
-    """Return the task of a model that generates text. Raises `ModelError` for one that does not."""
-    possible = tasks_of(model.architecture) if model.module is None else ()
-    for task in (model.task, "causal-lm"):
-        if task in possible and task not in ("sequence-classification", "token-classification", "masked-lm"):
-            return str(task)
-    raise ModelError(
-        f"{model.name} ({model.architecture}) generates no text, so no server of text has a cache for it. "
-        "Allowed are decoders, such as Llama-3.1-8B. Name one of those."
     )
 
 
@@ -167,8 +154,9 @@ def _state_numbers(config: Any, kind: str) -> int:
     if window := _first(config, "conv_L_cache"):
         return hidden * (window - 1)
     if heads := _first(config, "linear_num_value_heads"):
-        keys, width = int(config.linear_num_key_heads) * int(config.linear_key_head_dim), int(
-            config.linear_value_head_dim
+        keys, width = (
+            int(config.linear_num_key_heads) * int(config.linear_key_head_dim),
+            int(config.linear_value_head_dim),
         )
         channels = 2 * keys + heads * width
         matrix = heads * int(config.linear_key_head_dim) * width
@@ -187,8 +175,8 @@ def _state_numbers(config: Any, kind: str) -> int:
         inner = _first(config, "mamba_expand", "expand") * hidden
         return inner * (window - 1) + inner * state
     raise ModelError(
-        f"The layers of kind {kind!r} of {config.model_type} keep a state whose size snugfit does not derive. "
-        "Allowed are Mamba, Mamba 2, gated linear attention and LFM2. Try another model."
+        f"Layers of kind {kind!r} of {config.model_type} keep a state whose size is unknown here. Allowed "
+        "are Mamba, Mamba 2, gated linear attention and LFM2. Try another model."
     )
 
 
@@ -230,7 +218,7 @@ def _first(config: Any, *names: str) -> int:
         value = getattr(config, name, None)
         # Some configs give a size for each layer; the largest decides the memory of one run.
         if isinstance(value, list | tuple) and value and all(isinstance(one, int) for one in value):
-            return max(value)
+            return int(max(value))
         if isinstance(value, int) and not isinstance(value, bool) and value:
             return value
     return 0

@@ -1,12 +1,14 @@
 """vLLM's memory at its start: weights, a profiling run, then the cache in the rest of its share.
 
-Source: vllm 0.19 and 0.33, Apache-2.0, `v1/worker/gpu_worker.py` (`determine_available_memory`): the cache has
-total memory x `gpu_memory_utilization` - weights - peak of the profiling run - non-torch memory, and from
-0.21 on also - an estimate of CUDA graphs. The profiling run is a forward pass of `max_num_batched_tokens`
-tokens, then the sampler for `max_num_seqs` sequences. Its peak is the larger of the two.
+Source: vllm 0.19 and 0.33, Apache-2.0, `v1/worker/gpu_worker.py` (`determine_available_memory`). The cache
+has total memory x `gpu_memory_utilization` - weights - peak of the profiling run - non-torch memory. From
+0.21 on, an estimate of CUDA graphs is also subtracted. The profiling run is a forward pass of
+`max_num_batched_tokens` tokens, then the sampler for `max_num_seqs` sequences. Its peak is the larger of the
+two.
 
-Five constants are fitted to the rows `fit` of `tests/vllm_starts.json`, which `lab/serving_starts.py` compares
-with the others. All rows are of H100 and vLLM 0.19.
+Six constants, marked as fitted, come from the models for fitting in `published.py`. `lab/serving_starts.py`
+compares the others with their predictions. All rows are of an H100. The terms of the peak were chosen with
+all rows in view; their sizes are vLLM's own shapes.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from snugfit.job.gpu import Gpu
 from snugfit.units import GIB, MIB, show_bytes
 
 NEW_SAMPLER, NEW_NON_TORCH, GRAPHS_REDUCE, NEW_SHARE = 17, 18, 21, 22
-"""Minor versions of changes: the sampler by Triton, a larger non-torch memory, an estimate of CUDA graphs that
-reduces the cache, and a default share of 0.92."""
+"""Minor versions of changes. They brought a sampler by Triton, a larger non-torch memory, an estimate of CUDA
+graphs that reduces the cache, and a default share of 0.92."""
 
 SAMPLER_FLOATS = 3
 """Copies of the logits in fp32 at the sampler's peak: logits, probabilities and exponential noise
@@ -51,9 +53,9 @@ NON_TORCH_BEFORE = 0.13
 """The same before 0.18, as published for Qwen3-14B."""
 
 NON_TORCH_RANKS = 2.1
-"""GiB outside of torch's allocator per rank of several: NCCL's and the custom all-reduce's buffers. Fitted."""
+"""GiB outside of torch's allocator per rank of several: buffers of NCCL and of the all-reduce. Fitted."""
 
-FIRST_GRAPHS, NEXT_GRAPHS = 222 * MIB, int(13.4 * MIB)
+FIRST_GRAPHS, NEXT_GRAPHS = 208 * MIB, 14 * MIB
 """Bytes of the first pair of CUDA graphs, whole and in pieces, and of each further pair. Fitted to logged
 estimates."""
 
@@ -150,8 +152,8 @@ def _expert_workspace(
 ) -> int:
     """Return the bytes of the two workspaces of fused experts, which stay allocated.
 
-    Source: vllm 0.19, `TritonExperts.workspace_shapes`: tokens x experts per token x the larger of an
-    expert's width and the hidden width; the second has both halves of an expert's MLP.
+    Source: vllm 0.19, `TritonExperts.workspace_shapes`. Both have a row for each token and expert. The first
+    is as wide as an expert's MLP, the second as both its halves, and each at least as the hidden states.
     """
     if not sizes.experts_per_token or (layout and layout.name in NO_WORKSPACE):
         return 0
@@ -163,12 +165,13 @@ def _expert_workspace(
 def graph_bytes(sequences: int) -> int:
     """Return the bytes of CUDA graphs for up to so many sequences.
 
-    vLLM captures batches of 1, 2 and 4, then each eighth up to 256 and each sixteenth up to twice the
-    sequences, at most 512 (vllm 0.19, `config/vllm.py`).
+    vLLM captures batches of 1, 2 and 4, each multiple of 8 to 256, and each of 16 beyond. The largest is
+    twice the number of sequences, at most 512 (vllm 0.19, `config/vllm.py`).
     """
     largest = min(2 * sequences, 512)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
-    return FIRST_GRAPHS + NEXT_GRAPHS * (sum(size <= largest for size in sizes) - 1)
+    count = len([size for size in sizes if size <= largest])
+    return FIRST_GRAPHS + NEXT_GRAPHS * (count - 1)
 
 
 def _options(request: ServingRequest, sizes: ModelSizes) -> Options:
@@ -194,25 +197,36 @@ def _refusal(
 ) -> str | None:
     """Return the reason why vLLM does not start; None if it starts."""
     ranks, total = request.tensor_parallel, request.gpu.memory_bytes or 0
-    if sizes.heads % ranks:
-        return f"{sizes.heads} heads of attention cannot be divided over {ranks} GPUs. Use a divisor of it."
-    if sizes.vocabulary % ranks:
-        return f"A vocabulary of {sizes.vocabulary:,} cannot be divided over {ranks} GPUs. Use a divisor."
-    if sizes.longest and options.length > sizes.longest:
-        return f"The model has {sizes.longest:,} positions. Lower --max-model-len {options.length} to that."
-    if total * options.share > total - CONTEXT:
-        most = int((1 - CONTEXT / total) * 100) / 100 if total else 0.0
-        return f"The share {options.share} exceeds the free memory. Lower --utilization to {most}."
-    if available <= 0:
-        return "No memory is left for the cache. Raise --utilization, quantize, or use more GPUs."
+    reasons = {
+        f"{sizes.heads} heads of attention cannot be divided over {ranks} GPUs. Use a divisor of it.": (
+            sizes.heads % ranks
+        ),
+        f"A vocabulary of {sizes.vocabulary:,} cannot be divided over {ranks} GPUs. Use a divisor of it.": (
+            sizes.vocabulary % ranks
+        ),
+        f"The model has {sizes.longest} positions. Lower --max-model-len {options.length} to that.": (
+            sizes.longest and options.length > sizes.longest
+        ),
+        f"The share {options.share} exceeds the free memory. Lower --utilization to {_most_share(total)}.": (
+            total * options.share > total - CONTEXT
+        ),
+        "No memory is left for the cache. Raise --utilization, quantize, or use more GPUs.": available <= 0,
+    }
+    if reason := next((text for text, applies in reasons.items() if applies), None):
+        return reason
     needed = cache.blocks_of(options.length) * cache.block_bytes
-    if needed > available:
-        longest = cache.longest_in(available, options.length)
-        return (
-            f"One sequence of {options.length:,} tokens needs {show_bytes(needed)} of cache, and "
-            f"{show_bytes(available)} are left. Lower --max-model-len to {longest}."
-        )
-    return None
+    if needed <= available:
+        return None
+    longest = cache.longest_in(available, options.length)
+    return (
+        f"One sequence of {options.length:,} tokens needs {show_bytes(needed)} of cache, and "
+        f"{show_bytes(available)} are left. Lower --max-model-len to {longest}."
+    )
+
+
+def _most_share(total: int) -> float:
+    """Return the largest share, in hundredths, that the free memory allows."""
+    return int((1 - CONTEXT / total) * 100) / 100
 
 
 def _doubts(request: ServingRequest, sizes: ModelSizes, layout: LinearLayout | None) -> tuple[str, ...]:

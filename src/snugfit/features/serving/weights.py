@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from snugfit.features.serving.architecture import build_without_data
 from snugfit.features.serving.quantization import LinearLayout, read_layout
-from snugfit.features.serving.sizes import served_task
 from snugfit.job.model import Model
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -29,7 +28,7 @@ KEYS = re.compile(r"(^|\.)(k_proj|v_proj)(\.|$)")
 """Projections to keys and values. A rank has at least one head of them."""
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-"""Modules of experts."""
+"""Modules that have the weights of experts."""
 
 
 @dataclass(frozen=True)
@@ -88,29 +87,17 @@ def _ranks(matrix: Matrix, tensor_parallel: int, keys: int) -> int:
 @lru_cache(maxsize=32)
 def _matrices(model: Model) -> tuple[Matrix, ...]:
     """Return all weights of a model, each shared one once."""
-    import torch
-
-    from snugfit.job.build import instantiate
-    from snugfit.job.job import Job
-
-    job = Job(model=model, task=served_task(model), sequence_length=1, dtype="bfloat16")
-    with torch.device("meta"):
-        built = instantiate(job, dtype="bfloat16", attention="sdpa")
-    return tuple(_weights_of(built))
+    return tuple(_weights_of(build_without_data(model)))
 
 
 def _weights_of(built: nn.Module) -> Iterator[Matrix]:
     import torch
 
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, module in built.named_modules():
         for weight in module.parameters(recurse=False):
-            if id(weight) in seen:
+            if id(weight) in visited:
                 continue
-            seen.add(id(weight))
+            visited.add(id(weight))
             linear = isinstance(module, torch.nn.Linear) or bool(EXPERTS.search(name))
-            yield Matrix(name, _shape(weight), linear and weight.ndim > 1)
-
-
-def _shape(weight: torch.Tensor) -> tuple[int, ...]:
-    return tuple(weight.shape)
+            yield Matrix(name, tuple(weight.shape), linear and weight.ndim > 1)
