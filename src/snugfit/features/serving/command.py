@@ -116,7 +116,7 @@ Tokens = Annotated[
     given.option(given.JOB, "Tokens of the sequences to count. \\[--max-model-len]", "--sequence-length"),
 ]
 AllGpus = Annotated[
-    bool, given.option(given.WHERE, "Compare all GPUs of the table, smallest first.", "--all-gpus")
+    bool, given.option(given.WHERE, "Compare all NVIDIA GPUs of the table, smallest first.", "--all-gpus")
 ]
 
 
@@ -183,14 +183,17 @@ def _print(request: ServingRequest, *, as_json: bool) -> int:
 
 
 def _print_all(request: ServingRequest, *, as_json: bool) -> int:
-    """Print a row for each GPU whose memory is known, the smallest first."""
+    """Print a row for each NVIDIA GPU of known memory, the smallest first."""
     from snugfit.features.serving.answer import ServingComparison
     from snugfit.features.serving.predict import predict_serving
     from snugfit.features.serving.report import render_all
     from snugfit.job.gpu import all_gpus
     from snugfit.report.text.terminal import show, show_json
 
-    cards = sorted((gpu for gpu in all_gpus() if gpu.memory_bytes), key=lambda gpu: gpu.memory_bytes or 0)
+    cards = sorted(
+        (gpu for gpu in all_gpus() if gpu.memory_bytes and gpu.platform == "cuda"),
+        key=lambda gpu: gpu.memory_bytes or 0,
+    )
     answers = ServingComparison(tuple(predict_serving(replace(request, gpu=card)) for card in cards))
     if as_json:
         show_json(answers.to_json())

@@ -17,6 +17,9 @@ METHODS = ("fp8", "awq", "gptq", "compressed-tensors", "modelopt", "mxfp4", "bit
 AT_START = ("fp8",)
 """Methods by which vLLM and sglang quantize weights of 16 bits while they load them."""
 
+MOST_BITS, LONGEST_PATTERN = 16, 300
+"""Largest accepted bits of a weight, and characters of a regular expression."""
+
 WRAPPERS = frozenset({"model", "language_model"})
 """Parts of module names that checkpoints of one architecture place differently."""
 
@@ -51,6 +54,11 @@ class LinearLayout:
 
     experts_only: bool = False
     """True if only the matrices of experts are quantized."""
+
+    def __post_init__(self) -> None:
+        # Sizes come from a file; `read_layout` reports the error.
+        if not 1 <= self.bits <= MOST_BITS or self.rows < 1 or self.group < 0:
+            raise ValueError(f"{self.bits} bits in groups of {self.group}")
 
     def bytes_of(self, outputs: int, inputs: int) -> int:
         """Return the bytes of one matrix with its scales and zero points."""
@@ -207,8 +215,20 @@ _READERS = {
 
 
 def _names(value: Sequence[str] | None) -> tuple[str, ...]:
-    """Return a config's list of modules. The head stays in 16 bits under each method."""
-    return (*(str(name) for name in value or ()), "lm_head")
+    """Return a config's list of modules. The head stays in 16 bits under each method.
+
+    Raises `ValueError` for a regular expression that cannot be used.
+    """
+    names = [str(name) for name in value or ()]
+    for name in names:
+        if name.startswith("re:"):
+            if len(name) > LONGEST_PATTERN:
+                raise ValueError(name)
+            try:
+                re.compile(name[3:])
+            except re.error as fault:
+                raise ValueError(name) from fault
+    return (*names, "lm_head")
 
 
 def _bare(name: str) -> str:

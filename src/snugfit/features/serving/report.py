@@ -22,8 +22,8 @@ def render(answer: ServingAnswer) -> RenderableType:
 
 def _verdict(answer: ServingAnswer) -> Iterator[str]:
     gpus = answer.gpu if answer.tensor_parallel == 1 else f"{answer.tensor_parallel} x {answer.gpu}"
-    verb = "starts" if answer.starts else "does not start"
-    yield f"{answer.engine} {answer.version} {verb} with {answer.model} on {gpus} (formula, not measured)."
+    verdict = "starts" if answer.starts else "does not start"
+    yield f"{answer.model}, {answer.engine} {answer.version}, {gpus}: {verdict} (formula, not measured)"
     if answer.refusal:
         yield answer.refusal
 
@@ -46,10 +46,9 @@ def _rows(answer: ServingAnswer) -> Iterator[tuple[str, str, str]]:
 
 def _sequences(answer: ServingAnswer) -> str:
     count = f"{answer.sequences:,} sequence{'' if answer.sequences == 1 else 's'}"
-    limit = f"{answer.most_sequences:,} at once by the engine's limit"
+    limit = f"{answer.engine} computes at most {answer.most_sequences:,} at once"
     return (
-        f"The cache has room for {count} of {answer.sequence_tokens:,} tokens ({limit}); the longest has "
-        f"{answer.longest:,} tokens."
+        f"Room for {count} of {answer.sequence_tokens:,} tokens; {limit}. Longest: {answer.longest:,} tokens."
     )
 
 

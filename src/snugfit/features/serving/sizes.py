@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snugfit.errors import ModelError
+from snugfit.errors import ModelError, one_line
 from snugfit.features.serving.architecture import served_config
 from snugfit.job.model import Model
 
@@ -74,6 +74,16 @@ class ModelSizes:
 def read_sizes(model: Model, tensor_parallel: int) -> ModelSizes:
     """Return the sizes of a model with so many ranks. Raises `ModelError` for a model without a decoder."""
     config = served_config(model)
+    try:
+        return _sizes_of(config, tensor_parallel)
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError, OverflowError) as fault:
+        raise ModelError(
+            f"{model.name}: the sizes of its cache cannot be read from its config: {one_line(fault, 200)}. "
+            "Correct the config.json, or name another model."
+        ) from None
+
+
+def _sizes_of(config: Any, tensor_parallel: int) -> ModelSizes:
     text = config.get_text_config()
     heads = _first(text, "num_attention_heads", "n_head", "n_heads")
     experts = _first(text, "num_local_experts", "n_routed_experts", "num_experts")

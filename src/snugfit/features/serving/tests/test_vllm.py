@@ -135,8 +135,7 @@ def test_the_command_prints_one_screen_or_json(capsys: pytest.CaptureFixture[str
     assert run([*words, "--max-model-len", "4096", "--kv-cache-dtype", "fp8"]) == 0
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 15
-    assert "vllm 0.33 starts" in shown
-    assert "formula, not measured" in shown
+    assert "vllm 0.33, 2 x NVIDIA H100 80GB HBM3: starts (formula, not measured)" in shown
     assert run([*words, "--max-model-len", "90000", "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     assert document["basis"] == "formula"
