@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
+from snugfit.errors import UsageError
 from snugfit.techniques.feature import Feature
 
 
@@ -22,6 +24,16 @@ class ServingFeature(Feature):
         from snugfit.features.serving.command import serve
 
         return (serve,)
+
+    def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
+        """Return the words. Raises `UsageError` with the right command for `--phase serve` of another."""
+        phase = "--phase=serve" in words or ("--phase", "serve") in pairwise(words)
+        if phase and "--engine" not in declared:
+            raise UsageError(
+                "--phase serve is not a phase of this command. Write snugfit serve MODEL --engine vllm --gpu "
+                "NAME, or --all-gpus to compare GPUs."
+            )
+        return words
 
     def documents(self) -> Mapping[str, type]:
         """Return the documents of `snugfit serve`."""

@@ -2,8 +2,8 @@
 
 Source: sglang 0.5, Apache-2.0, `model_runner_kv_cache_mixin.py` and `server_args.py` in `srt`. The cache has
 free memory after loading - free memory before x (1 - `mem_fraction_static`). No forward pass is profiled, so
-the rest must hold activations and CUDA graphs, or requests fail later. No published start was compared with
-these formulas.
+the rest must hold activations and CUDA graphs, or requests fail later. One published start was
+compared: Qwen3-235B-A22B in fp8 on four H100s (vllm-project/vllm issue 21348).
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from snugfit.features.serving.answer import ServingAnswer
 from snugfit.features.serving.quantization import LinearLayout
 from snugfit.features.serving.request import CACHE_BYTES, ServingRequest
 from snugfit.features.serving.sizes import ModelSizes
-from snugfit.features.serving.vllm import CONTEXT
+from snugfit.features.serving.vllm import CONTEXT, NON_TORCH, NON_TORCH_RANKS
 from snugfit.features.serving.weights import DTYPE_BYTES
 from snugfit.units import GIB, MIB
+
+RANK_BUFFERS = int((NON_TORCH_RANKS - NON_TORCH) * GIB)
+"""Bytes per rank of several for communication, those of vLLM."""
 
 DEFAULTS = (
     (20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512), (None, 16384, 512, 512),
@@ -47,7 +50,9 @@ def predict_sglang(
     chunk, graphs = _defaults(request, total)
     share = request.utilization or _default_share(request, sizes, total, chunk, graphs)
     held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
-    free = total - CONTEXT
+    # Communication is set up before the free memory is read.
+    outside = CONTEXT + (RANK_BUFFERS if request.tensor_parallel > 1 else 0)
+    free = total - outside
     available = int(free * share) - held
     cached = CACHE_BYTES["sglang"].get(request.cache_dtype, number)
     length = request.max_model_len or sizes.longest or chunk
@@ -67,13 +72,13 @@ def predict_sglang(
     elif room <= 0:
         refusal = "No memory is left for the cache. Raise --mem-fraction-static, quantize, or use more GPUs."
     doubts = ["sglang profiles no forward pass: a long prompt may still run out of memory."]
-    doubts.append("The formulas of sglang were not compared with published starts.")
+    doubts.append("The formulas of sglang were compared with one published start only.")
     return ServingAnswer(
         model=request.model.name, gpu=request.gpu.name, engine="sglang", version=request.known_version,
         tensor_parallel=request.tensor_parallel, starts=refusal is None, refusal=refusal, total_bytes=total,
         usable_bytes=int(free * share), utilization=share, weights_bytes=held,
         weights_layout=layout.name if layout else dtype, activation_bytes=int(chunk * PER_TOKEN_MIB * MIB),
-        non_torch_bytes=CONTEXT, graph_bytes=graphs * PER_GRAPH_MIB * MIB if request.cuda_graphs else 0,
+        non_torch_bytes=outside, graph_bytes=graphs * PER_GRAPH_MIB * MIB if request.cuda_graphs else 0,
         graphs_reduce_cache=False, cache_bytes=room, token_bytes=int(token), cache_tokens=held_tokens,
         sequence_tokens=tokens, sequences=min(held_tokens // per_sequence, requests or held_tokens),
         most_sequences=running, longest=min(held_tokens, sizes.longest or held_tokens),

@@ -142,6 +142,14 @@ def test_sglang_gives_the_cache_its_share_of_the_free_memory() -> None:
     assert plain.utilization == round(1 - (512 + 8192 * 1.5 + 512 + 128) * MIB / plain.total_bytes, 3)
     assert plain.cache_bytes == int(free * (plain.utilization or 0)) - plain.weights_bytes
     assert plain.cache_tokens == plain.cache_bytes // 131072
+    config = Model.find("Qwen3-235B-A22B", online=False).config | {"dtype": "bfloat16"}
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    large = Model.from_config(config | {"quantization_config": blocks}, name="Qwen3-235B-A22B-FP8")
+    four = ServingRequest(
+        model=large, gpu=find_gpu("h100"), engine="sglang", utilization=0.93, tensor_parallel=4
+    )
+    # vllm-project/vllm issue 21348: 367,404 tokens, keys and values 8.23 GiB each.
+    assert predict_serving(four).cache_tokens == pytest.approx(367_404, rel=0.02)
     small = ServingRequest(model=model, gpu=find_gpu("t4"), engine="sglang", utilization=0.9)
     answer = predict_serving(small)
     assert not answer.starts

@@ -150,6 +150,15 @@ def test_the_answer_meets_its_schema_and_the_screen() -> None:
     assert len(as_text(render(longest)).splitlines()) <= 15
 
 
+def test_the_phase_of_other_commands_names_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ["predict", "Qwen3-0.6B", "--phase", "serve"],
+        ["gpus", "--for", "Qwen3-0.6B", "--phase=serve"],
+    ):
+        assert run(words) == 2
+        assert "snugfit serve MODEL --engine vllm" in capsys.readouterr().err
+
+
 def test_a_gpu_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "Qwen3-0.6B"]) == 2
     assert "--gpu NAME" in capsys.readouterr().err
