@@ -5,6 +5,7 @@ Exit code 3 when it does not start, for use in scripts. Options have the spellin
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +20,26 @@ if TYPE_CHECKING:
     from snugfit.features.serving.request import ServingRequest
     from snugfit.job.model import Model
 
+SUFFIXES = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
+"""Factors of a number of tokens by its suffix."""
+
 SERVER = "The server"
+
+
+def parse_tokens(text: str) -> int:
+    """Return a number of tokens in vLLM's notation: `8192`, `8k` for 8,000, `8K` for 8,192.
+
+    Raises `UsageError` for other text. Source: vllm 0.19, `human_readable_int` of `engine/arg_utils.py`.
+    """
+    parts = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kKmM]?)", str(text).strip())
+    number = float(parts[1]) * SUFFIXES[parts[2]] if parts else 0.0
+    if not parts or not number.is_integer():
+        raise UsageError(
+            f"{text!r} is not a number of tokens. Allowed are whole numbers, with k for thousands or K for "
+            "1,024. Try 8192 or 8K."
+        )
+    return int(number)
+
 
 Name = Annotated[
     str,
@@ -48,6 +68,8 @@ Length = Annotated[
         "--max-model-len",
         "--context-length",
         "--ctx-size",
+        parser=parse_tokens,
+        metavar="TOKENS",
     ),
 ]
 Block = Annotated[
@@ -73,6 +95,8 @@ Batched = Annotated[
         "--max-num-batched-tokens",
         "--chunked-prefill-size",
         "--ubatch-size",
+        parser=parse_tokens,
+        metavar="TOKENS",
     ),
 ]
 CacheDtype = Annotated[
@@ -113,7 +137,13 @@ Eager = Annotated[
 ]
 Tokens = Annotated[
     int | None,
-    given.option(given.JOB, "Tokens of the sequences to count. \\[--max-model-len]", "--sequence-length"),
+    given.option(
+        given.JOB,
+        "Tokens of the sequences to count. \\[--max-model-len]",
+        "--sequence-length",
+        parser=parse_tokens,
+        metavar="TOKENS",
+    ),
 ]
 AllGpus = Annotated[
     bool, given.option(given.WHERE, "Compare all NVIDIA GPUs of the table, smallest first.", "--all-gpus")
@@ -143,6 +173,7 @@ def serve(
 ) -> int:
     """Predict an inference server's memory at its start, and the sequences that its cache holds."""
     from snugfit.features.serving.request import ServingRequest
+    from snugfit.job.dtype import dtype_name
     from snugfit.job.gpu import find_gpu
 
     if bool(gpu) == all_gpus:
@@ -160,7 +191,7 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         cache_dtype=cache_dtype,
-        dtype=dtype,
+        dtype=None if dtype in (None, "auto") else dtype_name(dtype),
         quantization=quantization,
         tensor_parallel=tensor_parallel,
         cuda_graphs=not enforce_eager,

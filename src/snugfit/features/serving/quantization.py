@@ -159,7 +159,8 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> LinearLayout:
     Scales of 8 bits are in fp32, and those of packed weights in 16 bits (vllm 0.19,
     `quantization/compressed_tensors/schemes`). NVFP4 has a scale of 8 bits for 16 weights.
     """
-    weights = next(iter(stored["config_groups"].values()))["weights"]
+    first, *_ = stored["config_groups"].values()
+    weights = first["weights"]
     bits, strategy = int(weights["num_bits"]), str(weights.get("strategy") or "tensor")
     group = int(weights.get("group_size") or 0)
     zero = 0 if weights.get("symmetric", True) else bits

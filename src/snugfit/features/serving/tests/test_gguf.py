@@ -123,6 +123,12 @@ def test_the_embedding_stays_on_the_host_unless_it_is_the_head(tmp_path: Path) -
     assert apart.token_bytes == 2 * 2 * 2 * 64 * 2  # layers, keys and values, heads, width, bytes
 
 
+def test_an_embedding_of_llama_3_8b_has_the_bytes_of_published_logs(tmp_path: Path) -> None:
+    found = header(tmp_path, content(tensors=[("token_embd.weight", (4096, 128_256), 12)]))
+    assert found.tensors[0].kind == "Q4_K"
+    assert round(found.tensors[0].size / MIB, 2) == 281.81
+
+
 def test_llama_3_8b_has_the_graph_s_buffer_of_published_logs() -> None:
     answer = predict_serving(request_of(Model.find("Meta-Llama-3-8B", online=False), max_model_len=512))
     assert answer.activation_bytes == int(258.5 * MIB)

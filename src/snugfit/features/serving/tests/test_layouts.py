@@ -59,6 +59,10 @@ def test_a_matrix_has_the_bytes_of_its_layout(config: dict[str, Any], expected: 
         ({"quant_method": "gptq", "bits": 4}, "a key is missing"),
         ({"quant_method": "awq", "bits": "four", "group_size": 128}, "a key is missing or has another type"),
         (["fp8"], "Allowed are fp8"),
+        ({"quant_method": "gptq", "bits": 10**9, "group_size": 128}, "cannot be used"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 0]}, "cannot be used"),
+        (compressed(num_bits=8) | {"ignore": ["re:("]}, "cannot be used"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "cannot be used"),
     ],
 )
 def test_an_unusable_quantization_is_one_error(config: Any, fault: str) -> None:

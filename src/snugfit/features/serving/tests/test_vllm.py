@@ -12,6 +12,7 @@ from snugfit.cli.main import run
 from snugfit.errors import UsageError
 from snugfit.features.serving.answer import ServingComparison
 from snugfit.features.serving.blocks import paged_cache
+from snugfit.features.serving.command import parse_tokens
 from snugfit.features.serving.feature import ServingFeature
 from snugfit.features.serving.predict import predict_serving
 from snugfit.features.serving.published import cache_error, published_starts
@@ -132,7 +133,8 @@ def test_encoders_have_no_server() -> None:
 
 def test_the_command_prints_one_screen_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["serve", "Qwen3-0.6B", "--gpu", "h100", "--gpu-memory-utilization", "0.5", "-tp", "2"]
-    assert run([*words, "--max-model-len", "4096", "--kv-cache-dtype", "fp8"]) == 0
+    options = ["--max-model-len", "4K", "--kv-cache-dtype", "fp8", "--dtype", "half", "--enforce-eager"]
+    assert run([*words, *options]) == 0
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 15
     assert "vllm 0.33, 2 x NVIDIA H100 80GB HBM3: starts (formula, not measured)" in shown
@@ -140,6 +142,17 @@ def test_the_command_prints_one_screen_or_json(capsys: pytest.CaptureFixture[str
     document = json.loads(capsys.readouterr().out)
     assert document["basis"] == "formula"
     assert "40960 positions" in document["refusal"]
+
+
+def test_all_gpus_are_compared_by_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", "Llama-2-13b-hf", "--all-gpus", "--max-model-len", "512"]
+    assert run([*words, "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    sizes = [answer["total_bytes"] for answer in answers]
+    assert sizes == sorted(sizes)
+    assert {answer["starts"] for answer in answers} == {True, False}
+    assert run(words) == 0
+    assert "NVIDIA L4" in capsys.readouterr().out
 
 
 def test_the_answer_meets_its_schema_and_the_screen() -> None:
@@ -157,6 +170,17 @@ def test_the_phase_of_other_commands_names_this_command(capsys: pytest.CaptureFi
     ):
         assert run(words) == 2
         assert "snugfit serve MODEL --engine vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("25.6k", 25_600)])
+def test_tokens_have_the_notation_of_vllm(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "8x", "-1", "1e3", "0.5", "1" * 40])
+def test_other_text_is_not_a_number_of_tokens(text: str) -> None:
+    with pytest.raises(UsageError, match="Try 8192 or 8K"):
+        parse_tokens(text)
 
 
 def test_a_gpu_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
