@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from snugfit.features.serving.sizes import LayerCache
 
 MORE_LAYERS = 1.5
-"""Ratio of layers of two kinds below which the smaller kind is padded to the larger (vllm 0.19,
-`v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`)."""
+"""Ratio of layers of two kinds below which the smaller kind is padded to the larger. Source: vLLM,
+`v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`; earlier versions have 1.25."""
 
 ALIGNMENT = 16
 """Tokens of which a block is a multiple when a state's page enlarges it (vllm 0.19,

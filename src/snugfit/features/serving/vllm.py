@@ -55,7 +55,7 @@ NON_TORCH_BEFORE = 0.13
 NON_TORCH_RANKS = 2.1
 """GiB outside of torch's allocator per rank of several: buffers of NCCL and of the all-reduce. Fitted."""
 
-FIRST_GRAPHS, NEXT_GRAPHS = 208 * MIB, 14 * MIB
+FIRST_GRAPHS, NEXT_GRAPHS = 212 * MIB, int(13.6 * MIB)
 """Bytes of the first pair of CUDA graphs, whole and in pieces, and of each further pair. Fitted to logged
 estimates."""
 
