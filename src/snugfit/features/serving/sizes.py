@@ -49,6 +49,9 @@ class ModelSizes:
     heads: int
     """Heads of queries over all ranks; 0 for a model without attention."""
 
+    key_heads: int
+    """Heads of keys over all ranks; 0 for MLA and for a model without attention."""
+
     longest: int | None
     """Largest number of tokens of a sequence by the config; None without a limit."""
 
@@ -96,6 +99,7 @@ def _sizes_of(config: Any, tensor_parallel: int) -> ModelSizes:
         # Architectures without the key have four times the width (GPT-2, Falcon, BLOOM).
         intermediate=intermediate or 4 * hidden,
         heads=heads,
+        key_heads=0 if getattr(text, "kv_lora_rank", None) else _key_heads(text),
         longest=_first(text, "max_position_embeddings", "n_positions", "max_seq_len") or None,
         experts_per_token=per_token,
         expert_width=_first(text, "moe_intermediate_size", "intermediate_size") if per_token else 0,
@@ -144,13 +148,17 @@ def _attention_numbers(config: Any, tensor_parallel: int) -> int:
     heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     if not heads:
         return 0
-    keys = _first(config, "num_key_value_heads", "num_kv_heads") or heads
-    # Older configs mark one head of keys by a switch, which Falcon's newer architecture ignores.
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        keys = 1
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
     width = _first(config, "head_dim", "attention_head_dim") or hidden // heads
-    return 2 * max(1, keys // tensor_parallel) * width
+    return 2 * max(1, _key_heads(config) // tensor_parallel) * width
+
+
+def _key_heads(config: Any) -> int:
+    """Return the heads of keys and values over all ranks; those of queries where the config has no number."""
+    # Older configs mark one head of keys by a switch, which Falcon's newer architecture ignores.
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    return _first(config, "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head", "n_heads")
 
 
 def _state_numbers(config: Any, kind: str) -> int:

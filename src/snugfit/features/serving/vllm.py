@@ -13,6 +13,7 @@ all rows in view; their sizes are vLLM's own shapes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from snugfit.features.serving.answer import ServingAnswer
@@ -65,6 +66,9 @@ CONTEXT = int(0.51 * GIB)
 LARGE_GPU = 70 * GIB
 """Bytes of memory from which the defaults of tokens and sequences are larger, except on an A100
 (`engine/arg_utils.py`)."""
+
+VOCABULARY_PADDING = 64
+"""Rows of which the embedding is a multiple (`vocab_parallel_embedding.py`, `DEFAULT_VOCAB_PADDING_SIZE`)."""
 
 NO_WORKSPACE = ("mxfp4",)
 """Layouts whose kernels for experts have no workspaces of this form."""
@@ -201,8 +205,10 @@ def _refusal(
         f"{sizes.heads} heads of attention cannot be divided over {ranks} GPUs. Use a divisor of it.": (
             sizes.heads % ranks
         ),
+        f"{sizes.key_heads} heads of keys cannot be divided or repeated over {ranks} GPUs. Use a divisor of "
+        "them, or a multiple.": sizes.key_heads and max(sizes.key_heads, ranks) % min(sizes.key_heads, ranks),
         f"A vocabulary of {sizes.vocabulary:,} cannot be divided over {ranks} GPUs. Use a divisor of it.": (
-            sizes.vocabulary % ranks
+            math.ceil(sizes.vocabulary / VOCABULARY_PADDING) * VOCABULARY_PADDING % ranks
         ),
         f"The model has {sizes.longest} positions. Lower --max-model-len {options.length} to that.": (
             sizes.longest and options.length > sizes.longest

@@ -53,6 +53,16 @@ def test_what_vllm_refused_is_refused() -> None:
     assert [start.predict().starts for start in refused] == [False] * len(refused)
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "starts"),
+    [("Qwen2.5-7B", 4, True), ("Qwen2.5-7B", 7, False), ("Llama-3.1-8B", 16, True), ("gpt2", 2, True)],
+)
+def test_heads_and_the_padded_vocabulary_are_divided(model: str, ranks: int, starts: bool) -> None:
+    # Qwen2.5 has 28 heads and 4 of keys; GPT-2's vocabulary of 50,257 is padded to 50,304.
+    answer = predict_serving(request_of(model, tensor_parallel=ranks, max_model_len=512))
+    assert answer.starts == starts, answer.refusal
+
+
 def test_a_context_that_does_not_fit_names_one_that_does() -> None:
     answer = predict_serving(request_of(gpu="l4"))
     assert not answer.starts
