@@ -1,0 +1,1 @@
+"""Memory of inference servers at their start."""

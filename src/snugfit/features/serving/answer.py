@@ -1,0 +1,124 @@
+"""The answer about a server: its memory at the start, its cache, and the sequences that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from snugfit.documents import encode_fields
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingAnswer:
+    """The memory of one rank of a server. All figures are formulas; none was measured."""
+
+    model: str
+    """Name of the model."""
+
+    gpu: str
+    """Name of the GPU."""
+
+    engine: str
+    """`vllm`, `sglang` or `llama.cpp`."""
+
+    version: str
+    """Version of the engine whose formulas were used."""
+
+    tensor_parallel: int
+    """Number of GPUs over which each layer is divided."""
+
+    starts: bool
+    """True if the engine starts with these options."""
+
+    refusal: str | None
+    """Reason why it does not start, with a remedy; None if it starts."""
+
+    total_bytes: int
+    """Bytes of the GPU that processes can use."""
+
+    usable_bytes: int
+    """Bytes that the engine's share of the memory allows for weights, cache and the rest."""
+
+    utilization: float | None
+    """That share; None for llama.cpp, which has no such option."""
+
+    weights_bytes: int
+    """Bytes of the weights and of the tables of rotary positions."""
+
+    weights_layout: str
+    """Dtype or quantization of the weights."""
+
+    activation_bytes: int
+    """Bytes of the largest forward pass, which vLLM measures by a profiling run at its start."""
+
+    non_torch_bytes: int
+    """Bytes outside of torch's allocator: libraries and communication."""
+
+    graph_bytes: int
+    """Bytes of CUDA graphs."""
+
+    graphs_reduce_cache: bool
+    """True if the engine subtracts CUDA graphs before it sizes the cache; False if it captures them in the
+    memory that its share leaves free."""
+
+    cache_bytes: int
+    """Bytes left for the cache; 0 if none are left."""
+
+    token_bytes: int
+    """Bytes of the cache that a further token of one sequence takes, at the beginning of a sequence."""
+
+    cache_tokens: int
+    """Tokens that the whole cache holds, as the engine reports them."""
+
+    sequence_tokens: int
+    """Tokens of the sequences that are counted."""
+
+    sequences: int
+    """Sequences of that length that the cache holds."""
+
+    most_sequences: int
+    """Sequences that the engine computes at once by its own limit."""
+
+    longest: int
+    """Tokens of the longest sequence that the cache holds; 0 if none fits."""
+
+    max_model_len: int
+    """Largest number of tokens of a sequence with which the engine starts."""
+
+    block_size: int
+    """Tokens of one block of the cache."""
+
+    doubts: tuple[str, ...] = ()
+    """Warnings about the accuracy of the answer."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "schema": (Literal[1], "Version of the document."),
+        "what": (Literal["serving"], "Name of the document."),
+        "basis": (Literal["formula"], "Figures are an engine's published formulas, not measurements."),
+    }
+    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `snugfit serve --json` prints."""
+        return {"schema": SCHEMA, "what": "serving", "basis": "formula", **encode_fields(self)}
+
+
+@dataclass(frozen=True)
+class ServingComparison:
+    """The same server on several GPUs."""
+
+    answers: tuple[ServingAnswer, ...]
+    """One answer per GPU."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "schema": (Literal[1], "Version of the document."),
+        "what": (Literal["servings"], "Name of the document."),
+    }
+    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that `snugfit serve --all-gpus --json` prints."""
+        return {"schema": SCHEMA, "what": "servings", **encode_fields(self)}

@@ -1,0 +1,116 @@
+"""Blocks of a paged cache: groups of layers with pages of one size, and the blocks of a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from snugfit.features.serving.sizes import LayerCache
+
+MORE_LAYERS = 1.5
+"""Ratio of layers of two kinds below which the smaller kind is padded to the larger. Source: vLLM,
+`v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`; earlier versions have 1.25."""
+
+ALIGNMENT = 16
+"""Tokens of which a block is a multiple when a state's page enlarges it (vllm 0.19,
+`model_executor/models/config.py`, `HybridAttentionMambaModelConfig`)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers of one kind that share blocks."""
+
+    window: int | None
+    """Tokens to which attention is limited; None without a limit."""
+
+    stateful: bool
+    """True for states, of which a sequence has one block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCache:
+    """The pages of a model's cache on one rank."""
+
+    groups: tuple[Group, ...]
+    """Groups of layers; each has as many pages in a block as another."""
+
+    block_bytes: int
+    """Bytes of one block: a page of each layer of a group."""
+
+    block_size: int
+    """Tokens of a block."""
+
+    batched_tokens: int
+    """Tokens of one forward pass, which a sliding layer holds beyond its window."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a further token takes before it leaves a window."""
+        pages = sum(not group.stateful for group in self.groups)
+        return pages * self.block_bytes // self.block_size
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the blocks of one sequence of so many tokens."""
+        return sum(self._blocks_in(group, tokens) for group in self.groups)
+
+    def _blocks_in(self, group: Group, tokens: int) -> int:
+        if group.stateful:
+            return 1
+        if group.window is None:
+            return math.ceil(tokens / self.block_size)
+        # A chunk of a prompt is written before earlier tokens leave the window, which may begin within a
+        # block (`SlidingWindowSpec.max_memory_usage_bytes`).
+        held = min(group.window - 1 + self.batched_tokens, tokens)
+        return math.ceil(held / self.block_size) + 1
+
+    def blocks_in(self, available: int) -> int:
+        """Return the number of blocks in so many bytes."""
+        return max(0, available) // self.block_bytes if self.block_bytes else 0
+
+    def tokens_in(self, available: int) -> int:
+        """Return the tokens that the engine reports for so many bytes: blocks shared evenly by groups."""
+        return self.blocks_in(available) // len(self.groups) * self.block_size
+
+    def longest_in(self, available: int, limit: int) -> int:
+        """Return the tokens of the longest sequence in so many bytes, at most `limit`."""
+        blocks = self.blocks_in(available)
+        return largest(limit, lambda tokens: self.blocks_of(tokens) <= blocks)
+
+
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `limit` that fits, where each smaller one fits too; 0 if none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def paged_cache(
+    layers: Sequence[LayerCache], *, number_bytes: float, state_bytes: int, block_size: int, batched: int
+) -> PagedCache:
+    """Return the pages of these layers. `number_bytes` and `state_bytes` are those of a cached number.
+
+    All pages have one size, and all groups one number of layers. So a layer with a window has pages as large
+    as another's (vllm 0.19, `v1/core/kv_cache_utils.py`, `unify_kv_cache_spec_page_size`).
+    """
+    per_token = max((math.ceil(layer.token_numbers * number_bytes) for layer in layers), default=0)
+    state = max((layer.state_numbers * state_bytes for layer in layers), default=0)
+    if state and per_token:
+        # The page of attention grows until it holds a state.
+        block_size = max(block_size, math.ceil(state / per_token / ALIGNMENT) * ALIGNMENT)
+    page = max(per_token * block_size, state)
+    kinds: Counter[Group] = Counter()
+    for layer in layers:
+        if layer.token_numbers:
+            kinds[Group(layer.window, stateful=False)] += 1
+        if layer.state_numbers:
+            kinds[Group(None, stateful=True)] += 1
+    fewest, most = min(kinds.values(), default=1), max(kinds.values(), default=1)
+    size = most if most < fewest * MORE_LAYERS else fewest
+    groups = [group for group, count in kinds.items() for _ in range(math.ceil(count / size))]
+    return PagedCache(
+        groups=tuple(groups), block_bytes=size * page, block_size=block_size, batched_tokens=batched
+    )

@@ -1,0 +1,244 @@
+"""`snugfit serve`: does an inference server start, and how many sequences does it hold?
+
+Exit code 3 when it does not start, for use in scripts. Options have the spellings of each engine.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from snugfit.cli import arguments as given
+from snugfit.errors import NothingFits, UsageError
+
+if TYPE_CHECKING:
+    from snugfit.features.serving.gguf import GgufHeader
+    from snugfit.features.serving.request import ServingRequest
+    from snugfit.job.model import Model
+
+SUFFIXES = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
+"""Factors of a number of tokens by its suffix."""
+
+SERVER = "The server"
+
+
+def parse_tokens(text: str) -> int:
+    """Return a number of tokens in vLLM's notation: `8192`, `8k` for 8,000, `8K` for 8,192.
+
+    Raises `UsageError` for other text. Source: vllm 0.19, `human_readable_int` of `engine/arg_utils.py`.
+    """
+    parts = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kKmM]?)", str(text).strip())
+    number = float(parts[1]) * SUFFIXES[parts[2]] if parts else 0.0
+    if not parts or not number.is_integer():
+        raise UsageError(
+            f"{text!r} is not a number of tokens. Allowed are whole numbers, with k for thousands or K for "
+            "1,024. Try 8192 or 8K."
+        )
+    return int(number)
+
+
+Name = Annotated[
+    str,
+    typer.Argument(help="A preset, a folder, a config.json, a .gguf file, or a name on the hub."),
+]
+Engine = Annotated[str, given.option(SERVER, "vllm, sglang or llama.cpp.", "--engine")]
+Version = Annotated[
+    str | None,
+    given.option(SERVER, "Version of the engine. \\[the newest known one]", "--engine-version"),
+]
+Share = Annotated[
+    float | None,
+    given.option(
+        SERVER,
+        "Share of the GPU's memory that the engine may use, above 0 up to 1. \\[the engine's]",
+        "--utilization",
+        "--gpu-memory-utilization",
+        "--mem-fraction-static",
+    ),
+]
+Length = Annotated[
+    int | None,
+    given.option(
+        SERVER,
+        "Largest number of tokens of a sequence. \\[the model's]",
+        "--max-model-len",
+        "--context-length",
+        "--ctx-size",
+        parser=parse_tokens,
+        metavar="TOKENS",
+    ),
+]
+Block = Annotated[
+    int | None,
+    given.option(SERVER, "Tokens of a block of the cache. \\[the engine's]", "--block-size", "--page-size"),
+]
+Sequences = Annotated[
+    int | None,
+    given.option(
+        SERVER,
+        "Largest number of sequences at once. \\[the engine's]",
+        "--max-num-seqs",
+        "--max-running-requests",
+        "--parallel",
+    ),
+]
+Batched = Annotated[
+    int | None,
+    given.option(
+        SERVER,
+        "Largest number of tokens of one forward pass. \\[the engine's]",
+        "--max-batched-tokens",
+        "--max-num-batched-tokens",
+        "--chunked-prefill-size",
+        "--ubatch-size",
+        parser=parse_tokens,
+        metavar="TOKENS",
+    ),
+]
+CacheDtype = Annotated[
+    str,
+    given.option(
+        SERVER,
+        "Dtype of the cache: auto, fp8, q8_0, ...",
+        "--cache-dtype",
+        "--kv-cache-dtype",
+        "--cache-type-k",
+    ),
+]
+Quantization = Annotated[
+    str | None,
+    given.option(
+        SERVER, "Quantize weights of 16 bits at the start: fp8. \\[the checkpoint's]", "--quantization"
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    given.option(SERVER, "Dtype of the weights: bfloat16, float16, float32. \\[the checkpoint's]", "--dtype"),
+]
+Ranks = Annotated[
+    int,
+    given.option(
+        SERVER,
+        "Number of GPUs over which each layer is divided.",
+        "--tensor-parallel-size",
+        "--tensor-parallel",
+        "--tp-size",
+        "--tp",
+        "-tp",
+    ),
+]
+Eager = Annotated[
+    bool,
+    given.option(SERVER, "Capture no CUDA graphs.", "--enforce-eager", "--disable-cuda-graph"),
+]
+Tokens = Annotated[
+    int | None,
+    given.option(
+        given.JOB,
+        "Tokens of the sequences to count. \\[--max-model-len]",
+        "--sequence-length",
+        parser=parse_tokens,
+        metavar="TOKENS",
+    ),
+]
+AllGpus = Annotated[
+    bool, given.option(given.WHERE, "Compare all NVIDIA GPUs of the table, smallest first.", "--all-gpus")
+]
+
+
+def serve(
+    model: Name,
+    *,
+    engine: Engine = "vllm",
+    engine_version: Version = None,
+    gpu: given.GpuName = None,
+    all_gpus: AllGpus = False,
+    utilization: Share = None,
+    max_model_len: Length = None,
+    block_size: Block = None,
+    max_num_seqs: Sequences = None,
+    max_batched_tokens: Batched = None,
+    cache_dtype: CacheDtype = "auto",
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    tensor_parallel: Ranks = 1,
+    enforce_eager: Eager = False,
+    sequence_length: Tokens = None,
+    offline: given.Offline = False,
+    as_json: given.AsJson = False,
+) -> int:
+    """Predict an inference server's memory at its start, and the sequences that its cache holds."""
+    from snugfit.features.serving.request import ServingRequest
+    from snugfit.job.dtype import dtype_name
+    from snugfit.job.gpu import find_gpu
+
+    if bool(gpu) == all_gpus:
+        raise UsageError(
+            "A server needs the memory of its GPU. Give either --gpu NAME, such as h100, or --all-gpus."
+        )
+    request = ServingRequest(
+        model=_find(model, online=not offline),
+        gpu=find_gpu(gpu or "h100"),
+        engine=engine,
+        version=engine_version,
+        utilization=utilization,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        cache_dtype=cache_dtype,
+        dtype=None if dtype in (None, "auto") else dtype_name(dtype),
+        quantization=quantization,
+        tensor_parallel=tensor_parallel,
+        cuda_graphs=not enforce_eager,
+        tokens=sequence_length,
+    )
+    return _print_all(request, as_json=as_json) if all_gpus else _print(request, as_json=as_json)
+
+
+def _print(request: ServingRequest, *, as_json: bool) -> int:
+    from snugfit.features.serving.predict import predict_serving
+    from snugfit.features.serving.report import render
+    from snugfit.report.text.terminal import show, show_json
+
+    answer = predict_serving(request)
+    if as_json:
+        show_json(answer.to_json())
+    else:
+        show(render(answer))
+    return 0 if answer.starts else NothingFits.exit_code
+
+
+def _print_all(request: ServingRequest, *, as_json: bool) -> int:
+    """Print a row for each NVIDIA GPU of known memory, the smallest first."""
+    from snugfit.features.serving.answer import ServingComparison
+    from snugfit.features.serving.predict import predict_serving
+    from snugfit.features.serving.report import render_all
+    from snugfit.job.gpu import all_gpus
+    from snugfit.report.text.terminal import show, show_json
+
+    cards = sorted(
+        (gpu for gpu in all_gpus() if gpu.memory_bytes and gpu.platform == "cuda"),
+        key=lambda gpu: gpu.memory_bytes or 0,
+    )
+    answers = ServingComparison(tuple(predict_serving(replace(request, gpu=card)) for card in cards))
+    if as_json:
+        show_json(answers.to_json())
+    else:
+        show(render_all(answers))
+    return 0 if any(answer.starts for answer in answers.answers) else NothingFits.exit_code
+
+
+def _find(name: str, *, online: bool) -> Model | GgufHeader:
+    """Return the model of this name, or the header of a GGUF file."""
+    if name.lower().endswith(".gguf"):
+        from snugfit.features.serving.gguf import read_gguf
+
+        return read_gguf(Path(name).expanduser())
+    from snugfit.job.model import Model
+
+    return Model.find(name, online=online, tell=lambda sentence: typer.echo(sentence, err=True))

@@ -1,0 +1,174 @@
+"""llama.cpp's memory at its start: the tensors of a GGUF file, a cache for one context, and a buffer.
+
+Source: llama.cpp, MIT, `llama-model.cpp`, `llama-kv-cache*.cpp` and `llama-context.cpp` in `src`. All layers
+are on the GPU, and flash attention is on. The buffer of the graph has the logits and one hidden state of a
+micro-batch, in fp32. Published logs confirm it: 258.50 MiB for Llama 3 8B, with 512 tokens, a vocabulary of
+128,256 and a width of 4,096. Other parts were not compared with published starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from snugfit.errors import ModelError, UsageError
+from snugfit.features.serving.answer import ServingAnswer
+from snugfit.features.serving.architecture import served_config
+from snugfit.features.serving.blocks import largest
+from snugfit.features.serving.gguf import GgufHeader
+from snugfit.features.serving.request import CACHE_BYTES, ServingRequest
+from snugfit.features.serving.sizes import LayerCache, read_sizes
+from snugfit.features.serving.vllm import CONTEXT
+from snugfit.features.serving.weights import weight_bytes
+from snugfit.units import show_bytes
+
+PADDING = 256
+"""Tokens of which the cache is a multiple (`llama_kv_cache::get_padding`)."""
+
+MOST_SLOTS = 1 << 16
+"""Largest number of slots that is counted."""
+
+MICRO_BATCH = 512
+"""Tokens of a micro-batch by default (`--ubatch-size`)."""
+
+WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "olmo2": 4, "exaone4": 4}
+"""Period of layers without a window by architecture (`llama-model.cpp`, `set_swa_pattern`). Other
+architectures have none, and their layers keep all tokens."""
+
+
+class _ServedParts(NamedTuple):
+    """Parts of a model that decide its memory."""
+
+    weights: int
+    layout: str
+    hidden: int
+    vocabulary: int
+    longest: int
+    layers: Sequence[LayerCache]
+
+
+def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
+    """Return llama.cpp's answer. Raises `UsageError` for several GPUs, which it divides by layers."""
+    if request.tensor_parallel > 1:
+        raise UsageError(
+            f"tensor_parallel is {request.tensor_parallel}; llama.cpp divides a model by layers, which is "
+            "not predicted. Allowed is 1. Leave it out."
+        )
+    if request.quantization:
+        raise UsageError(
+            f"quantization is {request.quantization}; llama.cpp reads the types of a GGUF file. Name a .gguf "
+            "file, and leave it out."
+        )
+    model = _from_header(request.model) if isinstance(request.model, GgufHeader) else _from_config(request)
+    slots, batched = request.max_num_seqs or 1, request.max_batched_tokens or MICRO_BATCH
+    length = request.max_model_len or model.longest
+    number = CACHE_BYTES["llama.cpp"][request.cache_dtype if request.cache_dtype != "auto" else "f16"]
+    total, tokens = request.gpu.memory_bytes or 0, request.tokens or length
+    compute = batched * (model.vocabulary + model.hidden) * 4
+    available = total - CONTEXT - model.weights - compute
+    cache = _cache_bytes(model.layers, length * slots, slots, batched, number)
+    refusal = None
+    if length > model.longest:
+        refusal = f"The model has {model.longest:,} positions. Lower --ctx-size {length} to that."
+    elif cache > available:
+        refusal = (
+            f"A context of {length * slots:,} tokens needs {show_bytes(cache)} of cache, and "
+            f"{show_bytes(max(0, available))} are left. Lower --ctx-size, or keep layers on the host."
+        )
+
+    def fits(tokens: int, slots: int) -> bool:
+        return _cache_bytes(model.layers, tokens * slots, slots, batched, number) <= available
+
+    longest = largest(model.longest, lambda tokens: fits(tokens, 1))
+    most = slots * length if refusal is None else longest
+    return ServingAnswer(
+        model=request.model.name, gpu=request.gpu.name, engine="llama.cpp", version=request.known_version,
+        tensor_parallel=1, starts=refusal is None, refusal=refusal, total_bytes=total,
+        usable_bytes=total - CONTEXT, utilization=None, weights_bytes=model.weights,
+        weights_layout=model.layout, activation_bytes=compute, non_torch_bytes=CONTEXT, graph_bytes=0,
+        graphs_reduce_cache=False, cache_bytes=max(0, available),
+        token_bytes=math.ceil(sum(layer.token_numbers for layer in model.layers) * number),
+        cache_tokens=most, sequence_tokens=tokens,
+        sequences=largest(MOST_SLOTS, lambda count: fits(tokens, count)),
+        most_sequences=slots, longest=longest, max_model_len=length, block_size=PADDING,
+        doubts=("Only the graph's buffer was compared with published logs of llama.cpp.",),
+    )  # fmt: skip
+
+
+def _from_config(request: ServingRequest) -> _ServedParts:
+    """Return a model in 16 bits, as its converted file would be."""
+    assert not isinstance(request.model, GgufHeader)
+    sizes = read_sizes(request.model, 1)
+    weights, layout = weight_bytes(request.model, dtype="bfloat16", at_start=None, tensor_parallel=1)
+    if layout is not None:
+        raise ModelError(
+            f"{request.model.name} is quantized by {layout.name}, which llama.cpp does not read. Name a "
+            ".gguf file of the model."
+        )
+    # The embedding stays on the host; a tied one is copied to the GPU as the head.
+    tied = getattr(served_config(request.model).get_text_config(), "tie_word_embeddings", False)
+    on_host = 0 if tied else sizes.vocabulary * sizes.hidden * 2
+    longest = sizes.longest or MICRO_BATCH
+    return _ServedParts(weights - on_host, "16 bits", sizes.hidden, sizes.vocabulary, longest, sizes.layers)
+
+
+def _from_header(header: GgufHeader) -> _ServedParts:
+    """Return a model from the header of its file."""
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(
+            f"{header.name}: it has no token_embd.weight, so it is not a model of text. Name another file."
+        )
+    total = sum(tensor.size for tensor in header.tensors)
+    # The embedding stays on the host; without a head of its own, a copy is on the GPU.
+    weights = total - embedding.size if "output.weight" in tensors else total
+    largest = max(header.tensors, key=lambda tensor: tensor.size if "blk." in tensor.name else 0)
+    return _ServedParts(
+        weights,
+        f"mostly {largest.kind}",
+        header.number("embedding_length"),
+        embedding.shape[1],
+        header.number("context_length"),
+        _layers_of(header),
+    )
+
+
+def _layers_of(header: GgufHeader) -> tuple[LayerCache, ...]:
+    """Return the cache of each layer by the header: keys and values, or states of Mamba."""
+    count, heads = header.number("block_count"), header.number("attention.head_count", 0)
+    keys = header.metadata.get(f"{header.architecture}.attention.head_count_kv")
+    per_layer = keys if isinstance(keys, list) else [header.number("attention.head_count_kv", heads)] * count
+    width = header.number("embedding_length") // heads if heads else 0
+    pair = header.number("attention.key_length", width) + header.number("attention.value_length", width)
+    window = header.number("attention.sliding_window", 0)
+    period = WINDOW_PATTERNS.get(header.architecture, 1)
+    inner, state = header.number("ssm.inner_size", 0), header.number("ssm.state_size", 0)
+    groups = header.number("ssm.group_count", 0)
+    convolution = (inner + 2 * groups * state) * max(0, header.number("ssm.conv_kernel", 1) - 1)
+    layers = []
+    for layer, its_keys in zip(range(count), per_layer, strict=False):
+        limited = window and period > 1 and (layer + 1) % period
+        layers.append(
+            LayerCache(
+                token_numbers=its_keys * pair,
+                window=window if limited else None,
+                state_numbers=convolution + inner * state if not its_keys or not heads else 0,
+            )
+        )
+    return tuple(layers)
+
+
+def _cache_bytes(layers: Sequence[LayerCache], tokens: int, slots: int, batched: int, number: float) -> int:
+    """Return the bytes of the cache of so many tokens in so many slots; states are in fp32."""
+    whole = _pad(tokens)
+    total = 0
+    for layer in layers:
+        cells = whole if layer.window is None else min(whole, _pad(layer.window * slots + batched))
+        total += math.ceil(cells * layer.token_numbers * number) + slots * layer.state_numbers * 4
+    return total
+
+
+def _pad(tokens: int) -> int:
+    return math.ceil(tokens / PADDING) * PADDING

@@ -1,0 +1,152 @@
+"""The request of a prediction about a server: model, engine, its version and its options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from snugfit.errors import UsageError, did_you_mean
+from snugfit.features.serving.weights import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from snugfit.features.serving.gguf import GgufHeader
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.model import Model
+
+ENGINES = ("vllm", "sglang", "llama.cpp")
+"""Engines whose formulas are here."""
+
+VERSIONS: Mapping[str, tuple[str, str, str]] = {
+    "vllm": (r"0\.(\d+)(\.\d+)?", "0.15 to 0.33", "0.33"),
+    "sglang": (r"0\.5(\.\d+)*(\.post\d+)?", "0.5.*", "0.5"),
+    "llama.cpp": (r"b?(\d+)", "b6325 and later builds", "b6325"),
+}
+"""For each engine: regular expression of a version, the known versions in words, and the default."""
+
+FIRST_VLLM, LAST_VLLM, FIRST_BUILD = 15, 33, 6325
+"""Bounds of the known versions: minor versions of vLLM, and the first build of llama.cpp that chooses flash
+attention by itself."""
+
+CACHE_BYTES: Mapping[str, Mapping[str, float]] = {
+    "vllm": {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1},
+    "sglang": {"bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp4_e2m1": 0.5},
+    "llama.cpp": {
+        "f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32, "q4_1": 20 / 32,
+        "q4_0": 18 / 32, "iq4_nl": 18 / 32,
+    },
+}  # fmt: skip
+"""Bytes of a cached number by engine and dtype. Quantized types of llama.cpp pack 32 numbers with a scale
+(`ggml-common.h`)."""
+
+MOST_RANKS, MOST_TOKENS = 1024, 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRequest:
+    """A server to predict: a model on GPUs of one kind, an engine, and its options. None is the engine's own
+    default."""
+
+    model: Model | GgufHeader
+    """The architecture, or the header of a GGUF file, which llama.cpp reads."""
+
+    gpu: Gpu
+    """The GPU of each rank."""
+
+    engine: str = "vllm"
+    """`vllm`, `sglang` or `llama.cpp`."""
+
+    version: str | None = None
+    """Version of the engine; None for the newest known one."""
+
+    utilization: float | None = None
+    """Share of the GPU's memory that the engine may use: `gpu_memory_utilization`, `mem_fraction_static`."""
+
+    max_model_len: int | None = None
+    """Largest number of tokens of a sequence; None for the model's own."""
+
+    block_size: int | None = None
+    """Tokens of one block of the cache."""
+
+    max_num_seqs: int | None = None
+    """Largest number of sequences at once."""
+
+    max_batched_tokens: int | None = None
+    """Largest number of tokens of one forward pass."""
+
+    cache_dtype: str = "auto"
+    """Dtype of the cache; `auto` is that of the weights, and f16 in llama.cpp."""
+
+    dtype: str | None = None
+    """Dtype of weights that are not quantized; None for that of the checkpoint."""
+
+    quantization: str | None = None
+    """Method by which the engine quantizes weights at its start; None for the checkpoint's own."""
+
+    tensor_parallel: int = 1
+    """Number of GPUs over which each layer is divided."""
+
+    cuda_graphs: bool = True
+    """False for an engine that runs eagerly."""
+
+    tokens: int | None = None
+    """Tokens of the sequences to count; None for `max_model_len`."""
+
+    def __post_init__(self) -> None:
+        _choose("engine", self.engine, ENGINES)
+        _refuse_version(self.engine, self.version)
+        share = self.utilization
+        if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+            raise UsageError(
+                f"utilization is {share}; it must be a share of the GPU's memory above 0 and at most 1. "
+                "Try 0.9."
+            )
+        for name in ("max_model_len", "block_size", "max_num_seqs", "max_batched_tokens", "tokens"):
+            _in_range(name, getattr(self, name), MOST_TOKENS)
+        _in_range("tensor_parallel", self.tensor_parallel, MOST_RANKS)
+        if self.cache_dtype != "auto":
+            _choose(f"cache_dtype of {self.engine}", self.cache_dtype, tuple(CACHE_BYTES[self.engine]))
+        if self.dtype is not None:
+            _choose("dtype", self.dtype, tuple(DTYPE_BYTES))
+
+    @property
+    def known_version(self) -> str:
+        """The version of the engine, that of the formulas where none is given."""
+        return self.version or VERSIONS[self.engine][2]
+
+    @property
+    def minor(self) -> int:
+        """The minor version: 33 for vLLM 0.33."""
+        parts = re.fullmatch(VERSIONS[self.engine][0], self.known_version.removeprefix("v"))
+        return int(parts[1]) if parts and self.engine == "vllm" else 0
+
+
+def _refuse_version(engine: str, version: str | None) -> None:
+    """Raise `UsageError` for a version of the engine whose formulas are unknown."""
+    pattern, known, default = VERSIONS[engine]
+    if version is None:
+        return
+    parts = re.fullmatch(pattern, version.removeprefix("v"))
+    number = int(parts[1]) if parts and engine != "sglang" else 0
+    bounds = {"vllm": FIRST_VLLM <= number <= LAST_VLLM, "llama.cpp": number >= FIRST_BUILD}
+    if not parts or not bounds.get(engine, True):
+        raise UsageError(
+            f"The formulas of {engine} {version!r} are unknown. Known are {known}. Try --engine-version "
+            f"{default}, or leave it out."
+        )
+
+
+def _choose(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        guess = did_you_mean(str(value), allowed)
+        raise UsageError(f"{name} is {value!r}.{guess} Allowed are {', '.join(allowed)}. Choose one of them.")
+
+
+def _in_range(name: str, value: object, largest: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (whole and 1 <= value <= largest):  # type: ignore[operator]
+        raise UsageError(
+            f"{name} is {value!r}; allowed are whole numbers from 1 to {largest:,}. Leave it out for the "
+            "engine's default."
+        )

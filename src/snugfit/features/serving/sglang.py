@@ -1,0 +1,117 @@
+"""sglang's memory at its start: weights, then the cache in a fixed share of the free memory.
+
+Source: sglang 0.5, Apache-2.0, `model_runner_kv_cache_mixin.py` and `server_args.py` in `srt`. The cache has
+free memory after loading - free memory before x (1 - `mem_fraction_static`). No forward pass is profiled, so
+the rest must hold activations and CUDA graphs, or requests fail later. One published start was
+compared: Qwen3-235B-A22B in fp8 on four H100s (vllm-project/vllm issue 21348).
+"""
+
+from __future__ import annotations
+
+from snugfit.features.serving.answer import ServingAnswer
+from snugfit.features.serving.quantization import LinearLayout
+from snugfit.features.serving.request import CACHE_BYTES, ServingRequest
+from snugfit.features.serving.sizes import ModelSizes
+from snugfit.features.serving.vllm import CONTEXT, NON_TORCH, NON_TORCH_RANKS
+from snugfit.features.serving.weights import DTYPE_BYTES
+from snugfit.units import GIB, MIB
+
+RANK_BUFFERS = int((NON_TORCH_RANKS - NON_TORCH) * GIB)
+"""Bytes per rank of several for communication, those of vLLM."""
+
+DEFAULTS = (
+    (20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512), (None, 16384, 512, 512),
+)  # fmt: skip
+"""Defaults of GPUs below so many GiB (`server_args.py`, `_handle_gpu_memory_settings`): tokens of a chunk of
+a prompt, and the largest batch of CUDA graphs. The last number is for four ranks and more."""
+
+META_MIB, PER_TOKEN_MIB, PER_GRAPH_MIB, PER_RANK_MIB = 512, 1.5, 2, 128
+"""MiB that the default share leaves free: constant, per token of a chunk, per sequence of the largest CUDA
+graph, per rank."""
+
+LARGE_GIB, LEAST_FREE_MIB = 60, 10 * 1024
+"""GPUs of more GiB leave at least so many MiB free."""
+
+MULTIMODAL = 0.95
+"""Factor of the default share for a model with an encoder (`adjust_mem_fraction_for_vlm`)."""
+
+WINDOW_RATIO = 0.8
+"""Tokens of layers with a window by those of the others (`swa_full_tokens_ratio`)."""
+
+FEWEST_REQUESTS, MOST_REQUESTS, PER_CONTEXT = 2048, 4096, 512
+"""Bounds of the number of running requests, and requests per context that the cache holds."""
+
+
+def predict_sglang(
+    request: ServingRequest, sizes: ModelSizes, weights: int, layout: LinearLayout | None, dtype: str
+) -> ServingAnswer:
+    """Return sglang's answer for weights of so many bytes per rank."""
+    total, number = request.gpu.memory_bytes or 0, DTYPE_BYTES[dtype]
+    chunk, graphs = _defaults(request, total)
+    share = request.utilization or _default_share(request, sizes, total, chunk, graphs)
+    held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
+    # Communication is set up before the free memory is read.
+    outside = CONTEXT + (RANK_BUFFERS if request.tensor_parallel > 1 else 0)
+    free = total - outside
+    available = int(free * share) - held
+    cached = CACHE_BYTES["sglang"].get(request.cache_dtype, number)
+    length = request.max_model_len or sizes.longest or chunk
+    tokens = request.tokens or length
+    token, state = _token_bytes(sizes, cached), _state_bytes(sizes, number)
+    page = request.block_size or 1
+    # States take their share first: one for each request that can run (`handle_max_mamba_cache`).
+    limit = request.max_num_seqs
+    requests = max(1, (limit or FEWEST_REQUESTS)) if state else 0
+    room = max(0, available - requests * state)
+    held_tokens = int(room / token) // page * page if token else tokens * requests
+    running = limit or min(max(held_tokens * PER_CONTEXT // length, FEWEST_REQUESTS), MOST_REQUESTS)
+    per_sequence = -(-tokens // page) * page
+    refusal = None
+    if sizes.heads % request.tensor_parallel:
+        refusal = f"{sizes.heads} heads cannot be divided over {request.tensor_parallel} GPUs. Use a divisor."
+    elif room <= 0:
+        refusal = "No memory is left for the cache. Raise --mem-fraction-static, quantize, or use more GPUs."
+    doubts = ["sglang profiles no forward pass: a long prompt may still run out of memory."]
+    doubts.append("The formulas of sglang were compared with one published start only.")
+    return ServingAnswer(
+        model=request.model.name, gpu=request.gpu.name, engine="sglang", version=request.known_version,
+        tensor_parallel=request.tensor_parallel, starts=refusal is None, refusal=refusal, total_bytes=total,
+        usable_bytes=int(free * share), utilization=share, weights_bytes=held,
+        weights_layout=layout.name if layout else dtype, activation_bytes=int(chunk * PER_TOKEN_MIB * MIB),
+        non_torch_bytes=outside, graph_bytes=graphs * PER_GRAPH_MIB * MIB if request.cuda_graphs else 0,
+        graphs_reduce_cache=False, cache_bytes=room, token_bytes=int(token), cache_tokens=held_tokens,
+        sequence_tokens=tokens, sequences=min(held_tokens // per_sequence, requests or held_tokens),
+        most_sequences=running, longest=min(held_tokens, sizes.longest or held_tokens),
+        max_model_len=length, block_size=page, doubts=tuple(doubts),
+    )  # fmt: skip
+
+
+def _defaults(request: ServingRequest, total: int) -> tuple[int, int]:
+    """Return the tokens of a chunk and the largest batch of CUDA graphs."""
+    chunk, few, many = next(row[1:] for row in DEFAULTS if row[0] is None or total < row[0] * GIB)
+    return request.max_batched_tokens or chunk, few if request.tensor_parallel < 4 else many
+
+
+def _default_share(request: ServingRequest, sizes: ModelSizes, total: int, chunk: int, graphs: int) -> float:
+    """Return `mem_fraction_static` where the user gives none."""
+    memory = total / MIB
+    free = META_MIB + max(chunk, 2048) * PER_TOKEN_MIB + graphs * PER_GRAPH_MIB
+    free += request.tensor_parallel * PER_RANK_MIB
+    if memory > LARGE_GIB * 1024:
+        free = max(free, LEAST_FREE_MIB)
+    share = round(max(0.0, memory - free) / memory, 3)
+    return share * MULTIMODAL if sizes.multimodal else share
+
+
+def _token_bytes(sizes: ModelSizes, number: float) -> float:
+    """Return the bytes of one token in all layers; layers with a window hold fewer tokens.
+
+    The ratio applies only to a model that has layers of both kinds.
+    """
+    full = sum(layer.token_numbers for layer in sizes.layers if layer.window is None)
+    limited = sum(layer.token_numbers for layer in sizes.layers if layer.window is not None)
+    return number * (full + limited * (WINDOW_RATIO if full else 1.0))
+
+
+def _state_bytes(sizes: ModelSizes, number: int) -> int:
+    return number * sum(layer.state_numbers for layer in sizes.layers)

@@ -1,0 +1,253 @@
+"""vLLM's memory at its start: weights, a profiling run, then the cache in the rest of its share.
+
+Source: vllm 0.19 and 0.33, Apache-2.0, `v1/worker/gpu_worker.py` (`determine_available_memory`). The cache
+has total memory x `gpu_memory_utilization` - weights - peak of the profiling run - non-torch memory. From
+0.21 on, an estimate of CUDA graphs is also subtracted. The profiling run is a forward pass of
+`max_num_batched_tokens` tokens, then the sampler for `max_num_seqs` sequences. Its peak is the larger of the
+two.
+
+Six constants, marked as fitted, come from the models for fitting in `published.py`. `lab/serving_starts.py`
+compares the others with their predictions. All rows are of an H100. The terms of the peak were chosen with
+all rows in view; their sizes are vLLM's own shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from snugfit.features.serving.answer import ServingAnswer
+from snugfit.features.serving.blocks import PagedCache, paged_cache
+from snugfit.features.serving.quantization import LinearLayout
+from snugfit.features.serving.request import CACHE_BYTES, ServingRequest
+from snugfit.features.serving.sizes import ModelSizes
+from snugfit.features.serving.weights import DTYPE_BYTES
+from snugfit.job.gpu import Gpu
+from snugfit.units import GIB, MIB, show_bytes
+
+NEW_SAMPLER, NEW_NON_TORCH, GRAPHS_REDUCE, NEW_SHARE = 17, 18, 21, 22
+"""Minor versions of changes. They brought a sampler by Triton, a larger non-torch memory, an estimate of CUDA
+graphs that reduces the cache, and a default share of 0.92."""
+
+SAMPLER_FLOATS = 3
+"""Copies of the logits in fp32 at the sampler's peak: logits, probabilities and exponential noise
+(`v1/sample/sampler.py`). The logits in the model's dtype are a fourth."""
+
+SORTED_BYTES = 38
+"""Bytes per logit at the peak of the sampler before 0.17, which sorts. Fitted to the published peaks of
+Qwen3-14B under 0.15 and 0.16."""
+
+CUBLAS_WORKSPACE = {9: 32 * MIB}
+"""Bytes of cuBLAS's workspace by major compute capability (cuBLAS documentation, `cublasSetWorkspace`)."""
+
+OTHER_WORKSPACE = 4 * MIB
+"""Bytes of cuBLAS's workspace on other GPUs."""
+
+FORWARD_HIDDEN = 3.75
+"""Hidden states of a batch that are live beside an MLP's two halves and their product. Fitted to the peak of
+CodeLlama-7b, whose forward pass exceeds its sampler."""
+
+NON_TORCH = 0.25
+"""GiB outside of torch's allocator on one GPU: kernels and handles of libraries. Fitted."""
+
+NON_TORCH_BEFORE = 0.13
+"""The same before 0.18, as published for Qwen3-14B."""
+
+NON_TORCH_RANKS = 2.1
+"""GiB outside of torch's allocator per rank of several: buffers of NCCL and of the all-reduce. Fitted."""
+
+FIRST_GRAPHS, NEXT_GRAPHS = 212 * MIB, int(13.6 * MIB)
+"""Bytes of the first pair of CUDA graphs, whole and in pieces, and of each further pair. Fitted to logged
+estimates."""
+
+CONTEXT = int(0.51 * GIB)
+"""Bytes of the CUDA context of a worker on an H100, by its first log line. It is outside of the share."""
+
+LARGE_GPU = 70 * GIB
+"""Bytes of memory from which the defaults of tokens and sequences are larger, except on an A100
+(`engine/arg_utils.py`)."""
+
+VOCABULARY_PADDING = 64
+"""Rows of which the embedding is a multiple (`vocab_parallel_embedding.py`, `DEFAULT_VOCAB_PADDING_SIZE`)."""
+
+NO_WORKSPACE = ("mxfp4",)
+"""Layouts whose kernels for experts have no workspaces of this form."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """vLLM's options, with its defaults for this GPU in the place of None."""
+
+    share: float
+    batched: int
+    sequences: int
+    length: int
+
+
+def predict_vllm(
+    request: ServingRequest, sizes: ModelSizes, weights: int, layout: LinearLayout | None, dtype: str
+) -> ServingAnswer:
+    """Return vLLM's answer for weights of so many bytes per rank."""
+    options = _options(request, sizes)
+    total = request.gpu.memory_bytes or 0
+    number = DTYPE_BYTES[dtype]
+    held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
+    activation = profile_peak(request, sizes, options, number, layout)
+    non_torch = _non_torch(request)
+    graphs = graph_bytes(options.sequences) if request.cuda_graphs else 0
+    reduces = request.minor >= GRAPHS_REDUCE
+    usable = int(total * options.share)
+    available = usable - held - activation - non_torch - (graphs if reduces else 0)
+    cached = CACHE_BYTES["vllm"].get(request.cache_dtype, number)
+    cache = paged_cache(
+        sizes.layers, number_bytes=cached, state_bytes=number, block_size=request.block_size or 16,
+        batched=options.batched,
+    )  # fmt: skip
+    refusal = _refusal(request, sizes, options, cache, available)
+    tokens = request.tokens or options.length
+    doubts = list(_doubts(request, sizes, layout))
+    if graphs and not reduces and graphs > total - CONTEXT - usable:
+        doubts.append("CUDA graphs are captured in the memory beyond the share, which may be too small.")
+    return ServingAnswer(
+        model=_name(request), gpu=request.gpu.name, engine="vllm", version=request.known_version,
+        tensor_parallel=request.tensor_parallel, starts=refusal is None, refusal=refusal, total_bytes=total,
+        usable_bytes=usable, utilization=options.share, weights_bytes=held,
+        weights_layout=layout.name if layout else dtype, activation_bytes=activation,
+        non_torch_bytes=non_torch, graph_bytes=graphs, graphs_reduce_cache=reduces,
+        cache_bytes=max(0, available), token_bytes=cache.token_bytes,
+        cache_tokens=cache.tokens_in(available), sequence_tokens=tokens,
+        sequences=cache.blocks_in(available) // max(1, cache.blocks_of(tokens)),
+        most_sequences=options.sequences, longest=cache.longest_in(available, sizes.longest or tokens),
+        max_model_len=options.length, block_size=cache.block_size, doubts=tuple(doubts),
+    )  # fmt: skip
+
+
+def profile_peak(
+    request: ServingRequest, sizes: ModelSizes, options: Options, number: int, layout: LinearLayout | None
+) -> int:
+    """Return the peak in bytes of the profiling run: the larger of forward pass and sampler.
+
+    `number` is the bytes of a number of the hidden states.
+    """
+    ranks, batched = request.tensor_parallel, options.batched
+    major = (request.gpu.compute_capability or (0, 0))[0]
+    workspace = CUBLAS_WORKSPACE.get(major, OTHER_WORKSPACE) + _expert_workspace(
+        sizes, batched, number, ranks, layout
+    )
+    hidden = batched * sizes.hidden * number
+    halves = 3 * batched * sizes.intermediate // ranks * number
+    forward = halves + int(FORWARD_HIDDEN * hidden)
+    rows = min(options.sequences, batched)
+    logits = rows * sizes.vocabulary
+    if request.minor >= NEW_SAMPLER:
+        # The kernel for top-k and top-p has a row in fp32 for each multiprocessor (`topk_topp_triton.py`).
+        sampler = logits * (number + 4 * SAMPLER_FLOATS) + (request.gpu.sm_count or 0) * sizes.vocabulary * 4
+    else:
+        sampler = logits * SORTED_BYTES
+    # All hidden states of the forward pass stay, and those of each sequence's last token are copied.
+    sampler += hidden + rows * sizes.hidden * number
+    # Outputs of the encoder are cached for a whole batch (`v1/core/encoder_cache_manager.py`).
+    encoder = hidden if sizes.multimodal else 0
+    return max(forward, sampler) + workspace + encoder
+
+
+def _expert_workspace(
+    sizes: ModelSizes, batched: int, number: int, ranks: int, layout: LinearLayout | None
+) -> int:
+    """Return the bytes of the two workspaces of fused experts, which stay allocated.
+
+    Source: vllm 0.19, `TritonExperts.workspace_shapes`. Both have a row for each token and expert. The first
+    is as wide as an expert's MLP, the second as both its halves, and each at least as the hidden states.
+    """
+    if not sizes.experts_per_token or (layout and layout.name in NO_WORKSPACE):
+        return 0
+    width = sizes.expert_width // ranks
+    rows = batched * sizes.experts_per_token
+    return rows * number * (max(width, sizes.hidden) + max(2 * width, sizes.hidden))
+
+
+def graph_bytes(sequences: int) -> int:
+    """Return the bytes of CUDA graphs for up to so many sequences.
+
+    vLLM captures batches of 1, 2 and 4, each multiple of 8 to 256, and each of 16 beyond. The largest is
+    twice the number of sequences, at most 512 (vllm 0.19, `config/vllm.py`).
+    """
+    largest = min(2 * sequences, 512)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
+    count = len([size for size in sizes if size <= largest])
+    return FIRST_GRAPHS + NEXT_GRAPHS * (count - 1)
+
+
+def _options(request: ServingRequest, sizes: ModelSizes) -> Options:
+    large = _is_large(request.gpu)
+    share = request.utilization or (0.92 if request.minor >= NEW_SHARE else 0.9)
+    batched = request.max_batched_tokens or (8192 if large else 2048)
+    length = request.max_model_len or sizes.longest or batched
+    return Options(share, batched, request.max_num_seqs or (1024 if large else 256), length)
+
+
+def _is_large(gpu: Gpu) -> bool:
+    return (gpu.memory_bytes or 0) >= LARGE_GPU and gpu.model != "A100"
+
+
+def _non_torch(request: ServingRequest) -> int:
+    if request.tensor_parallel > 1:
+        return int(NON_TORCH_RANKS * GIB)
+    return int((NON_TORCH if request.minor >= NEW_NON_TORCH else NON_TORCH_BEFORE) * GIB)
+
+
+def _refusal(
+    request: ServingRequest, sizes: ModelSizes, options: Options, cache: PagedCache, available: int
+) -> str | None:
+    """Return the reason why vLLM does not start; None if it starts."""
+    ranks, total = request.tensor_parallel, request.gpu.memory_bytes or 0
+    reasons = {
+        f"{sizes.heads} heads of attention cannot be divided over {ranks} GPUs. Use a divisor of it.": (
+            sizes.heads % ranks
+        ),
+        f"{sizes.key_heads} heads of keys cannot be divided or repeated over {ranks} GPUs. Use a divisor of "
+        "them, or a multiple.": sizes.key_heads and max(sizes.key_heads, ranks) % min(sizes.key_heads, ranks),
+        f"A vocabulary of {sizes.vocabulary:,} cannot be divided over {ranks} GPUs. Use a divisor of it.": (
+            math.ceil(sizes.vocabulary / VOCABULARY_PADDING) * VOCABULARY_PADDING % ranks
+        ),
+        f"The model has {sizes.longest} positions. Lower --max-model-len {options.length} to that.": (
+            sizes.longest and options.length > sizes.longest
+        ),
+        f"The share {options.share} exceeds the free memory. Lower --utilization to {_most_share(total)}.": (
+            total * options.share > total - CONTEXT
+        ),
+        "No memory is left for the cache. Raise --utilization, quantize, or use more GPUs.": available <= 0,
+    }
+    if reason := next((text for text, applies in reasons.items() if applies), None):
+        return reason
+    needed = cache.blocks_of(options.length) * cache.block_bytes
+    if needed <= available:
+        return None
+    longest = cache.longest_in(available, options.length)
+    return (
+        f"One sequence of {options.length:,} tokens needs {show_bytes(needed)} of cache, and "
+        f"{show_bytes(available)} are left. Lower --max-model-len to {longest}."
+    )
+
+
+def _most_share(total: int) -> float:
+    """Return the largest share, in hundredths, that the free memory allows."""
+    return int((1 - CONTEXT / total) * 100) / 100
+
+
+def _doubts(request: ServingRequest, sizes: ModelSizes, layout: LinearLayout | None) -> tuple[str, ...]:
+    """Return warnings about options and GPUs that no published start confirms."""
+    doubts = []
+    if request.gpu.key != "H100-SXM":
+        doubts.append("Non-torch memory and the sizes of CUDA graphs are those of an H100.")
+    if request.minor > 19:
+        doubts.append("Formulas are compared with vLLM 0.19. Later versions may use more or less.")
+    if layout and layout.name in NO_WORKSPACE:
+        doubts.append("Kernels for mxfp4 pad the experts, so weights may be 5 to 10 % larger.")
+    if any(layer.state_numbers for layer in sizes.layers):
+        doubts.append("Caches with states were not compared with a published start.")
+    return tuple(doubts)
+
+
+def _name(request: ServingRequest) -> str:
+    return request.model.name
