@@ -92,7 +92,9 @@ VocabSize = Annotated[
     ),
 ]
 Clip = Annotated[float | None, option(JOB, "Clip gradients to this norm. \\[no clipping]")]
-Phase = Annotated[str | None, option(JOB, "train, or evaluate: the loss over all logits. \\[train]")]
+Phase = Annotated[
+    str | None, option(JOB, "train, evaluate (the loss over all logits), or generate. \\[train]")
+]
 JobFile = Annotated[
     Path | None,
     option(JOB, "Read the job from a YAML file. Its keys are the names of these options.", "--job"),
