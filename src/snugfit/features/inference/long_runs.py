@@ -44,6 +44,9 @@ PERIODS = (1, 8)
 MOST_WINDOWS = 16
 """Largest number of windows of a call; further bends are interpolated."""
 
+MOST_WRITTEN = 256
+"""Decode steps of a trace with allocations of their own. In a longer call, one step represents several."""
+
 CALLS = 2
 """Calls of `generate` in a trace. The second finds the allocator's cached memory of the first."""
 
@@ -87,13 +90,14 @@ class CallWindows:
         steady = StepWindow(end_step, with_tables(end.decode[1:-1], left.steps))
         writer = CallWriter(start, end)
         known = [*self._between(left, steady), steady]
+        together = -(-self.decode_steps // MOST_WRITTEN)
         for call in range(CALLS):
             writer.begin(call)
             for stretch in start.decode[:HEAD]:
                 writer.write(stretch)
             for one, other in pairwise(known):
-                for stretch in interpolate(one, other, self.period):
-                    writer.write(stretch)
+                for stretch, times in interpolate(one, other, self.period, together):
+                    writer.write(stretch, times)
             for stretch in steady.steps:
                 writer.write(stretch)
             writer.write(with_tables_of(end.decode[-1], end.decode[-2], left.steps[-1]))

@@ -277,15 +277,22 @@ def _alike(one: Stretch, other: Stretch) -> bool:
     )
 
 
-def interpolate(left: StepWindow, right: StepWindow, period: int) -> Iterator[Stretch]:
-    """Yield the decode steps from the first of `left` to the one before `right`.
+def interpolate(
+    left: StepWindow, right: StepWindow, period: int, together: int = 1
+) -> Iterator[tuple[Stretch, int]]:
+    """Yield the decode steps from the first of `left` to the one before `right`, each with its number of
+    times.
 
-    Steps of another structure than in `right` have the sizes of `left`.
+    Of `together` periods only the one in the middle is yielded, which has their mean sizes. Steps of another
+    structure than in `right` have the sizes of `left`.
     """
     apart = right.step - left.step
     lines = [SizeLine.of(*pair) for pair in zip(left.steps[:period], right.steps[:period], strict=True)]
-    for step in range(apart):
-        yield lines[step % period].at(step - step % period, apart)
+    for begin in range(0, apart, period * together):
+        times = min(together, (apart - begin) // period)
+        middle = begin + times // 2 * period
+        for line in lines:
+            yield line.at(middle, apart), times
 
 
 @dataclass
@@ -362,9 +369,11 @@ class CallWriter:
         for stretch in self._start.before[1:]:
             self._write(stretch, early=True)
 
-    def write(self, stretch: Stretch) -> None:
-        """Write a decode step."""
+    def write(self, stretch: Stretch, times: int = 1) -> None:
+        """Write a decode step, and its kernels several times."""
         self._write(stretch, early=False)
+        for _ in range(times - 1):
+            self._write_kernels(stretch)
 
     def end(self) -> None:
         """Free the rest of a call. Raise `NotAlike` if blocks of decode steps are still alive."""
@@ -389,6 +398,9 @@ class CallWriter:
                 self._free(event, numbers)
         if not early:
             self._late.append(numbers)
+        self._write_kernels(stretch)
+
+    def _write_kernels(self, stretch: Stretch) -> None:
         self._waits += [len(self._kernels) + wait for wait in stretch.waits]
         self._kernels += stretch.kernels
 
