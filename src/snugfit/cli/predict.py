@@ -34,8 +34,8 @@ Largest = Annotated[
     str | None,
     given.option(
         given.WHERE,
-        "Find the largest batch, or the longest sequence-length, that fits; with a phase of a feature also "
-        "its sizes, such as context.",
+        "Find the largest batch, or the longest sequence-length, that fits. Further phases have further "
+        "sizes.",
         metavar="SIZE",
     ),
 ]

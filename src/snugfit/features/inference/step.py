@@ -164,8 +164,10 @@ def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
         observer.state(finished, torch.zeros(finished.shape, dtype=torch.bool, device="cpu"))
         return goes_on(improvable, finished, ends, *rest)
 
-    def state_indices(**operands: Any) -> Any:
-        results = update(**operands)
+    def state_indices(*first: Any, **operands: Any) -> Any:
+        results = update(*first, **operands)
+        if not operands.keys() >= {"cur_len", "decoder_prompt_len"}:
+            return results
         indices = results[2]
         columns = operands["cur_len"] + 1 - operands["decoder_prompt_len"]
         value = torch.full(indices.shape, -1, dtype=indices.dtype, device="cpu")

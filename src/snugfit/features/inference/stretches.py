@@ -283,16 +283,17 @@ def interpolate(
     """Yield the decode steps from the first of `left` to the one before `right`, each with its number of
     times.
 
-    Of `together` periods only the one in the middle is yielded, which has their mean sizes. Steps of another
+    The middle of `together` periods represents them, because it has their mean sizes. Steps of another
     structure than in `right` have the sizes of `left`.
     """
     apart = right.step - left.step
     lines = [SizeLine.of(*pair) for pair in zip(left.steps[:period], right.steps[:period], strict=True)]
     for begin in range(0, apart, period * together):
         times = min(together, (apart - begin) // period)
-        middle = begin + times // 2 * period
+        # Half steps count, so that the mean of an even number of periods is exact.
+        middle = 2 * begin + (times - 1) * period
         for line in lines:
-            yield line.at(middle, apart), times
+            yield line.at(middle, 2 * apart), times
 
 
 @dataclass

@@ -91,3 +91,17 @@ def test_bends_need_further_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     for family in ("llama", "mistral"):
         rehearsed(generating_job(family, new_tokens=60))
     assert counts[0] == 3 < counts[1]
+
+
+def test_one_step_represents_several_of_a_long_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = generating_job("gpt2", new_tokens=90, batch_size=8)
+    each = rehearsed(job)
+    monkeypatch.setattr(long_runs, "MOST_WRITTEN", 12)
+    few = rehearsed(job)
+    assert len(few.events) < len(each.events) / 4
+    assert few.peak().nbytes == each.peak().nbytes
+    # Kernels stay complete, and groups have the mean sizes.
+    assert len(few.kernels) == len(each.kernels)
+    assert len(few.waits) == len(each.waits)
+    moved = [sum(kernel.nbytes for kernel in one.kernels) for one in (few, each)]
+    assert moved[0] == pytest.approx(moved[1], rel=1e-3)
