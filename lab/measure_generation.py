@@ -2,10 +2,10 @@
 
     python lab/measure_generation.py OUT.json [--only NAME ...] [--steps N] [--device cuda:0]
 
-Each configuration runs in a process of its own, with random weights. A row has predicted and measured
-bytes at the peak of the whole process, allocated and reserved. It also has the seconds of prefill and
-decoding, as means of the timed calls. Events of CUDA mark the phases. The host
-waits at the end of a call only. With `--device cpu` the script runs small versions, without a prediction of bytes: a check of the script.
+Each configuration runs in a process of its own, with random weights. A row has predicted and measured bytes
+at the peak of the whole process, allocated and reserved. It also has the seconds of prefill and decoding, as
+means of the timed calls. Events of CUDA mark the phases, and the host waits at the end of a call only. With
+`--device cpu` small versions run, whose measured bytes are left out: a check of the script.
 """
 
 from __future__ import annotations
