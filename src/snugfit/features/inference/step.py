@@ -8,6 +8,7 @@ the same number of tokens.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -157,19 +158,21 @@ def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
         yield
         return
     goes_on, update = model._beam_search_has_unfinished_sequences, model._update_finished_beams
+    operands_of_end, operands_of_update = inspect.signature(goes_on), inspect.signature(update)
 
-    def state_end(improvable: Any, finished: Any, ends: Any, *rest: Any) -> Any:
-        # Nothing finishes before the limit of the length, which the last operand contains.
-        observer.state(improvable, torch.ones(improvable.shape, dtype=torch.bool, device="cpu"))
-        observer.state(finished, torch.zeros(finished.shape, dtype=torch.bool, device="cpu"))
-        return goes_on(improvable, finished, ends, *rest)
+    def state_end(*operands: Any, **named: Any) -> Any:
+        values = operands_of_end.bind(*operands, **named).arguments
+        # Nothing finishes before the limit of the length, which another operand contains.
+        for name, known in (("is_early_stop_heuristic_unsatisfied", True), ("is_sent_finished", False)):
+            if name in values:
+                observer.state(values[name], torch.full(values[name].shape, known, device="cpu"))
+        return goes_on(*operands, **named)
 
-    def state_indices(*first: Any, **operands: Any) -> Any:
-        results = update(*first, **operands)
-        if not operands.keys() >= {"cur_len", "decoder_prompt_len"}:
-            return results
+    def state_indices(*operands: Any, **named: Any) -> Any:
+        values = operands_of_update.bind(*operands, **named).arguments
+        results = update(*operands, **named)
         indices = results[2]
-        columns = operands["cur_len"] + 1 - operands["decoder_prompt_len"]
+        columns = values["cur_len"] + 1 - values["decoder_prompt_len"]
         value = torch.full(indices.shape, -1, dtype=indices.dtype, device="cpu")
         # Only the last update fills these indices, and no code reads those of an earlier one.
         value[..., :columns] = 0
