@@ -57,5 +57,7 @@ def refuse_others(command: str, request: Any) -> None:
         )
     if request.gpus != 1:
         raise UsageError("--phase generate is for one GPU. Leave --gpus and --mesh out.")
+    if request.has_auto:
+        raise UsageError("--phase generate recomputes nothing. Leave 'auto' out of the recipe.")
     if request.recipe.pieces != 1:
         raise UsageError("--phase generate takes a batch as a whole. Leave micro_batches out.")

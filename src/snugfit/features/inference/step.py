@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import UsageError
 from snugfit.features.inference.settings import GenerationSettings
 from snugfit.results.footprint import Kind
 from snugfit.step.batches import place
@@ -56,6 +57,8 @@ class GenerateStep(PlainStep):
         import torch
         from transformers import GenerationMixin
 
+        if self.always_mask:
+            raise UsageError("The phase generate is for the installed software only. Leave --software out.")
         observer.phase("build")
         model: Any = build_model(self.job, self.setup, self.device)
         settings = GenerationSettings.of(self.job)

@@ -43,6 +43,8 @@ MISTAKES = [
     ("predict gpt2 --phase generate --set cache=statik", "Did you mean 'static'?"),
     ("predict gpt2 --phase generate --recipe micro_batches(2)", "Leave micro_batches out"),
     ("predict gpt2 --phase generate --gpus 2", "for one GPU"),
+    ("predict gpt2 --phase generate --recipe auto --gpu h200", "Leave 'auto' out"),
+    ("predict gpt2 --phase generate --software published-2022", "installed software only"),
     ("predict gpt2 --phase generate --largest width --gpu h200", "batch, sequence-length, context, beams"),
     ("plan gpt2 --phase generate --gpu h200", "snugfit plan does not support --phase generate yet"),
 ]
