@@ -18,6 +18,7 @@ from torch._C._profiler import _EventType
 
 from aligned import Event
 from snugfit.step.open_step import open_step
+from snugfit.step.step import Observer
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -30,7 +31,7 @@ Calls = tuple[tuple[str, int], ...]
 """Operators in progress, outermost first, with the end time of each."""
 
 
-class _Marks:
+class _Marks(Observer):
     """Writes steps and phases among the profiler's events."""
 
     def __init__(self) -> None:
@@ -49,8 +50,6 @@ class _Marks:
 
     def phase(self, name: str) -> None:
         self._write(name)
-
-    def build_ends(self, model: Any, optimizer: Any) -> None: ...
 
 
 def reports(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> list[Event]:

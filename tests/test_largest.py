@@ -71,7 +71,7 @@ def test_nothing_fits_says_what_is_missing() -> None:
 def test_a_bound_and_a_known_size_are_needed() -> None:
     with pytest.raises(UsageError, match="limit"):
         largest(JOB, Recipe())
-    with pytest.raises(UsageError, match="batch and sequence-length"):
+    with pytest.raises(UsageError, match="batch, sequence-length"):
         largest(JOB, Recipe(), memory_bytes=GIB, of="width")
 
 

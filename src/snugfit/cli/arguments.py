@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from snugfit.errors import UsageError
+from snugfit.job.phases import added_phases
 from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
@@ -92,7 +93,10 @@ VocabSize = Annotated[
     ),
 ]
 Clip = Annotated[float | None, option(JOB, "Clip gradients to this norm. \\[no clipping]")]
-Phase = Annotated[str | None, option(JOB, "train, or evaluate: the loss over all logits. \\[train]")]
+Phase = Annotated[
+    str | None,
+    option(JOB, f"{', '.join(('train', *added_phases()))}, or evaluate: the loss over all logits. \\[train]"),
+]
 JobFile = Annotated[
     Path | None,
     option(JOB, "Read the job from a YAML file. Its keys are the names of these options.", "--job"),

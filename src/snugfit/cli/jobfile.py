@@ -25,6 +25,7 @@ from typing import Any
 
 from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
 from snugfit.job.job import Job
+from snugfit.job.phases import phase_keys
 from snugfit.techniques.registry import hooks
 from snugfit.techniques.roster import foreign_names
 from snugfit.training.options import TrainOptions
@@ -92,7 +93,10 @@ def kinds() -> dict[str, type]:
     The keys are the job's fields, further options of a command, and those of training alone. One file serves
     predict, plan and train.
     """
-    return _kinds_of(Job) | _OUTSIDE_THE_JOB | training_keys()
+    of_job = _kinds_of(Job)
+    # Each setting of a phase is a key of its own.
+    del of_job["phase_settings"]
+    return of_job | phase_keys() | _OUTSIDE_THE_JOB | training_keys()
 
 
 @cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,8 +31,13 @@ Software = Annotated[
     ),
 ]
 Largest = Annotated[
-    Literal["batch", "sequence-length"] | None,
-    given.option(given.WHERE, "Find the largest batch, or the longest sequence, that fits."),
+    str | None,
+    given.option(
+        given.WHERE,
+        "Find the largest batch, or the longest sequence-length, that fits. Further phases have further "
+        "sizes.",
+        metavar="SIZE",
+    ),
 ]
 Compare = Annotated[
     list[str] | None,
@@ -112,6 +117,10 @@ def _check_options(
         raise UsageError("--operators shows one recipe. Leave --compare out.")
     if request.headroom and request.gpu is None and request.memory_bytes is None:
         raise UsageError(f"--headroom {request.headroom} needs a limit. Add --gpu NAME or --memory 24GiB.")
+    if largest:
+        from snugfit.planning.largest import field_of
+
+        field_of(request.job, largest)
     if largest and request.has_auto:
         raise UsageError("--largest is for one recipe, so it takes none with 'auto'. Try 'every_layer'.")
 

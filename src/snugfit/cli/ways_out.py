@@ -26,7 +26,8 @@ def with_ways_out(
     For several GPUs there are none, and the report names the command of a plan instead.
     """
     first, *further = predictions
-    if any(one.fits is not False for one in predictions):
+    # A search compares training steps, so it has no answer for a feature's phase.
+    if any(one.fits is not False for one in predictions) or first.job.added_phase is not None:
         return [*predictions]
     if first.gpus > 1:
         return [replace(first, ways_out=WaysOut()), *further]

@@ -21,6 +21,7 @@ from snugfit.job.dtype import DTYPES, dtype_name
 from snugfit.job.inputs import added_tasks, has_sequence, has_target
 from snugfit.job.limits import length_problem
 from snugfit.job.model import Model
+from snugfit.job.phases import AddedPhase, added_phases
 
 LARGEST_BATCH = 1 << 20
 LARGEST_LENGTH = 1 << 24
@@ -87,19 +88,31 @@ else:
     Task.__doc__ = TaskBase.__doc__
 
 
-class Phase(StrEnum):
-    """The phase of a model's life: training or evaluation."""
-
-    TRAIN = "train"
-    EVALUATE = "evaluate"
+class PhaseBase(StrEnum):
+    """The phase of a model's life: training, evaluation, or a feature's."""
 
     @classmethod
-    def parse(cls, text: str) -> Phase:
+    def parse(cls, text: str) -> Self:
         """Return the phase called `text`. Raises `JobError` with the legal names."""
         legal = [phase.value for phase in cls]
         if text not in legal:
             raise JobError(f"Unknown phase {text!r}.{did_you_mean(text, legal)} Phases: {', '.join(legal)}.")
         return cls(text)
+
+
+# As for tasks, mypy cannot follow an enumeration with members from features.
+if TYPE_CHECKING:
+
+    class Phase(PhaseBase):
+        """The phases of the core, to which features add others."""
+
+        TRAIN = "train"
+        EVALUATE = "evaluate"
+
+else:
+    names = ("train", "evaluate", *added_phases())
+    Phase = PhaseBase("Phase", {name.upper(): name for name in names}, module=__name__)
+    Phase.__doc__ = PhaseBase.__doc__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +129,9 @@ class Job:
 
     phase: Phase = Phase.TRAIN
     """`train` takes optimizer steps; `evaluate` runs the forward pass without gradients."""
+
+    phase_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Settings of a phase that a feature adds, by name; empty for training and evaluation."""
 
     batch_size: int = 4
     """The global batch of one optimizer step, in samples; a recipe may cut it, never change it."""
@@ -210,6 +226,12 @@ class Job:
         if self.model.module is None:
             # A module from Python has no config that could limit its positions.
             refuse_lengths(self, self.model.config)
+        object.__setattr__(self, "phase_settings", _complete_settings(self))
+
+    @property
+    def added_phase(self) -> AddedPhase | None:
+        """The feature's phase of the job; None for training and evaluation."""
+        return added_phases().get(self.phase)
 
     @property
     def trains(self) -> bool:
@@ -219,6 +241,8 @@ class Job:
     @property
     def tokens(self) -> int:
         """Number of tokens in a step's batch, or in a user's example; 0 if inputs are not tokens."""
+        if (added := self.added_phase) is not None:
+            return added.tokens(self)
         if has_sequence(self.task):
             return self.batch_size * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
@@ -371,6 +395,21 @@ def _refuse_task(job: Job) -> None:
             f"{model.name} ({model.architecture}) has no head for {job.task} in transformers"
             f" {transformers_version()}. Tasks it has: {', '.join(possible) or 'none'}."
         )
+
+
+def _complete_settings(job: Job) -> dict[str, Any]:
+    """Return the complete settings of the job's phase. Raises `JobError` for settings it does not have."""
+    added, given = job.added_phase, job.phase_settings
+    if added is not None:
+        return dict(added.settings(job, given))
+    if given:
+        words = " and ".join(name.replace("_", " ") for name in given)
+        has = " or ".join(
+            name for name, one in added_phases().items() if given.keys() <= one.setting_types.keys()
+        )
+        remedy = f"Try the phase {has}." if has else "Leave them out."
+        raise JobError(f"The phase {job.phase} has no setting {words}. {remedy}")
+    return {}
 
 
 def _is_number(value: object) -> bool:

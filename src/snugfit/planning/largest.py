@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from snugfit.errors import JobError, NothingFits, UsageError
+from snugfit.errors import JobError, NothingFits, UsageError, did_you_mean
 from snugfit.job.inputs import has_sequence
 from snugfit.job.job import LARGEST_BATCH, LARGEST_LENGTH, refuse_what_is_no_job
 from snugfit.prediction.predict import predict
@@ -63,10 +63,7 @@ def largest(
     """
     refuse_what_is_no_job(job)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-    if of not in FIELDS:
-        raise UsageError(f"largest of {of!r} is unknown. Allowed: {' and '.join(FIELDS)}.")
-    if of == "sequence-length" and not has_sequence(job.task):
-        raise UsageError(f"largest of {of!r}: the task {job.task} has no sequences. Try 'batch'.")
+    field_of(job, of)
     if gpu is None and memory_bytes is None:
         raise UsageError("The largest that fits needs a limit: give a GPU, or an amount of memory.")
     sizes = _Sizes(
@@ -90,13 +87,28 @@ def largest(
     return LargestFit(sizes.size(low), sizes.asked[low])
 
 
+def field_of(job: Job, of: str) -> tuple[str, int]:
+    """Return the field of a job, or the setting of its phase, that is a size, and its limit. Raises
+    `UsageError` for an unknown size, and for the sequence length of a task without sequences."""
+    added = job.added_phase
+    sizes = FIELDS | dict(added.sizes if added else {})
+    if of not in sizes:
+        raise UsageError(
+            f"largest of {of!r} is unknown.{did_you_mean(of, sizes)} Allowed for the phase {job.phase}: "
+            f"{', '.join(sizes)}."
+        )
+    if sizes[of][0] == "sequence_length" and not has_sequence(job.task):
+        raise UsageError(f"largest of {of!r}: the task {job.task} has no sequences. Try 'batch'.")
+    return sizes[of]
+
+
 class _Sizes:
     """Predictions of one job with different batch sizes or lengths, each computed once. A size counts in
     units that the recipe can divide."""
 
     def __init__(self, job: Job, recipe: Recipe, of: str, options: dict[str, Any]) -> None:
         self.job, self.recipe, self.options = job, recipe, options
-        self.field, most = FIELDS[of]
+        self.field, most = field_of(job, of)
         self.unit = recipe.pieces if of == "batch" else 1
         self.asked: dict[int, Prediction] = {}
         self.limit = self._largest_valid(most // self.unit)
@@ -132,6 +144,8 @@ class _Sizes:
 
     def _job(self, count: int) -> Job:
         changed: dict[str, Any] = {self.field: self.size(count)}
+        if self.field in self.job.phase_settings:
+            changed = {"phase_settings": {**self.job.phase_settings, **changed}}
         return replace(self.job, **changed)
 
     def _largest_valid(self, most: int) -> int:

@@ -12,6 +12,7 @@ from snugfit.prediction.exchanges import exchanges
 from snugfit.rehearsal.trace.trace import Block, Trace
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Anatomy, CurvePoint, KindLine, ModuleLine, OperatorLine, TensorLine
+from snugfit.step.step import PHASES
 from snugfit.techniques.setup import Setup
 from snugfit.units import show_bytes
 
@@ -78,9 +79,10 @@ def _reason(kind: str, blocks: Sequence[Block], setup: Setup, dtypes: str) -> st
         Kind.WEIGHTS: f"parameters and buffers, in {dtypes or exchanges().weights_dtype(setup)}",
         Kind.GRADIENTS: f"{in_dtypes}from the first backward pass until the optimizer has used them",
         Kind.OPTIMIZER_STATES: f"{in_dtypes}kept by {optimizer} from step to step",
-        Kind.ACTIVATIONS: "saved in the forward pass for the backward pass"
-        + (", or recomputed from checkpoints" if setup.checkpoint else ""),
+        Kind.ACTIVATIONS: _of_activations(blocks, setup),
         Kind.CACHES: f"copies of weights that autocast cast to {setup.autocast} once",
+        Kind.KEY_VALUES: f"{in_dtypes}keys and values, or states, of the tokens so far",
+        Kind.LOGITS: f"{in_dtypes}scores of the vocabulary for the next token",
         Kind.INPUTS: "the batch",
         Kind.GATHERED: "of the layer that computes, and of the next",
         Kind.COMMUNICATION: "what other GPUs are sent, or send",
@@ -94,6 +96,14 @@ def _reason(kind: str, blocks: Sequence[Block], setup: Setup, dtypes: str) -> st
     for block in blocks:
         sizes[f"{_short(block.operator)} in {block.phase}"] += block.nbytes
     return "mostly " + ", ".join(name for name, _ in sizes.most_common(2))
+
+
+def _of_activations(blocks: Iterable[Block], setup: Setup) -> str:
+    # A step of a feature's phase has no backward pass.
+    if all(block.phase not in PHASES for block in blocks):
+        return "results and temporaries of the layers"
+    recomputed = ", or recomputed from checkpoints" if setup.checkpoint else ""
+    return f"saved in the forward pass for the backward pass{recomputed}"
 
 
 def _largest(alive: Iterable[Block]) -> Iterable[TensorLine]:
@@ -182,7 +192,7 @@ def _operators(trace: Trace) -> Iterable[OperatorLine]:
         line[0] += 1
         line[1] += kernel.flops
         line[2] += kernel.nbytes
-    order = ("load", "forward", "backward", "clip", "update")
+    order = list(dict.fromkeys((*PHASES, *(kernel.phase for kernel in trace.kernels))))
     for (group, phase), (kernels, flops, nbytes) in sorted(
         totals.items(), key=lambda item: (GROUPS.index(item[0][0]), order.index(item[0][1]))
     ):

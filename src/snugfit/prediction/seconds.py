@@ -42,6 +42,7 @@ from snugfit.rehearsal.trace.trace import (
     WORK_ON_HOST,
 )
 from snugfit.results.step_seconds import COMMUNICATION, LINK, PhaseSeconds, StepSeconds
+from snugfit.step.step import PHASES
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -79,7 +80,7 @@ LARGEST_SMALL_COPY = 1024 * 1024
 13.0 (2026-11-21) 1 MiB did not wait, and 4 MiB did."""
 
 MODELS_OWN = frozenset({"forward", "backward"})
-"""Phases whose arithmetic counts as the model's in the MFU: forward and backward."""
+"""Phases of training whose arithmetic counts as the model's in the MFU: forward and backward."""
 
 FEW_TENSORS = 8
 """Largest number of operands of an operator that does not take lists of tensors."""
@@ -244,7 +245,7 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
     from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
 
     def seconds(kernel: Kernel) -> float | None:
-        is_own = kernel.phase in MODELS_OWN and not kernel.recomputed
+        is_own = (kernel.phase in MODELS_OWN or _is_forward(kernel)) and not kernel.recomputed
         return _arithmetic(kernel, gpu) if is_own and group_of(kernel.operator) == CONTRACTIONS else None
 
     return sum((one for one in each_once(seconds, kernels) if one is not None), 0.0)
@@ -381,16 +382,21 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = host.backward
     elif kernel.operator == AWAIT_COPY or not kernel.operator.startswith("aten::"):
         launch = host.python_launched
-    elif kernel.operator == CAST and (kernel.phase == "forward" or kernel.recomputed):
+    elif kernel.operator == CAST and (kernel.recomputed or _is_forward(kernel)):
         launch = host.cast
     elif kernel.recomputed:
         launch = host.forward
     else:
-        phases = {"forward": host.forward, "backward": host.backward, "load": host.forward}
+        phases = {"backward": host.backward, "load": host.forward}
         # Most products of an optimizer copy a matrix first.
         optimizers = host.product if kernel.operator in MATRIX_PRODUCTS else host.update
-        launch = phases.get(kernel.phase, optimizers)
+        launch = host.forward if _is_forward(kernel) else phases.get(kernel.phase, optimizers)
     return launch
+
+
+def _is_forward(kernel: Kernel) -> bool:
+    """Return True in a forward pass, which has the phase `forward` or one of a feature's step."""
+    return kernel.phase == "forward" or kernel.phase not in PHASES
 
 
 def _own_bytes(kernel: Kernel) -> float:

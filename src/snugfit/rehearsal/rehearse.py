@@ -89,6 +89,11 @@ def rehearse(
         import_peft()
     if trainer_class is not None:
         _refuse_no_trainer(trainer_class, loop)
+    if (added := job.added_phase) is not None:
+        whole_trace: Trace = added.rehearse(
+            job, lambda one: open_it(one, setup), lambda step, count: record_step(step, policy, count), steps
+        )
+        return whole_trace
     late = _recorder_class(setup).micro_batches_to_settle(setup)
     # Only the plain loop is snugfit's own, without hidden counters or logs between steps.
     short = short_run(job, setup, steps, steady=steady, late=late) if loop == "plain" else None
@@ -153,7 +158,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     import_code(step.setup)  # before the overrides are active
     kind = _recorder_class(step.setup)
     recorder = kind(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
-    recorder.rank = step.rank
+    recorder.rank, recorder.memory.kind_of = step.rank, step.kind_of
     for sentence in step.job.model.doubts:
         recorder.doubt(sentence)
     gradients = MissingGradients()

@@ -41,6 +41,8 @@ _PARTS = (
 _BY_KIND = {
     Kind.GRADIENTS: "gradients of the weights",
     Kind.INPUTS: "the batch",
+    Kind.KEY_VALUES: "cache of keys and values",
+    Kind.LOGITS: "logits",
     Kind.CACHES: "casts of weights (autocast)",
     Kind.GATHERED: "gathered weights",
     Kind.COMMUNICATION: "buffers of exchanges between GPUs",

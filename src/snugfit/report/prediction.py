@@ -10,7 +10,7 @@ from rich.text import Text
 from snugfit.report.curve import draw_curve
 from snugfit.report.items import BOUND_BY
 from snugfit.report.plan.ways_out import of_prediction
-from snugfit.report.short import LOSS_OVER_ALL_LOGITS, about_build, verdict
+from snugfit.report.short import about_build, note, show_phases, verdict
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace
 from snugfit.report.text.page import STYLES, Page, with_commands
@@ -32,7 +32,8 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     answer = verdict(prediction)
     recipe = Text(str(prediction.recipe), no_wrap=True, overflow="ignore")
     parts: list[RenderableType] = [words(answer.text, STYLES[answer.role]), recipe, heading(prediction)]
-    parts += [] if prediction.job.trains else [words(LOSS_OVER_ALL_LOGITS)]
+    parts += map(words, note(prediction))
+    parts += [words(f"{label}: {text}.") for label, text in show_phases(prediction)]
     parts += [footprint_table(prediction.footprint)]
     parts += [ranks_table(prediction)] if prediction.ranks else []
     parts += [

@@ -39,8 +39,16 @@ def render(prediction: Prediction) -> Page:
         [verdict(prediction), Sentence(f"{'recipe':{LABEL}}  {prediction.recipe}", "recipe")],
         [Facts(tuple(numbers(prediction)))],
         [] if fits else ways_out(prediction),
-        [Facts((*show_largest(prediction), *(show_bound(prediction) if fits else ())))],
-        [] if prediction.job.trains else [LOSS_OVER_ALL_LOGITS],
+        [
+            Facts(
+                (
+                    *show_largest(prediction),
+                    *(show_bound(prediction) if fits else ()),
+                    *show_phases(prediction),
+                )
+            )
+        ],
+        note(prediction),
         uncertain(prediction.doubts, widest(prediction)),
     )
 
@@ -137,6 +145,20 @@ def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
         busy = 100 * timing.device_seconds / timing.step_seconds
         bound = BOUND_BY.get(timing.bound, timing.bound)
         yield "bound by", f"{bound}; the GPU is busy for {busy:.0f} % of the step"
+
+
+def show_phases(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Yield labelled lines with the results of a feature's phase."""
+    if (added := prediction.job.added_phase) is not None:
+        yield from added.lines(prediction.phase_results).items()
+
+
+def note(prediction: Prediction) -> list[str]:
+    """Return a sentence on a step without an update, in a list; empty for training."""
+    if prediction.job.trains:
+        return []
+    added = prediction.job.added_phase
+    return [LOSS_OVER_ALL_LOGITS if added is None else added.note]
 
 
 def widest(prediction: Prediction) -> str:

@@ -24,6 +24,8 @@ class Kind(StrEnum):
     ACTIVATIONS = "activations"
     TEMPORARIES = "temporaries"
     CACHES = "caches"
+    KEY_VALUES = "key-value cache"
+    LOGITS = "logits"
     INPUTS = "inputs"
     WORKSPACES = "workspaces"
     GATHERED = "gathered weights"
@@ -36,7 +38,7 @@ class Moment:
     """A point in a training step: the step, phase, module and operator that run."""
 
     phase: str
-    """`build`, `load`, `forward`, `backward`, `clip`, `update`."""
+    """`build`, `load`, `forward`, `backward`, `clip`, `update`, or a phase of a feature's step."""
 
     module: str
     """Dotted name of the module that ran, `` for the loop itself."""

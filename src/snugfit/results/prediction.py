@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from snugfit.documents import decode_fields, encode_fields
+from snugfit.documents import decode_fields, encode, encode_fields
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup
@@ -194,6 +194,12 @@ class Prediction(Tabular):
             mfu=timing.mfu,
         )
 
+    @property
+    def phase_results(self) -> Any:
+        """Results of the phase that a feature adds, such as seconds by part; None for other phases."""
+        added = self.job.added_phase
+        return None if added is None else added.summary(self)
+
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row of bytes at the peak for each kind."""
         return [asdict(line) | {"kind": str(line.kind)} for line in self.anatomy.kinds]
@@ -201,7 +207,9 @@ class Prediction(Tabular):
     def to_json(self) -> dict[str, Any]:
         """Return the document that `snugfit predict --json` prints."""
         timing = self.timing and self.speed and self.timing.to_json() | asdict(self.speed)
-        verdict = {"fits": self.fits, "tight": self.tight, "spare_bytes": self.spare_bytes}
+        verdict: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "spare_bytes": self.spare_bytes}
+        if (results := self.phase_results) is not None:
+            verdict["phase_results"] = encode(results)
         fields = encode_fields(self, timing=timing, **verdict)
         return {"schema": SCHEMA, "what": "prediction", **fields}
 

@@ -22,6 +22,9 @@ def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_l
     fields of the Setup that the loop cannot implement."""
     if loop in LOOPS:
         refuse_unsupported(loop, setup)
+    if loop in LOOPS and (added := job.added_phase) is not None:
+        step: Step = added.step_class(loop)(job, setup, device, keep_losses=keep_losses)
+        return step
     if loop in LOOPS and (engine := engine_of(setup)) is not None:
         return engine.step_class(loop, ranks_of(setup))(job, setup, device, keep_losses=keep_losses)
     if loop == "plain":

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from snugfit.results.footprint import Kind
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,7 +40,13 @@ class Observer:
         """Handle the end of optimizer step `index`; its gradients are dropped."""
 
     def phase(self, name: str) -> None:
-        """Attribute all later work to this phase, one of `PHASES`."""
+        """Attribute all later work to this phase, one of `PHASES` or a feature's."""
+
+    def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
+        """Set the kind of this tensor's bytes, and their module if one is given."""
+
+    def state(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Set the value of a tensor that a simulation cannot compute, from a CPU tensor of its shape."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Handle the end of building: model and optimizer exist, and the first step has not begun."""
@@ -124,6 +132,10 @@ class Step(ABC):
         """Micro-batches of a step."""
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
+
+    def kind_of(self, operator: str, module: str, dtype: str) -> str:
+        """Return the kind of an unclaimed block in a feature's phase, which is none of `PHASES`."""
+        return Kind.TEMPORARIES
 
     @abstractmethod
     def run(self, steps: int, observer: Observer) -> list[float]:

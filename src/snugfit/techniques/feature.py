@@ -2,7 +2,7 @@
 
 A feature is a folder of `features/` that can be deleted, or a plugin. Its `feature.py` has one subclass of
 `Feature`, with techniques and with methods that the core calls on every feature (`registry.py`). The methods
-import its modules. Its fields of `Setup`, tasks and inputs are in `fields.py`, `tasks.py` and `inputs.py`.
+import its modules. Fields of `Setup`, tasks, inputs and phases are in files of these names: `tasks.py` ...
 """
 
 from __future__ import annotations

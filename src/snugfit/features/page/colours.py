@@ -17,6 +17,8 @@ KINDS: dict[str, str] = {
     Kind.CACHES: "#cc79a7",
     Kind.COMMUNICATION: "#a58bd3",
     Kind.WORKSPACES: "#8f6b4a",
+    Kind.KEY_VALUES: "#6a3d9a",
+    Kind.LOGITS: "#b15928",
     Kind.INPUTS: "#f0e442",
 }
 """Kinds of bytes in the order of a stack, the lowest first. Most are Okabe and Ito's colours, which

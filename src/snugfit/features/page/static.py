@@ -228,7 +228,7 @@ def _memory(axes: Axes, curve: MemoryCurve, colours: dict[str, str]) -> None:
 
     for phase in curve.phases:
         if phase.name in ("backward", "update"):
-            axes.axvspan(phase.start, phase.end, color=PHASES[phase.name], linewidth=0)
+            axes.axvspan(phase.start, phase.end, color=PHASES.get(phase.name, PHASES["forward"]), linewidth=0)
     axes.stackplot(
         xs,
         *(to_units(layer.bytes) for layer in curve.layers),

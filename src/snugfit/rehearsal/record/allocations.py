@@ -22,6 +22,7 @@ import torch
 from snugfit.rehearsal.device.buffers import ONE_OUTPUT, OUTPUTS, Buffer, Scratch
 from snugfit.rehearsal.trace.trace import DEFAULT_STREAM, Block, Memory
 from snugfit.results.footprint import Kind
+from snugfit.step.step import PHASES
 from snugfit.techniques.registry import stored_dtype
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class Allocations:
         self.policy, self.modules = policy, modules
         self.phase, self.step = "build", -1
         """Phase and step that allocations now belong to."""
+        self.kind_of: Callable[[str, str, str], str] = lambda operator, module, dtype: Kind.TEMPORARIES
+        """Function that returns the kind of an unclaimed block in a feature's phase (`Step.kind_of`)."""
         self.events: list[int] = []
         """Allocations and frees, in the form of `Trace.events`."""
         self._blocks: list[list[Any]] = []  # the fields of `Block`; the kind is "" until it is claimed
@@ -227,7 +230,12 @@ class Allocations:
             (allocated if event > 0 else freed)[abs(event) - 1] = position
         ends = [after.event for before, after in pairwise(phases) if before.phase == "forward"]
         kinds = (
-            block[5] or self._kind(index, allocated[index], freed.get(index), ends)
+            block[5]
+            or (
+                self._kind(index, allocated[index], freed.get(index), ends)
+                if block[3] in PHASES
+                else self.kind_of(block[1], block[2], block[6])
+            )
             for index, block in enumerate(self._blocks)
         )
         return tuple(

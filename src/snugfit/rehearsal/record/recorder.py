@@ -230,6 +230,10 @@ class Recorder(TorchDispatchMode, Observer):
         """Set the kind of this tensor's bytes, and their module if one is given."""
         self.memory.claim(tensor, kind, module)
 
+    def state(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Set the shadow value of a tensor on `meta`."""
+        self._shadows.set(tensor, value)
+
     def current_phase(self) -> str:
         """Return the current phase of the step."""
         return self._phase

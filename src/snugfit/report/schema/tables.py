@@ -73,6 +73,7 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "fits": (bool | None, ""),
         "tight": (bool | None, ""),
         "spare_bytes": (int | None, ""),
+        "phase_results": (Mapping[str, Any], ""),
     },
     RecipeComparison: {
         **heads(Literal["predictions"]),
@@ -129,6 +130,7 @@ LEFT_OUT: dict[type, set[str]] = {
 OPTIONAL: dict[type, set[str]] = {
     Model: {"dtype"},
     GpuPlans: {"run"},
+    Prediction: {"phase_results"},
 }
 """Keys that are absent in some documents: keys of an option, or of a model with a declared dtype."""
 

@@ -52,7 +52,7 @@ def trained_weights(job: Job, recipe: Recipe) -> str:
     """Return `all weights`, `LoRA r=16`, or `evaluation` for a job that trains none."""
     adapters = recipe[Slot.ADAPTERS]
     if not job.trains:
-        return "evaluation"
+        return "evaluation" if job.added_phase is None else job.added_phase.title
     if adapters.plain:
         return "all weights"
     rank = "" if adapters.trained_rank is None else f" r={adapters.trained_rank}"

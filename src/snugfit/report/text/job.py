@@ -26,4 +26,5 @@ def sizes(job: Job) -> str:
     Lengths appear only for tasks with them."""
     text = f"{job.batch_size}"
     text += "" if not has_sequence(job.task) else f" × {job.sequence_length}"
-    return text + (f" → {job.target_length}" if has_target(job.task) else "")
+    # A feature's phase has no targets.
+    return text + (f" → {job.target_length}" if has_target(job.task) and job.added_phase is None else "")

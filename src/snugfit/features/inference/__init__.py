@@ -1,0 +1,1 @@
+"""Predictions of text generation: bytes and seconds of `generate` (README.md)."""

@@ -1,0 +1,135 @@
+"""Synthesis of the trace of many new tokens from a few decode steps.
+
+Decode steps differ in sizes alone, and a size is linear in the number of tokens so far. So a call is
+simulated in windows of a few steps: at its beginning, in its middle and at its end. Sizes between windows are
+interpolated if the window in the middle is on the line. Otherwise both halves are divided again. A bend in
+the line is, for example, the step at which a sliding window is full.
+
+Some kernels pad a mask to a multiple of 8 tokens. Then every eighth step is alike, and windows have 8 steps.
+
+A window is a shorter call: its prompt has the tokens that the long call would have by then, and its total
+length is the same. Its first decode step follows a prefill. Therefore a window contributes only later steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from snugfit.features.inference.settings import GenerationSettings
+from snugfit.features.inference.stretches import (
+    CallWriter,
+    NotAlike,
+    RecordedCall,
+    StepWindow,
+    interpolate,
+    is_line,
+    with_tables,
+    with_tables_of,
+)
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+    from snugfit.rehearsal.trace.trace import Recording, Trace
+
+HEAD = 2
+"""First decode steps of a call, which follow a prefill and are used as they are."""
+
+PERIODS = (1, 8)
+"""Numbers of decode steps after which steps are alike, in the order of their trials."""
+
+MOST_WINDOWS = 16
+"""Largest number of windows of a call; further bends are interpolated."""
+
+MOST_WRITTEN = 256
+"""Decode steps of a trace with allocations of their own. In a longer call, one step represents several."""
+
+CALLS = 2
+"""Calls of `generate` in a trace. The second finds the allocator's cached memory of the first."""
+
+Record = Callable[[Any, int], "Recording"]
+
+
+def rehearse_generation(job: Job, open_step: Callable[[Job], Any], record: Record, steps: int) -> Trace:
+    """Return the trace of `CALLS` calls of `generate`, with the kernels of the last one.
+
+    All decode steps are simulated if they are few, or if the windows do not fit together.
+    """
+    for period in PERIODS:
+        windows = CallWindows(job, open_step, record, period)
+        with contextlib.suppress(NotAlike):
+            return windows.trace()
+    return record(open_step(job), min(steps, CALLS)).trace
+
+
+class CallWindows:
+    """The windows of one call."""
+
+    def __init__(self, job: Job, open_step: Callable[[Job], Any], record: Record, period: int) -> None:
+        self.job, self.open_step, self.record, self.period = job, open_step, record, period
+        self.decode_steps = GenerationSettings.of(job).new_tokens - 1
+        self.size = max(period, 2)
+        """Steps of a window; two show which tables have a fixed size."""
+        self.count = 0
+
+    def trace(self) -> Trace:
+        """Return the trace of the long call.
+
+        Raise `NotAlike` for few decode steps, and if windows have different structures.
+        """
+        apart = (self.decode_steps - 1 - HEAD - self.size) // self.period * self.period
+        if apart < 3 * self.size:
+            raise NotAlike
+        start = self._record(1, HEAD + self.size)
+        self.start = left = StepWindow(HEAD + 1, start.decode[HEAD:])
+        end_step = left.step + apart
+        end = self._record(end_step - 1, self.decode_steps - end_step + 2, ends=True)
+        steady = StepWindow(end_step, with_tables(end.decode[1:-1], left.steps))
+        writer = CallWriter(start, end)
+        known = [*self._between(left, steady), steady]
+        together = -(-self.decode_steps // MOST_WRITTEN)
+        for call in range(CALLS):
+            writer.begin(call)
+            for stretch in start.decode[:HEAD]:
+                writer.write(stretch)
+            for one, other in pairwise(known):
+                for stretch, times in interpolate(one, other, self.period, together):
+                    writer.write(stretch, times)
+            for stretch in steady.steps:
+                writer.write(stretch)
+            writer.write(with_tables_of(end.decode[-1], end.decode[-2], left.steps[-1]))
+            writer.end()
+        return writer.trace()
+
+    def _between(self, left: StepWindow, right: StepWindow) -> list[StepWindow]:
+        """Return `left` and the further windows before `right` that bends need. Raise `NotAlike` for a bend
+        of steps that may have a longer period."""
+        apart = (right.step - left.step) // self.period
+        if apart < 2 or self.count >= MOST_WINDOWS:
+            return [left]
+        step = left.step + apart // 2 * self.period
+        if self.period < PERIODS[-1] and (step - left.step) % PERIODS[-1] == 0:
+            # On a staircase, steps of the longer period are on a line too.
+            step -= 1
+        window = self._record(step - 1, 1 + self.size)
+        middle = StepWindow(step, with_tables(window.decode[1:], self.start.steps))
+        if is_line(left, middle, right, self.period):
+            return [left]
+        if self.period < PERIODS[-1]:
+            raise NotAlike
+        return [*self._between(left, middle), *self._between(middle, right)]
+
+    def _record(self, step: int, count: int, *, ends: bool = False) -> RecordedCall:
+        """Return a call that begins with decode step `step` after its prefill, and has `count` of them."""
+        self.count += 1
+        job, shift = self.job, step - 1
+        settings = {**job.phase_settings, "new_tokens": GenerationSettings.of(job).new_tokens - shift}
+        has_encoder = job.task != "causal-lm"
+        length = job.sequence_length + (0 if has_encoder else shift)
+        run = self.open_step(replace(job, sequence_length=length, phase_settings=settings))
+        run.decode_steps = None if ends else count
+        run.decoder_prompt = 1 + shift if has_encoder else 1
+        return RecordedCall.of(self.record(run, 1), count)

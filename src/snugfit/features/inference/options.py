@@ -1,0 +1,63 @@
+"""Options of the phase `generate`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from snugfit.cli import arguments as given
+from snugfit.errors import UsageError
+
+COMMANDS = ("predict", "measure")
+"""Commands that take the phase."""
+
+
+def _option(name: str, kind: Any, sentence: str) -> inspect.Parameter:
+    annotation = Annotated[kind, given.option(given.JOB, f"With --phase generate: {sentence}")]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+OPTIONS = (
+    _option("prompt", int | None, "tokens of each prompt; the same as --sequence-length. [512]"),
+    _option("new_tokens", int | None, "tokens that each sequence gets. [128]"),
+    _option("beams", int | None, "beams of each sequence. [1]"),
+    _option(
+        "cache",
+        Literal["dynamic", "static", "quantized", "offloaded"] | None,
+        "kind of transformers' cache. \\[dynamic]",
+    ),
+)
+
+
+def add_prompt(flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    """Set the sequence length to the length of the prompt. Raises `UsageError` for another phase, and for
+    two lengths."""
+    prompt = flags.get("prompt")
+    if prompt is None:
+        return
+    phase = settings.get("phase", "train")
+    if phase != "generate":
+        raise UsageError(f"--prompt {prompt}: the phase {phase} has no prompt. Add --phase generate.")
+    if settings.get("sequence_length", prompt) != prompt:
+        raise UsageError(
+            f"--prompt {prompt} and --sequence-length {settings['sequence_length']} contradict each other. "
+            "Give one of them."
+        )
+    settings["sequence_length"] = prompt
+
+
+def refuse_others(command: str, request: Any) -> None:
+    """Raise `UsageError` for a command or several GPUs that this phase does not support."""
+    if request.job.phase != "generate":
+        return
+    if command not in COMMANDS:
+        raise UsageError(
+            f"snugfit {command} does not support --phase generate yet. Commands: {', '.join(COMMANDS)}."
+        )
+    if request.gpus != 1:
+        raise UsageError("--phase generate is for one GPU. Leave --gpus and --mesh out.")
+    if request.has_auto:
+        raise UsageError("--phase generate recomputes nothing. Leave 'auto' out of the recipe.")
+    if request.recipe.pieces != 1:
+        raise UsageError("--phase generate takes a batch as a whole. Leave micro_batches out.")

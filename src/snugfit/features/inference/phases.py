@@ -1,0 +1,67 @@
+"""The phase `generate`, as an object that the core finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from snugfit.job.phases import AddedPhase
+
+MOST_CONTEXT, MOST_BEAMS = 1 << 24, 1 << 10
+"""Limits of a search for the largest prompt and the largest number of beams."""
+
+
+class Generation(AddedPhase):
+    """Generation of text with transformers' `generate`."""
+
+    name: ClassVar[str] = "generate"
+    title: ClassVar[str] = "generation"
+    note: ClassVar[str] = (
+        "A step is one call of generate. Its seconds are predicted from kernels of training steps, and were "
+        "not measured."
+    )
+    setting_types: ClassVar[Mapping[str, type]] = {"new_tokens": int, "beams": int, "cache": str}
+    sizes: ClassVar[Mapping[str, tuple[str, int]]] = {
+        "context": ("sequence_length", MOST_CONTEXT),
+        "beams": ("beams", MOST_BEAMS),
+    }
+
+    def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the complete settings of a generation. Raises `JobError` for unusable ones."""
+        from snugfit.features.inference.settings import GenerationSettings
+
+        return GenerationSettings.complete(job, given)
+
+    def tokens(self, job: Any) -> int:
+        """Return the number of new tokens of all sequences."""
+        return int(job.batch_size * job.phase_settings["new_tokens"])
+
+    def step_class(self, loop: str) -> type[Any]:
+        """Return the step of the plain loop. Raises `UsageError` for another loop."""
+        from snugfit.errors import UsageError
+        from snugfit.features.inference.step import GenerateStep
+
+        if loop != "plain":
+            raise UsageError(f"The phase generate has no loop {loop!r}. Leave --loop out.")
+        return GenerateStep
+
+    def rehearse(
+        self, job: Any, open_step: Callable[[Any], Any], record: Callable[[Any, int], Any], steps: int
+    ) -> Any:
+        """Return the `Trace` of calls of `generate`."""
+        from snugfit.features.inference.long_runs import rehearse_generation
+
+        return rehearse_generation(job, open_step, record, steps)
+
+    def summary(self, prediction: Any) -> Any:
+        """Return the `GenerationResult` of a prediction."""
+        from snugfit.features.inference.speed import GenerationResult
+
+        return GenerationResult.of(prediction)
+
+    def lines(self, summary: Any) -> Mapping[str, str]:
+        """Return the lines of a `GenerationResult`."""
+        return dict(summary.lines())
+
+
+GENERATION = Generation()

@@ -1,0 +1,130 @@
+"""The settings of a generation: new tokens, beams, and the kind of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from snugfit.errors import JobError, did_you_mean
+from snugfit.job.limits import input_limit, target_limit
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+CACHES = ("dynamic", "static", "quantized", "offloaded")
+"""Kinds of transformers' caches, by their names in `GenerationConfig.cache_implementation`."""
+
+MOST_TOKENS, MOST_BEAMS = 1 << 20, 1 << 10
+
+TASKS = ("causal-lm", "seq2seq-lm", "speech-to-text")
+"""Tasks whose models generate tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """The settings of the phase `generate`."""
+
+    new_tokens: int = 128
+    """Tokens that each sequence gets."""
+    beams: int = 1
+    """Beams of each sequence; 1 takes the most probable token."""
+    cache: str = "dynamic"
+    """Kind of the cache, one of `CACHES`."""
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """Return the settings of a job in this phase."""
+        return cls(**job.phase_settings)
+
+    @classmethod
+    def complete(cls, job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all settings by name. Raises `JobError` for a value or a model that cannot generate."""
+        names = [entry.name for entry in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise JobError(
+                    f"Unknown setting {name!r} of the phase generate.{did_you_mean(name, names)} "
+                    f"Settings: {', '.join(names)}."
+                )
+        settings = cls(**given)
+        _in_range("new tokens", settings.new_tokens, MOST_TOKENS)
+        _in_range("beams", settings.beams, MOST_BEAMS)
+        if settings.cache not in CACHES:
+            raise JobError(
+                f"cache is {settings.cache!r}.{did_you_mean(str(settings.cache), CACHES)} Allowed are "
+                f"{', '.join(CACHES)}."
+            )
+        settings._refuse(job)
+        return asdict(settings)
+
+    def _refuse(self, job: Job) -> None:
+        """Raise `JobError` for a job whose model cannot generate in this way."""
+        name = job.model.name
+        if job.task not in TASKS:
+            raise JobError(
+                f"The phase generate needs a model that generates text, and {name} has the task {job.task}. "
+                f"Tasks: {', '.join(TASKS)}."
+            )
+        if job.task != "causal-lm":
+            limit, length, what = target_limit(job.model.config), self.new_tokens, "new tokens"
+        else:
+            # The last new token is never an input.
+            limit, length = input_limit(job.model.config), job.sequence_length + self.new_tokens - 1
+            what = f"prompt {job.sequence_length} with {self.new_tokens} new tokens"
+        if limit and length > limit[1]:
+            raise JobError(
+                f"{name}: {what} needs {length} positions, and the model has {limit[1]} (from {limit[0]}). "
+                f"Try {max(1, self.new_tokens - length + limit[1])} new tokens or a shorter prompt."
+            )
+        if self.cache == "quantized" and job.task != "causal-lm":
+            raise JobError(
+                f"{name}: transformers has no quantized cache for a model with an encoder. Try --cache "
+                "dynamic."
+            )
+        if self.cache == "offloaded":
+            raise JobError("The cache 'offloaded' is not supported yet. Try dynamic, static or quantized.")
+
+    def prepare(self, model: Any) -> None:
+        """Remove the end token from the defaults of a model, so that no sequence ends early."""
+        model.generation_config.eos_token_id = None
+
+    def config(self) -> Any:
+        """Return the `GenerationConfig` of transformers with these settings."""
+        from transformers import GenerationConfig
+
+        quantized = {"cache_config": {"backend": quantized_backend()}} if self.cache == "quantized" else {}
+        return GenerationConfig(
+            max_new_tokens=self.new_tokens,
+            min_new_tokens=None,
+            do_sample=False,
+            num_beams=self.beams,
+            pad_token_id=0,
+            eos_token_id=None,
+            # A static cache would compile the model; `compiled` is a technique of its own.
+            disable_compile=True,
+            cache_implementation=None if self.cache == "dynamic" else self.cache,
+            **quantized,
+        )
+
+
+def quantized_backend() -> str:
+    """Return the backend of transformers' quantized cache. Raises `JobError` if none is installed."""
+    import importlib.util
+
+    from transformers import cache_utils
+
+    if hasattr(cache_utils, "Fp8QuantizedLayer"):
+        return "fp8"
+    for backend, package in (("quanto", "optimum.quanto"), ("hqq", "hqq")):
+        if importlib.util.find_spec(package.split(".")[0]) is not None:
+            return backend
+    raise JobError(
+        "The quantized cache needs the package optimum-quanto or hqq with this transformers. Install one, "
+        "or try --cache dynamic."
+    )
+
+
+def _in_range(what: str, value: object, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+        raise JobError(f"{what} is {value!r}; allowed are whole numbers from 1 to {high:,}.")

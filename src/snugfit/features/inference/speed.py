@@ -1,0 +1,129 @@
+"""The results of a predicted generation: bytes of the cache, and seconds of prefill and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from snugfit.features.inference.settings import GenerationSettings
+from snugfit.features.inference.step import DECODE, PREFILL
+from snugfit.results.footprint import Kind
+from snugfit.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from snugfit.results.prediction import Prediction
+
+BUSY = 0.85
+"""Share of a phase in which the device works; below it the host is the bound. A choice, as for a step."""
+
+HOST, BANDWIDTH, ARITHMETIC = "host", "memory bandwidth", "arithmetic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSeconds:
+    """Predicted seconds of one phase of a generation."""
+
+    phase: str
+    """`prefill`, with the copy of the prompt, or `decode`, all further passes together."""
+    seconds: float
+    """Seconds between the ends of the phase before and of this one."""
+    tokens_per_second: float
+    """Prompt tokens for the prefill, new tokens for decoding, of all sequences."""
+    bound: str
+    """The limit of the phase: `host`, `memory bandwidth` or `arithmetic`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResult:
+    """The cache of a predicted generation, and its seconds, which no run has confirmed."""
+
+    cache_bytes: int
+    """Largest bytes of the cache at a point of the curve."""
+    peak_phase: str
+    """Phase of the peak: `build`, `load`, `prefill` or `decode`."""
+    new_tokens: int
+    """New tokens of each sequence."""
+    passes: tuple[PassSeconds, ...] = ()
+    """Seconds by phase; empty where seconds are not predicted."""
+    seconds_per_token: float | None = None
+    """Seconds of a decode step, which makes one token of each sequence; None where not predicted."""
+
+    @classmethod
+    def of(cls, prediction: Prediction) -> GenerationResult:
+        """Return the results in a prediction of this phase."""
+        new_tokens = GenerationSettings.of(prediction.job).new_tokens
+        passes = tuple(_passes(prediction))
+        decoding = next((one.seconds for one in passes if one.phase == DECODE), None)
+        moment = prediction.footprint.at
+        return cls(
+            cache_bytes=max(
+                (point.kinds.get(Kind.KEY_VALUES, 0) for point in prediction.anatomy.curve), default=0
+            ),
+            peak_phase=moment.phase if moment else "",
+            new_tokens=new_tokens,
+            passes=passes,
+            seconds_per_token=None if decoding is None else decoding / (new_tokens - 1),
+        )
+
+    def lines(self) -> Mapping[str, str]:
+        """Return lines of a report, by label."""
+        cache = show_bytes(self.cache_bytes)
+        lines = {"new tokens": f"{self.new_tokens:,} a sequence, with at most {cache} of cache"}
+        for one in self.passes:
+            per_token = (
+                f", {show_seconds(self.seconds_per_token)} a token"
+                if one.phase == DECODE and self.seconds_per_token
+                else ""
+            )
+            rate = f"{one.tokens_per_second:,.0f} tokens/s"
+            lines[one.phase] = f"about {show_seconds(one.seconds)}{per_token}, {rate}, bound by {one.bound}"
+        return lines
+
+
+def _passes(prediction: Prediction) -> Sequence[PassSeconds]:
+    """Return the seconds of the prefill and of decoding, from the timeline of a call."""
+    timing, job = prediction.timing, prediction.job
+    if timing is None or not prediction.timeline:
+        return ()
+    ends = {
+        phase: max((span.end_seconds for span in prediction.timeline if span.phase == phase), default=0.0)
+        for phase in (PREFILL, DECODE)
+    }
+    decoded = GenerationSettings.of(job).new_tokens - 1
+    rows = job.batch_size
+    rows_by_phase = [(PREFILL, ends[PREFILL], rows * job.sequence_length)]
+    if decoded:
+        rows_by_phase.append((DECODE, timing.step_seconds - ends[PREFILL], rows * decoded))
+    return tuple(
+        PassSeconds(
+            phase=phase,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds if seconds else 0.0,
+            bound=_limit_of(prediction, phase, seconds),
+        )
+        for phase, seconds, tokens in rows_by_phase
+    )
+
+
+def _limit_of(prediction: Prediction, phase: str, seconds: float) -> str:
+    """Return the limit of a phase.
+
+    It is the host if the device works for less than `BUSY` of the phase. Otherwise it is the larger one of
+    the arithmetic and the memory traffic of the kernels, each at the peak of the data sheet. See Williams et
+    al., Roofline, CACM 2009.
+    """
+    timing, gpu = prediction.timing, prediction.gpu
+    assert timing is not None
+    assert gpu is not None
+    busy = sum(one.device_seconds for one in timing.phases if one.phase == phase)
+    if busy < BUSY * seconds:
+        return HOST
+    setup = prediction.recipe.setup()
+    dtype = setup.autocast or setup.weights_dtype or prediction.job.dtype
+    peak = gpu.peak_dense.get({"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32"))
+    flops = sum(one.flops for one in prediction.anatomy.operators if one.phase == phase)
+    moved = sum(one.bytes for one in prediction.anatomy.operators if one.phase == phase)
+    if not peak or not gpu.bandwidth:
+        return BANDWIDTH
+    return ARITHMETIC if flops / peak > moved / gpu.bandwidth else BANDWIDTH

@@ -1,0 +1,189 @@
+"""The step of generation: one call of transformers' `generate` for a batch of prompts.
+
+The first forward pass of the model belongs to the phase `prefill`. Each further one begins a part of the
+phase `decode`, which also contains the choice of its token. No token ends a sequence, so that each call makes
+the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.features.inference.settings import GenerationSettings
+from snugfit.results.footprint import Kind
+from snugfit.step.batches import place
+from snugfit.step.build import build_model
+from snugfit.step.plain_loop import PlainStep
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.step.step import Observer
+
+PREFILL, DECODE = "prefill", "decode"
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""Names of the cache among a model's arguments and outputs; Mamba has the second."""
+
+
+class StoppedEarly(Exception):
+    """Internal signal that ends a simulation after the decode steps that it needs; never shown to a user."""
+
+
+class GenerateStep(PlainStep):
+    """The loop over batches of prompts, in which each step is one call of `generate`."""
+
+    decode_steps: int | None = None
+    """Number of decode steps after which a simulation ends; None for all."""
+
+    decoder_prompt: int = 1
+    """Tokens with which the decoder of an encoder-decoder model begins."""
+
+    def kind_of(self, operator: str, module: str, dtype: str) -> str:
+        """Return activations for a block of a module. The loop makes logits, inputs and copies of the
+        cache."""
+        if module:
+            return Kind.ACTIVATIONS
+        # The last choice between beams copies a cache that no pass reads.
+        if operator == "aten::index_select":
+            return Kind.KEY_VALUES
+        return Kind.LOGITS if "float" in dtype else Kind.INPUTS
+
+    def _evaluate(self, steps: int, observer: Observer) -> list[float]:
+        import torch
+        from transformers import GenerationMixin
+
+        if self.always_mask:
+            raise UsageError("The phase generate is for the installed software only. Leave --software out.")
+        observer.phase("build")
+        model: Any = build_model(self.job, self.setup, self.device)
+        settings = GenerationSettings.of(self.job)
+        settings.prepare(model)
+        observer.build_ends(model, None)
+        with contextlib.closing(self._batches()) as batches, _Follower(self, model, observer) as follower:
+            for index in range(steps):
+                observer.step_begins(index)
+                for piece in next(batches):
+                    observer.phase("load")
+                    batch = place(self._inputs(model, piece), self.device)
+                    observer.phase(PREFILL)
+                    follower.passes = 0
+                    with torch.no_grad(), self.forward_context(), contextlib.suppress(StoppedEarly):
+                        # Whisper's own `generate` calls this one for each part of a recording.
+                        out = GenerationMixin.generate(model, **batch, generation_config=settings.config())
+                        # Otherwise the tokens would live during the next call.
+                        del out
+                    del batch
+                observer.step_ends(index)
+        self.model = model
+        return []
+
+    def _inputs(self, model: Any, piece: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a host batch, without labels; with `decoder_prompt`, also decoder tokens."""
+        import torch
+
+        inputs = {name: value for name, value in piece.items() if name != "labels"}
+        if self.decoder_prompt > 1:
+            rows, start = len(next(iter(inputs.values()))), model.generation_config.decoder_start_token_id
+            inputs["decoder_input_ids"] = torch.full((rows, self.decoder_prompt), start or 0, device="cpu")
+        return inputs
+
+
+class _Follower:
+    """Hooks of a model that mark phases, claim the cache and the logits, and state the results of beams."""
+
+    def __init__(self, step: GenerateStep, model: Any, observer: Observer) -> None:
+        self.step, self.model, self.observer = step, model, observer
+        self.passes = 0
+        """Forward passes of the current call of `generate`."""
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> _Follower:
+        before = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        after = self.model.register_forward_hook(self._end)
+        self._undo.callback(before.remove)
+        self._undo.callback(after.remove)
+        self._undo.enter_context(_beams_stated(self.model, self.observer))
+        return self
+
+    def __exit__(self, *arguments: Any) -> None:
+        self._undo.close()
+
+    def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The choice between beams copies the cache after a pass.
+        self._claim_cache(kwargs)
+        if self.passes:
+            self.observer.phase(DECODE)
+        if self.step.decode_steps is not None and self.passes > self.step.decode_steps:
+            raise StoppedEarly
+        self.passes += 1
+
+    def _end(self, module: Any, args: tuple[Any, ...], outputs: Any) -> None:
+        logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
+        if logits is not None:
+            self.observer.claim(logits, Kind.LOGITS)
+        self._claim_cache(outputs)
+
+    def _claim_cache(self, values: Any) -> None:
+        for name in CACHE_ARGUMENTS if isinstance(values, Mapping) else ():
+            for tensor in _tensors_of(values.get(name)):
+                self.observer.claim(tensor, Kind.KEY_VALUES)
+
+
+def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a transformers cache, or of one of its layers."""
+    import torch
+
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, dict | list | tuple):
+        for one in part.values() if isinstance(part, dict) else part:
+            yield from _tensors_of(one)
+    elif type(part).__module__.startswith("transformers."):
+        # Layers of other kinds have their states in other attributes.
+        yield from _tensors_of(vars(part))
+
+
+@contextlib.contextmanager
+def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
+    """Context in which the values of a beam search that its length determines are stated.
+
+    Without an end token, beams continue until the length is reached. They depend on scores for a simulation.
+    """
+    import torch
+
+    methods = {"_beam_search_has_unfinished_sequences", "_update_finished_beams"}
+    if not all(hasattr(model, name) for name in methods):
+        yield
+        return
+    goes_on, update = model._beam_search_has_unfinished_sequences, model._update_finished_beams
+    operands_of_end, operands_of_update = inspect.signature(goes_on), inspect.signature(update)
+
+    def state_end(*operands: Any, **named: Any) -> Any:
+        values = operands_of_end.bind(*operands, **named).arguments
+        # Nothing finishes before the limit of the length, which another operand contains.
+        for name, known in (("is_early_stop_heuristic_unsatisfied", True), ("is_sent_finished", False)):
+            if name in values:
+                observer.state(values[name], torch.full(values[name].shape, known, device="cpu"))
+        return goes_on(*operands, **named)
+
+    def state_indices(*operands: Any, **named: Any) -> Any:
+        values = operands_of_update.bind(*operands, **named).arguments
+        results = update(*operands, **named)
+        indices = results[2]
+        columns = values["cur_len"] + 1 - values["decoder_prompt_len"]
+        value = torch.full(indices.shape, -1, dtype=indices.dtype, device="cpu")
+        # Only the last update fills these indices, and no code reads those of an earlier one.
+        value[..., :columns] = 0
+        observer.state(indices, value)
+        return results
+
+    model._beam_search_has_unfinished_sequences, model._update_finished_beams = state_end, state_indices
+    try:
+        yield
+    finally:
+        del model._beam_search_has_unfinished_sequences, model._update_finished_beams

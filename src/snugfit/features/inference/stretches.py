@@ -1,0 +1,457 @@
+"""Parts of a recorded call of `generate`: the loading, the prefill, and each decode step.
+
+In a stretch, a free names its block by the stretch of its allocation. For one of a decode step, that is the
+distance in stretches and the number there. For an earlier block, it is its operator, its module, and its
+number among the blocks with both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.features.inference.step import DECODE
+from snugfit.rehearsal.trace.trace import Block, Kernel, Mark, MarkKind, Trace
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.trace.trace import Recording
+
+MARKS = (MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
+
+
+class NotAlike(Exception):
+    """Internal signal that stretches differ in more than their sizes; never shown to a user."""
+
+
+class EarlyBlock(NamedTuple):
+    """A block from before the first decode step."""
+
+    phase: str
+    operator: str
+    module: str
+    number: int
+    """Number among the blocks with this phase, operator and module."""
+
+
+class LateBlock(NamedTuple):
+    """A block of a decode step."""
+
+    back: int
+    """Distance in decode steps; 0 for the step of the free itself."""
+    number: int
+    """Number among the blocks of its step."""
+
+
+BlockId = EarlyBlock | LateBlock
+
+
+@dataclass
+class Stretch:
+    """Allocations, frees and kernels between two marks of phases."""
+
+    phase: str
+    events: list[int | BlockId] = field(default_factory=list)
+    """In order: a number for an allocation (an index of `blocks`), a block_id for a free."""
+    blocks: list[Block] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
+    """Numbers of the kernels before which the host waits."""
+    marks: list[tuple[int, MarkKind]] = field(default_factory=list)
+    """Further marks, each with the number of events before it."""
+
+
+def _is_of_loop(block: Block) -> bool:
+    return not block.module and "float" not in block.dtype
+
+
+def _loop_key(block: Block) -> tuple[str, int, str]:
+    return block.operator, block.nbytes, block.dtype
+
+
+@dataclass
+class RecordedCall:
+    """One recorded call of `generate`, with the building of its model."""
+
+    before: list[Stretch]
+    """The building, the loading and the prefill."""
+    decode: list[Stretch]
+    lasting: frozenset[EarlyBlock]
+    """EarlyBlock blocks that are still alive after the call, such as workspaces."""
+    lasting_operators: frozenset[str]
+    """Operators of such blocks from decode steps."""
+    trace: Trace
+
+    @classmethod
+    def of(cls, recording: Recording, decode_steps: int) -> RecordedCall:
+        """Return the recorded call with its decode steps. Raise `NotAlike` for another structure."""
+        trace = recording.trace
+        stretches = list(_split(recording))
+        before = [one for one in stretches if one.phase != DECODE]
+        decode = stretches[len(before) : len(before) + decode_steps]
+        if len(decode) != decode_steps or any(one.phase != DECODE for one in decode) or trace.streams:
+            raise NotAlike
+        freed = {-event - 1 for event in trace.events[: _end(recording)] if event < 0}
+        alive = [
+            (block_id, block)
+            for number, (block_id, block) in enumerate(zip(_ids(stretches), trace.blocks))
+            if number not in freed
+        ]
+        return cls(
+            before,
+            decode,
+            frozenset(one for one, _ in alive if isinstance(one, EarlyBlock) and one.phase != "build"),
+            frozenset(block.operator for one, block in alive if isinstance(one, LateBlock)),
+            trace,
+        )
+
+
+def _end(recording: Recording) -> int:
+    """Return the number of events up to the end of the last step."""
+    ends = [mark.event for mark in recording.marks if mark.kind is MarkKind.STEP_END]
+    return ends[-1] if ends else len(recording.trace.events)
+
+
+def _split(recording: Recording) -> Iterator[Stretch]:
+    """Yield the stretches of a recording up to the end of its step; frees have absolute ids."""
+    trace, kernels = recording.trace, iter(recording.trace.kernels)
+    current = Stretch("build")
+    begin, stretch_of = 0, dict[int, tuple[int, int]]()
+    stretches: list[Stretch] = [current]
+    early: Counter[tuple[str, str, str]] = Counter()
+    names: dict[int, BlockId] = {}
+    number = 0
+
+    def add(end: int) -> None:
+        nonlocal number
+        for event in trace.events[begin:end]:
+            if event > 0:
+                block = trace.blocks[event - 1]
+                current.events.append(len(current.blocks))
+                if current.phase == DECODE:
+                    stretch_of[event - 1] = (number, len(current.blocks))
+                else:
+                    key = (current.phase, block.operator, block.module)
+                    names[event - 1] = EarlyBlock(*key, early[key])
+                    early[key] += 1
+                current.blocks.append(block)
+            elif (block_id := stretch_of.get(-event - 1)) is not None:
+                current.events.append(LateBlock(number - block_id[0], block_id[1]))
+            else:
+                current.events.append(names[-event - 1])
+
+    for mark in recording.marks:
+        add(mark.event)
+        begin = mark.event
+        if mark.kind is MarkKind.PHASE:
+            # The building and the loading are marked several times.
+            if mark.phase == current.phase != DECODE:
+                continue
+            current = Stretch(mark.phase)
+            stretches.append(current)
+            number += mark.phase == DECODE
+        elif mark.kind is MarkKind.KERNEL:
+            current.kernels.append(next(kernels))
+        elif mark.kind is MarkKind.WAIT:
+            current.waits.append(len(current.kernels))
+        elif mark.kind in MARKS:
+            current.marks.append((len(current.events), mark.kind))
+        elif mark.kind is MarkKind.STEP_END:
+            break
+    yield from stretches
+
+
+def _ids(stretches: Sequence[Stretch]) -> Iterator[BlockId]:
+    """Yield the block_id of each block of these stretches, in order."""
+    early: Counter[tuple[str, str, str]] = Counter()
+    for stretch in stretches:
+        for number, block in enumerate(stretch.blocks):
+            if stretch.phase == DECODE:
+                yield LateBlock(0, number)
+                continue
+            key = (stretch.phase, block.operator, block.module)
+            yield EarlyBlock(*key, early[key])
+            early[key] += 1
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------
+
+
+class StepWindow(NamedTuple):
+    """Neighbouring decode steps of a window."""
+
+    step: int
+    """Number of the first step, from 1."""
+    steps: Sequence[Stretch]
+
+
+def is_line(left: StepWindow, middle: StepWindow, right: StepWindow, period: int) -> bool:
+    """Return True if the sizes and kernels of the middle window are on the line between the other two."""
+    offset, apart = middle.step - left.step, right.step - left.step
+    for steps in zip(left.steps[:period], middle.steps[:period], right.steps[:period], strict=True):
+        if not _alike(steps[0], steps[1]) or not _alike(steps[0], steps[2]):
+            return False
+        sizes = ([block.nbytes for block in step.blocks] for step in steps)
+        if any((b - a) * apart != (c - a) * offset for a, b, c in zip(*sizes, strict=True)):
+            return False
+        for first, other, last in zip(*map(_work, steps), strict=True):
+            line = first + (last - first) * offset / apart
+            if abs(other - line) > WORK_OFF_LINE * line:
+                return False
+    return True
+
+
+WORK_OFF_LINE = 0.002
+"""Share of a step's work by which it may differ from the line: an embedding reads its rows at most once."""
+
+
+def _work(stretch: Stretch) -> tuple[int, int]:
+    """Return FLOPs and bytes of a stretch's kernels."""
+    kernels = stretch.kernels
+    return sum(kernel.flops for kernel in kernels), sum(kernel.nbytes for kernel in kernels)
+
+
+def with_tables(steps: Sequence[Stretch], start: Sequence[Stretch]) -> list[Stretch]:
+    """Return neighbouring decode steps with the tables of a long call, which begins with `start`.
+
+    The loop of a beam search has tables with a column for each new token, and a window has fewer. They are
+    the blocks and kernels of the loop that have one size in all steps.
+    """
+    blocks = _tables(*([one for one in step.blocks if _is_of_loop(one)] for step in (*steps[:2], start[0])))
+    kernels = _tables(*([one for one in step.kernels if not one.module] for step in (*steps[:2], start[0])))
+    return [
+        replace(
+            step,
+            blocks=_with_entries(step.blocks, _is_of_loop, blocks),
+            kernels=_with_entries(step.kernels, lambda one: not one.module, kernels),
+        )
+        for step in steps
+    ]
+
+
+def _tables(first: list[Any], second: list[Any], wide: list[Any]) -> dict[int, Any]:
+    """Return the entry of the long call for each that is the same in both steps of a window, by number."""
+    if not len(first) == len(second) == len(wide):
+        return {}
+    return {
+        number: long
+        for number, (one, other, long) in enumerate(zip(first, second, wide, strict=True))
+        if one == other and one.operator == long.operator
+    }
+
+
+def _with_entries(
+    entries: list[Any], is_of_loop: Callable[[Any], bool], tables: Mapping[int, Any]
+) -> list[Any]:
+    numbers = count()
+    return [tables.get(next(numbers), one) if is_of_loop(one) else one for one in entries]
+
+
+def with_tables_of(last: Stretch, before: Stretch, start: Stretch) -> Stretch:
+    """Return the last decode step of a window with the tables of a long call, whose step `start` is.
+
+    `before` is the step before it in the window. It names the sizes of tables there. Tables of another size
+    stay, which are those of the result.
+    """
+    short, long = ([one for one in step.blocks if _is_of_loop(one)] for step in (before, start))
+    sizes = {_loop_key(one): other.nbytes for one, other in zip(short, long, strict=False)}
+    return replace(
+        last,
+        blocks=[
+            one._replace(nbytes=sizes.get(_loop_key(one), one.nbytes)) if _is_of_loop(one) else one
+            for one in last.blocks
+        ],
+    )
+
+
+def _alike(one: Stretch, other: Stretch) -> bool:
+    """Return True if two stretches differ in sizes alone."""
+    return (
+        one.events == other.events
+        and one.waits == other.waits
+        and len(one.blocks) == len(other.blocks)
+        and all(a.operator == b.operator and a.module == b.module for a, b in zip(one.blocks, other.blocks))
+        and [kernel.operator for kernel in one.kernels] == [kernel.operator for kernel in other.kernels]
+    )
+
+
+def interpolate(
+    left: StepWindow, right: StepWindow, period: int, together: int = 1
+) -> Iterator[tuple[Stretch, int]]:
+    """Yield the decode steps from the first of `left` to the one before `right`, each with its number of
+    times.
+
+    The middle of `together` periods represents them, because it has their mean sizes. Steps of another
+    structure than in `right` have the sizes of `left`.
+    """
+    apart = right.step - left.step
+    lines = [SizeLine.of(*pair) for pair in zip(left.steps[:period], right.steps[:period], strict=True)]
+    for begin in range(0, apart, period * together):
+        times = min(together, (apart - begin) // period)
+        # Half steps count, so that the mean of an even number of periods is exact.
+        middle = 2 * begin + (times - 1) * period
+        for line in lines:
+            yield line.at(middle, 2 * apart), times
+
+
+@dataclass
+class SizeLine:
+    """The entries that differ between two decode steps of the same structure."""
+
+    first: Stretch
+    blocks: list[tuple[int, Block, int]]
+    kernels: list[tuple[int, Kernel, Kernel]]
+
+    @classmethod
+    def of(cls, left: Stretch, right: Stretch) -> SizeLine:
+        """Return the entries that differ; none for steps of different structures."""
+        if not _alike(left, right):
+            return cls(left, [], [])
+        blocks = enumerate(zip(left.blocks, right.blocks, strict=True))
+        kernels = enumerate(zip(left.kernels, right.kernels, strict=True))
+        return cls(
+            left,
+            [(at, a, b.nbytes - a.nbytes) for at, (a, b) in blocks if a.nbytes != b.nbytes],
+            [(at, a, b) for at, (a, b) in kernels if a != b],
+        )
+
+    def at(self, step: int, apart: int) -> Stretch:
+        """Return the decode step that is `step` of `apart` steps after the first."""
+        blocks, kernels = self.first.blocks.copy(), self.first.kernels.copy()
+        for at, block, growth in self.blocks:
+            blocks[at] = block._replace(nbytes=block.nbytes + growth * step // apart)
+        for at, kernel, other in self.kernels:
+            kernels[at] = _between(kernel, other, step, apart)
+        return replace(self.first, blocks=blocks, kernels=kernels)
+
+
+def _between(kernel: Kernel, other: Kernel, step: int, apart: int) -> Kernel:
+    def at(a: int, b: int) -> int:
+        return a + (b - a) * step // apart
+
+    shapes = kernel.shapes
+    if [len(shape) for shape in shapes] == [len(shape) for shape in other.shapes]:
+        pairs = (zip(a, b, strict=True) for a, b in zip(shapes, other.shapes, strict=True))
+        shapes = tuple(tuple(at(a, b) for a, b in pair) for pair in pairs)
+    return kernel._replace(
+        flops=at(kernel.flops, other.flops),
+        nbytes=at(kernel.nbytes, other.nbytes),
+        shapes=shapes,
+        leading=tuple(map(at, kernel.leading, other.leading)),
+    )
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+class CallWriter:
+    """A writer of the trace of several equal calls, stretch by stretch."""
+
+    def __init__(self, start: RecordedCall, end: RecordedCall) -> None:
+        self._start, self._lasting, self._names = start, end.lasting, end.lasting_operators
+        self._blocks: list[Block] = []
+        self._events: list[int] = []
+        self._marks: list[Mark] = []
+        self._kernels: list[Kernel] = []
+        self._waits: list[int] = []
+        self._early: dict[BlockId, int] = {}
+        self._late: list[list[int]] = []
+        self._alive: dict[int, None] = {}
+        self._call = -1
+        self._write(start.before[0], early=True)
+
+    def begin(self, call: int) -> None:
+        """Write the loading and the prefill of a call, numbered from 0."""
+        self._call, self._late = call, []
+        self._kernels, self._waits = [], []
+        self._alive = {}
+        for stretch in self._start.before[1:]:
+            self._write(stretch, early=True)
+
+    def write(self, stretch: Stretch, times: int = 1) -> None:
+        """Write a decode step, and its kernels several times."""
+        self._write(stretch, early=False)
+        for _ in range(times - 1):
+            self._write_kernels(stretch)
+
+    def end(self) -> None:
+        """Free the rest of a call. Raise `NotAlike` if blocks of decode steps are still alive."""
+        for block_id in [block_id for block_id, block in self._early.items() if block in self._alive]:
+            # The window at the end has no such block: it began with other tokens.
+            self._free(block_id, [])
+        if self._alive:
+            raise NotAlike
+
+    def _write(self, stretch: Stretch, *, early: bool) -> None:
+        begin = len(self._events)
+        self._marks.append(Mark(begin, self._call, stretch.phase))
+        # The driver releases its address space once.
+        if self._call < 1:
+            self._marks += [Mark(begin + at, self._call, stretch.phase, kind) for at, kind in stretch.marks]
+        ids = list(_ids([stretch])) if early else [None] * len(stretch.blocks)
+        numbers: list[int] = []
+        for event in stretch.events:
+            if isinstance(event, int):
+                self._allocate(stretch.blocks[event], ids[event], numbers)
+            else:
+                self._free(event, numbers)
+        if not early:
+            self._late.append(numbers)
+        self._write_kernels(stretch)
+
+    def _write_kernels(self, stretch: Stretch) -> None:
+        self._waits += [len(self._kernels) + wait for wait in stretch.waits]
+        self._kernels += stretch.kernels
+
+    def _allocate(self, block: Block, block_id: BlockId | None, numbers: list[int]) -> None:
+        if block_id is None:
+            lasts = block.operator in self._names
+            block_id = EarlyBlock(DECODE, block.operator, "", 0) if lasts else None
+        else:
+            lasts = block_id in self._lasting
+        # A workspace is allocated in the first call alone.
+        if lasts and block_id in self._early:
+            numbers.append(self._early[block_id])
+            return
+        index = len(self._blocks)
+        self._blocks.append(block if block.step == self._call else block._replace(step=self._call))
+        self._events.append(index + 1)
+        numbers.append(index)
+        if block_id is None:
+            self._alive[index] = None
+        else:
+            self._early[block_id] = index
+            if not lasts and self._call >= 0:
+                self._alive[index] = None
+
+    def _free(self, block_id: BlockId, numbers: list[int]) -> None:
+        try:
+            if isinstance(block_id, EarlyBlock):
+                # The tokens with which a window's decoder begins are no part of a long call.
+                if block_id not in self._early and block_id.phase == "load":
+                    return
+                index = self._early[block_id]
+            else:
+                index = (
+                    numbers[block_id.number]
+                    if not block_id.back
+                    else self._late[-block_id.back][block_id.number]
+                )
+            if self._call >= 0:
+                del self._alive[index]
+        except (KeyError, IndexError):
+            raise NotAlike(block_id) from None
+        self._events.append(-(index + 1))
+
+    def trace(self) -> Trace:
+        """Return the trace of all calls, with the kernels of the last one."""
+        return replace(
+            self._start.trace,
+            blocks=tuple(self._blocks),
+            events=tuple(self._events),
+            marks=tuple(self._marks),
+            kernels=tuple(self._kernels),
+            waits=tuple(self._waits),
+        )

@@ -1,0 +1,71 @@
+"""Phases of a model's life beside training and evaluation, from features.
+
+A feature's module `phases.py` has an `AddedPhase` for each, which is read before there are jobs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from snugfit.feature_folders import feature_objects
+
+
+class AddedPhase:
+    """A phase of a feature. Subclasses override the methods that they need."""
+
+    name: ClassVar[str]
+    """Its value in `Phase`."""
+
+    title: ClassVar[str]
+    """The word for the phase in the head of a report, such as `evaluation`."""
+
+    note: ClassVar[str] = ""
+    """A sentence for reports on such a job."""
+
+    setting_types: ClassVar[Mapping[str, type]] = {}
+    """Types of its settings by name, which are keys of a job file."""
+
+    sizes: ClassVar[Mapping[str, tuple[str, int]]] = {}
+    """Sizes that `--largest` may search besides the core's: a field of `Job` or a setting, and its limit."""
+
+    def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the complete settings of a job in this phase. Raises `JobError` for unusable ones."""
+        return given
+
+    def tokens(self, job: Any) -> int:
+        """Return the number of tokens that a step makes, for tokens per second."""
+        return int(job.batch_size * job.sequence_length)
+
+    def step_class(self, loop: str) -> type[Any]:
+        """Return the `Step` of a loop (`step/step.py`). Raises `UsageError` for an unsupported loop."""
+        raise NotImplementedError
+
+    def rehearse(
+        self, job: Any, open_step: Callable[[Any], Any], record: Callable[[Any, int], Any], steps: int
+    ) -> Any:
+        """Return the `Trace` of a simulated run of `steps` steps.
+
+        `open_step` returns the step of a job. `record` runs a number of its steps and returns their
+        `Recording`.
+        """
+        return record(open_step(job), steps).trace
+
+    def summary(self, prediction: Any) -> Any:
+        """Return the results of this phase in a `Prediction`, as a dataclass; None without any."""
+
+    def lines(self, summary: Any) -> Mapping[str, str]:
+        """Return lines of the report on such results, by label."""
+        return {}
+
+
+@functools.cache
+def added_phases() -> Mapping[str, AddedPhase]:
+    """Return the phases that all features add, by name."""
+    return {one.name: one for one in feature_objects("phases", AddedPhase)}
+
+
+def phase_keys() -> dict[str, type]:
+    """Return the settings of all added phases with their types."""
+    return {key: kind for one in added_phases().values() for key, kind in one.setting_types.items()}
