@@ -281,11 +281,11 @@ class SearchState:
         def stands(other: int) -> bool:
             if self._worth_listing(self.bounds[other].needed_bytes) > needed:
                 return False
-            return self.fits(self.judged[other].needed_bytes) or not self.fits(self._expected(number, other))
+            return self.fits(self.judged[other].needed_bytes) or not self.fits(self._least_beside(number, other))
 
         return stands
 
-    def _expected(self, number: int, sibling: int) -> int:
+    def _least_beside(self, number: int, sibling: int) -> int:
         """Return the least bytes of a candidate by its bound and by an evaluated sibling's loss between
         blocks."""
         least, known = self.bounds[number], self.bounds[sibling]
