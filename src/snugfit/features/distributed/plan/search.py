@@ -10,28 +10,25 @@ simulated, and all are reported. For answers that recompute layers, the fewest l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from snugfit.errors import GpuError, SnugfitError
-from snugfit.features.distributed.plan.building import built_where_it_fits
 from snugfit.features.distributed.plan.choosing import best_first
 from snugfit.features.distributed.plan.fastest import Outcome, Screened
 from snugfit.features.distributed.plan.judge import InFull, Judge
-from snugfit.features.distributed.plan.kind import SearchOfKind, SharedFigures, counts_of
+from snugfit.features.distributed.plan.kind import SearchesOfKinds, counts_of
 from snugfit.features.distributed.plan.part_recomputed import FewestRecomputed, recomputes_layers
 from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.keep import Free, Keep, Kept, kept_of
+from snugfit.planning.keep import Free, Keep
 from snugfit.planning.plan import Exclusion
-from snugfit.planning.request import fidelity_of, refuse_bad_request, workers_of
-from snugfit.prediction.exchanges import modules_of
-from snugfit.prediction.headroom import headroom_of
+from snugfit.planning.search.plan_request import PlanRequest
+from snugfit.planning.search.progress import Tell
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
-from snugfit.prediction.worker_pool import Question, WorkerPool, worker_pool
+from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
@@ -41,8 +38,6 @@ FULL = 3
 FEW = 4
 """Largest number of recomputing answers that are all tried with fewer layers (chosen). If there are more,
 only those on the fewest GPUs, the fastest and the cheapest are tried."""
-
-Tell = Callable[[str], None]
 
 
 def plan_several_gpus(
@@ -65,46 +60,37 @@ def plan_several_gpus(
     exceed a GPU is planned with construction on the host, as shown in the answer's `job`. Raises
     `UsageError` for invalid arguments, and `SnugfitError` if nothing can be simulated.
     """
-    refuse_bad_request(job, memory_bytes=memory_bytes, workers=workers)
     gpu = find_gpu(gpu)
+    asked = PlanRequest.of(
+        job, [gpu], memory_bytes=memory_bytes, headroom=headroom, fidelity=fidelity, keep=keep, free=free,
+        workers=workers, tell=tell, several_gpus=True,
+    )  # fmt: skip
     rates_for(gpu)  # it refuses a GPU with unknown seconds
-    fixed = replace(kept_of(job, keep, free, None), several_gpus=True)
-    fixed.refuse(gpu.compute_capability)
-    counts = counts_of(gpus, job, fixed)
-    if memory_bytes is None and gpu.memory_bytes is None:
+    counts = counts_of(gpus, job, asked.fixed)
+    if asked.memory_on(gpu) is None:
         raise GpuError(f"The memory of {gpu.name} is not known. Add memory_bytes (--memory).")
-    memory = memory_bytes if memory_bytes is not None else gpu.memory_bytes or 0
-    spare = headroom_of(headroom, gpu, memory_bytes)
-    workers = workers_of(workers)
-    job = built_where_it_fits(job, memory - spare)
-    make = partial(Judge, job, gpu)
-    with worker_pool(make, workers=workers, preload=modules_of(job)) as pool:
-        search = _Search(job, gpu, memory - spare, fixed, fidelity_of(fidelity), pool, tell)
-        answer = search.answer(counts)
-    return replace(answer, memory_bytes=memory, headroom_bytes=spare)
+    searches = SearchesOfKinds(asked, counts)
+    with searches.open(Judge) as pool:
+        return _Search(asked, gpu, searches, pool).answer(counts)
 
 
 class _Search:
     """One search for several GPUs: its arguments and its results so far."""
 
-    def __init__(
-        self, job: Job, gpu: Gpu, bound: int, fixed: Kept, fidelity: Fidelity, pool: WorkerPool, tell: Tell
-    ) -> None:
-        self._job, self._gpu, self._bound, self._fixed = job, gpu, bound, fixed
-        self._fidelity, self._pool, self._tell = fidelity, pool, tell
-        self._figures = SharedFigures(pool)
-        self._judge = self._figures.judge_for(0, (0,))
+    def __init__(self, asked: PlanRequest, gpu: Gpu, searches: SearchesOfKinds, pool: WorkerPool) -> None:
+        self._asked, self._gpu, self._searches, self._pool = asked, gpu, searches, pool
+        self._tell = asked.tell
         self._doubts: dict[str, None] = {}
         self._full: dict[tuple[int, Recipe], OnGpus | None] = {}
 
     def answer(self, counts: list[int]) -> SeveralGpusPlan:
         """Return the plan for these numbers of GPUs."""
         self._tell("comparing precisions and optimizers")
-        self._kind = SearchOfKind(self._job, self._bound, self._fixed, counts, self._fidelity, self._judge)
+        self._kind = self._searches.of(0)
         self._outcomes = dict.fromkeys(counts, Outcome([], None))
         for count in _from_both_ends(counts):
             on_gpus = f"{count} GPU" + "s" * (count > 1)
-            done = self._figures.screened
+            done = self._searches.figures.screened
             self._tell(f"simulating on few layers, {done} recipes done, for {on_gpus}")
             self._outcomes[count] = self._kind.fastest(count)
         firsts = [one.fitting[0] if one.fitting else one.miss for one in self._outcomes.values()]
@@ -119,16 +105,16 @@ class _Search:
 
     def _plan(self, answers: Sequence[OnGpus], alternatives: Sequence[OnGpus]) -> SeveralGpusPlan:
         return SeveralGpusPlan(
-            job=self._job,
+            job=self._kind.job,
             gpu=self._gpu,
-            memory_bytes=self._bound,
-            headroom_bytes=0,
-            fidelity=self._fidelity.value,
+            memory_bytes=self._asked.memory_on(self._gpu) or 0,
+            headroom_bytes=self._asked.headroom_on(self._gpu),
+            fidelity=self._asked.fidelity.value,
             answers=tuple(answers),
             alternatives=tuple(alternatives),
-            kept_slots=self._fixed.listing(),
+            kept_slots=self._asked.fixed.listing(),
             refused=tuple(Exclusion(what=what, why=why) for what, why in self._kind.refused.items()),
-            screened=self._figures.screened,
+            screened=self._searches.figures.screened,
             doubts=tuple(self._doubts),
             versions=installed_versions(),
         )
@@ -181,7 +167,8 @@ class _Search:
         found_as = {one.gpus: _way_of(one, self._outcomes[one.gpus]) for one in plan.fitting}
         left = {gpus for gpus, one in found_as.items() if recomputes_layers(one)}
         are_few = len(left) <= FEW
-        fewer = FewestRecomputed(self._job, self._fixed, self._bound, self._judge, self._in_full)
+        kind = self._kind
+        fewer = FewestRecomputed(kind.job, kind.fixed, kind.bound, kind.judge, self._in_full)
         new = plan
         while True:
             named = new.fitting if are_few else (new.fewest, new.fastest, new.cheapest)
@@ -235,7 +222,7 @@ class _Search:
             scaling_efficiency=efficiency,
             bound=full.bound,
             host_share=full.host_share,
-            fits=full.needed_bytes <= self._bound,
+            fits=full.needed_bytes <= self._kind.bound,
         )
 
 

@@ -16,30 +16,25 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from snugfit.errors import GpuError, UsageError
-from snugfit.features.distributed.plan.building import built_where_it_fits
 from snugfit.features.distributed.plan.cards import CardPlans, CardsOfKind
 from snugfit.features.distributed.plan.fastest import Outcome, Screened
 from snugfit.features.distributed.plan.judge import Judge
-from snugfit.features.distributed.plan.kind import GAIN, SearchOfKind, SharedFigures, counts_of
-from snugfit.features.distributed.plan.search import Tell
+from snugfit.features.distributed.plan.kind import GAIN, SearchesOfKinds, SearchOfKind, counts_of
 from snugfit.features.distributed.plan.shared import Shared
-from snugfit.job.gpu import Gpu, all_gpus, find_gpu
+from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.fleet.kinds import refuse_gpu
-from snugfit.planning.keep import Free, Keep, Kept, kept_of
+from snugfit.planning.fleet.search_gpus import gpus_of
+from snugfit.planning.keep import Free, Keep, Kept
 from snugfit.planning.plan import Exclusion
-from snugfit.planning.request import fidelity_of, refuse_bad_request, workers_of
-from snugfit.prediction.device import policy_for
-from snugfit.prediction.headroom import headroom_of
-from snugfit.prediction.profile import Software, installed_versions
+from snugfit.planning.search.plan_request import PlanRequest
+from snugfit.planning.search.progress import Tell
+from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
-from snugfit.prediction.worker_pool import worker_pool
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Fidelity
 
@@ -50,9 +45,9 @@ PATIENCE = 2
 
 def plan_cards(
     job: Job,
-    gpus: Iterable[Gpu | str] | None = None,
+    kinds: Iterable[Gpu | str] | None = None,
     *,
-    counts: int | Sequence[int],
+    gpus: int | Sequence[int],
     headroom: int | str | None = None,
     fidelity: str | Fidelity = Fidelity.ROUNDS,
     keep: Keep = None,
@@ -62,37 +57,33 @@ def plan_cards(
 ) -> CardPlans:
     """Return the fewest GPUs of each kind that train the job, and larger numbers that take fewer GPU seconds.
 
-    `gpus` are the kinds, by default all of the table, and `counts` the allowed numbers. The global batch
-    stays unchanged. All other arguments are those of `plan_several_gpus`. A kind whose bytes or seconds
+    `kinds` are by default all of the table, and `gpus` the allowed numbers. The global batch stays unchanged.
+    All other arguments are those of `plan_several_gpus`. A kind whose bytes or seconds
     are unknown gets no answer, with the reason. Raises `UsageError` for invalid arguments.
     """
-    refuse_bad_request(job, workers=workers)
-    kinds = list({gpu.key: gpu for gpu in map(find_gpu, all_gpus() if gpus is None else gpus)}.values())
-    fixed = replace(kept_of(job, keep, free, None), several_gpus=True)
-    fixed.refuse()
-    even, uneven = _shared_evenly(counts, job, fixed)
+    kinds = gpus_of(kinds)
+    asked = PlanRequest.of(
+        job, kinds, headroom=headroom, fidelity=fidelity, keep=keep, free=free, workers=workers, tell=tell,
+        several_gpus=True, compares=True,
+    )  # fmt: skip
+    fixed = asked.fixed
+    even, uneven = _shared_evenly(gpus, job, fixed)
     known, answers = _with_figures(kinds, fixed)
-    workers = workers_of(workers)
     refused: dict[str, str] = {}
     doubts: dict[str, None] = {}
     screened = 0
     if known:
-        margins = [headroom_of(headroom, gpu, one_of_many=True) for gpu in known]
-        bounds = [(gpu.memory_bytes or 0) - margin for gpu, margin in zip(known, margins, strict=True)]
-        jobs = [built_where_it_fits(job, bound) for bound in bounds]
-        alike = _alike(known, jobs)
-        with worker_pool(partial(Judge, job, *known), workers=workers) as pool:
-            figures = SharedFigures(pool)
+        searches = SearchesOfKinds(replace(asked, gpus=known), even)
+        with searches.open(Judge):
             for at, gpu in enumerate(known):
                 tell(f"simulating on few layers, {screened} recipes done, for {gpu.name}")
-                judge = figures.judge_for(at, alike[at], jobs[at].build_on)
-                one = SearchOfKind(jobs[at], bounds[at], fixed, even, fidelity_of(fidelity), judge)
-                answers[gpu.key] = _cards_of(one, gpu, even, margins[at], doubts)
+                one = searches.of(at)
+                answers[gpu.key] = _cards_of(one, gpu, even, asked.headroom_on(gpu), doubts)
                 refused |= one.refused
-                screened = figures.screened
+                screened = searches.figures.screened
     return CardPlans(
         job=job,
-        fidelity=fidelity_of(fidelity).value,
+        fidelity=asked.fidelity.value,
         gpus=tuple(even),
         uneven=tuple(uneven),
         answers=tuple(answers[gpu.key] for gpu in kinds),
@@ -135,20 +126,6 @@ def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[st
         except GpuError as unknown:
             answers[gpu.key] = CardsOfKind(gpu=gpu, fits=None, why=str(unknown))
     return known, answers
-
-
-# ---- kinds of GPU ------------------------------------------------------------------------------------------
-
-
-def _alike(gpus: Sequence[Gpu], jobs: Sequence[Job]) -> list[list[int]]:
-    """Return for each kind of GPU the indices of those that run the same kernels and build the model in the
-    same place."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    every = []
-    for index, (gpu, job) in enumerate(zip(gpus, jobs, strict=True)):
-        every.append(groups[policy_for(gpu, Software()).decisions, job.build_on])
-        every[-1].append(index)
-    return every
 
 
 def _cards_of(

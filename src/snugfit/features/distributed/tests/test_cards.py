@@ -66,7 +66,7 @@ def test_the_fewest_and_the_cheapest_are_those_of_every_recipe(
     monkeypatch.setattr(made_up, "states", states * GIB)
     monkeypatch.setattr(made_up, "sample", sample * GIB)
     monkeypatch.setattr(made_up, "exchange", exchange)
-    plans = plan_cards(JOB, KINDS, counts=COUNTS, workers=1)
+    plans = plan_cards(JOB, KINDS, gpus=COUNTS, workers=1)
     for kind in plans.answers:
         bound = (kind.gpu.memory_bytes or 0) - headroom_of(None, kind.gpu, one_of_many=True)
         best = {count: best_of_all(JOB, kind.gpu, count, bound, Recipe()) for count in COUNTS}
@@ -86,7 +86,7 @@ def test_the_fewest_and_the_cheapest_are_those_of_every_recipe(
 
 
 def test_kinds_that_run_the_same_kernels_share_rehearsals(made_up: type[MadeUpJudge]) -> None:
-    plans = plan_cards(JOB, KINDS, counts=COUNTS, workers=1)
+    plans = plan_cards(JOB, KINDS, gpus=COUNTS, workers=1)
     assert plans.screened == len(made_up.asked)
     together = {named for _, _, named in made_up.asked}
     assert ("H200-SXM", "H100-SXM") in together
@@ -97,7 +97,7 @@ def test_kinds_that_run_the_same_kernels_share_rehearsals(made_up: type[MadeUpJu
 def test_most_of_the_recipes_are_never_asked_about(made_up: type[MadeUpJudge]) -> None:
     counts = [2**power for power in range(8)]
     job = replace(JOB, batch_size=128)
-    plan_cards(job, [H100], counts=counts, workers=1)
+    plan_cards(job, [H100], gpus=counts, workers=1)
     every = sum(
         len(cuts(job, shared, Kept())) for count in counts for shared in ways(job, Recipe(), count, Kept())
     )
@@ -109,7 +109,7 @@ def test_larger_numbers_are_not_looked_at_once_two_cost_no_less(
 ) -> None:
     monkeypatch.setattr(made_up, "states", GIB)
     monkeypatch.setattr(made_up, "exchange", 10.0)
-    (kind,) = plan_cards(JOB, ["h200"], counts=COUNTS, workers=1).answers
+    (kind,) = plan_cards(JOB, ["h200"], gpus=COUNTS, workers=1).answers
     assert [one.gpus for one in kind.answers] == [1]
     assert kind.dearer == (2, 4)
     asked = {count for count, _, _ in made_up.asked}
@@ -117,7 +117,7 @@ def test_larger_numbers_are_not_looked_at_once_two_cost_no_less(
 
 
 def test_a_kind_without_seconds_says_why(made_up: type[MadeUpJudge]) -> None:
-    none, known = plan_cards(JOB, ["mi300x", "h200"], counts=[1, 2], workers=1).answers
+    none, known = plan_cards(JOB, ["mi300x", "h200"], gpus=[1, 2], workers=1).answers
     assert none.fits is None
     assert "not a CUDA GPU" in none.why
     assert known.fits
@@ -127,7 +127,7 @@ def test_what_fits_nowhere_is_the_nearest_miss(
     made_up: type[MadeUpJudge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(made_up, "states", 4000 * GIB)
-    plans = plan_cards(JOB, ["l4"], counts=[1, 2, 4], workers=1)
+    plans = plan_cards(JOB, ["l4"], gpus=[1, 2, 4], workers=1)
     (kind,) = plans.answers
     assert (kind.fits, kind.fewest, kind.cheapest, plans.fitting) == (False, None, None, ())
     assert kind.answers[0].gpus == 4
@@ -159,7 +159,7 @@ def test_answers_are_those_of_a_plan_for_one_kind() -> None:
     precision is one that both one GPU and several allow."""
     job = replace(small_job("llama", 3), batch_size=8)
     keep = f"whole_batch + bf16 + sdpa + adamw_fused + default + inline + {REST}"
-    (kind,) = plan_cards(job, ["h200"], counts=[1, 2], keep=keep, workers=1).answers
+    (kind,) = plan_cards(job, ["h200"], gpus=[1, 2], keep=keep, workers=1).answers
     assert kind.fits
     for one in kind.answers:
         (planned,) = plan_several_gpus(job, gpu="h200", gpus=one.gpus, keep=keep, workers=1).answers
@@ -261,8 +261,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.chdir(tmp_path)
     questions: list[Any] = []
 
-    def made_up_plans(job: Job, gpus: Sequence[Gpu], **how: Any) -> CardPlans:
-        questions.append(([gpu.key for gpu in gpus], how["counts"]))
+    def made_up_plans(job: Job, kinds: Sequence[Gpu], **how: Any) -> CardPlans:
+        questions.append(([gpu.key for gpu in kinds], how["gpus"]))
         return replace(cards(), job=job)
 
     monkeypatch.setattr(search_cards, "plan_cards", made_up_plans)

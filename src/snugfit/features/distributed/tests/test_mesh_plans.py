@@ -276,7 +276,7 @@ def test_cards_are_counted_with_meshes(name: str, monkeypatch: pytest.MonkeyPatc
     world = WORLDS[name]
     monkeypatch.setattr(search_cards, "Judge", MadeUpJudge)
     set_world(MadeUpJudge, monkeypatch, world)
-    (kind,) = plan_cards(world.job, ["h200"], counts=[2, 4, 8], workers=1).answers
+    (kind,) = plan_cards(world.job, ["h200"], gpus=[2, 4, 8], workers=1).answers
     bound = (H200.memory_bytes or 0) - headroom_of(None, H200, one_of_many=True)
     best = {count: best_of_all(world.job, H200, count, bound, Recipe()) for count in (2, 4, 8)}
     known = {count: one for count, one in best.items() if one is not None}
