@@ -229,6 +229,27 @@ class CoreSetup:
         """Return the dtype of matrix products and attention, by torch's name."""
         return self.autocast or self.created_dtype(job)
 
+    @property
+    def recomputes(self) -> bool:
+        """True if layers are recomputed in the backward pass."""
+        return self.checkpoint is not None
+
+    @property
+    def saves_memory(self) -> bool:
+        """True if the passes save memory and no time."""
+        return self.recomputes or self.logits is not None or self.has_budget
+
+    def without_savings(self) -> Self:
+        """Return a copy that recomputes nothing and computes all logits together."""
+        return self.with_fields(checkpoint=None, logits=None)
+
+    def can_follow(self, before: Self) -> bool:
+        """Return whether a live model can go on under this Setup: its layers may be recomputed, and its
+        micro-batches split, but not joined.
+        """
+        alike = self.with_fields(checkpoint=before.checkpoint, micro_batches=before.micro_batches)
+        return alike == before and self.micro_batches >= before.micro_batches
+
     def per_piece(self, count: int) -> int:
         """Return the share of each micro-batch in a batch's count of samples or of kernels."""
         return count // self.micro_batches
