@@ -219,7 +219,11 @@ class CoreSetup:
 
     def for_update(self) -> Self:
         """Return the Setup of an update alone, which no cut of the batch and no checkpointing changes."""
-        return self.with_fields(micro_batches=1, checkpoint=None)
+        return self.in_one_piece().with_fields(checkpoint=None)
+
+    def in_one_piece(self) -> Self:
+        """Return a copy that does not cut the batch."""
+        return self.with_fields(micro_batches=1)
 
     def created_dtype(self, job: Job) -> str:
         """Return the dtype of the weights of a created model, by torch's name."""

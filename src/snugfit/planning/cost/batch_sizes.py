@@ -102,7 +102,7 @@ def rehearse_sizes(
 
     # Clipping and groups of weights concern the update, which this step does not have.
     job = replace(job, clip=None, decay_groups=False)
-    step = _StepsOfSizes(job, without_update(setup.in_pieces(1, job)[1]), torch.device("meta"))
+    step = _StepsOfSizes(job, without_update(setup.in_one_piece()), torch.device("meta"))
     sizes = sorted(set(sizes))
     step.sizes = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1

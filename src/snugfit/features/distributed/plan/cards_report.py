@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 from snugfit.errors import some_of
 from snugfit.features.distributed.plan.building import BUILT_ON_HOST
-from snugfit.features.distributed.plan.cards import (
+from snugfit.features.distributed.plan.plan import (
     CardPlans,
     CardsCost,
     CardsOfKind,
+    OnGpus,
     cheapest_cards,
     cost_of_cards,
 )
-from snugfit.features.distributed.plan.plan import OnGpus
 from snugfit.planning.fleet.prices import Prices
 from snugfit.report.plan.gpu_plans import FEW, SCALED, show_duration, show_money, without_a_price
 from snugfit.report.text.grid import Grid

@@ -62,15 +62,15 @@ def print_plan(request: Request, asked: Mapping[str, Any], alone: Mapping[str, o
 def print_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Mapping[str, Any]) -> int:
     """Print the numbers of cards of these kinds, and return the exit code of `snugfit gpus`."""
     from snugfit.cli.request import steps_of
-    from snugfit.features.distributed.plan import search_cards
-    from snugfit.features.distributed.plan.cards import CardPlans, document_of_cards
+    from snugfit.features.distributed.plan import search
     from snugfit.features.distributed.plan.cards_report import render
+    from snugfit.features.distributed.plan.plan import CardPlans, document_of_cards
     from snugfit.report.text.page import print_as
 
     alone = {"objective memory": asked["objective"] == "memory"}
     _refuse_alone(request, alone, "`gpus` with --gpus")
     plans = request.answer_of(
-        search_cards.plan_cards,
+        search.plan_cards,
         CardPlans,
         gpus,
         asked,

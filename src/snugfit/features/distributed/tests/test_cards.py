@@ -16,14 +16,18 @@ from kept import REST
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
-from snugfit.features.distributed.plan import search_cards
+from snugfit.features.distributed.plan import search
 from snugfit.features.distributed.plan.candidates import cuts, ways
-from snugfit.features.distributed.plan.cards import CardPlans, CardsOfKind, cheapest_cards, costs_of_cards
 from snugfit.features.distributed.plan.cards_report import render
 from snugfit.features.distributed.plan.judge import Judge
-from snugfit.features.distributed.plan.plan import OnGpus
-from snugfit.features.distributed.plan.search import plan_several_gpus
-from snugfit.features.distributed.plan.search_cards import plan_cards
+from snugfit.features.distributed.plan.plan import (
+    CardPlans,
+    CardsOfKind,
+    OnGpus,
+    cheapest_cards,
+    costs_of_cards,
+)
+from snugfit.features.distributed.plan.search import plan_cards, plan_several_gpus
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.fleet.prices import Prices
@@ -44,7 +48,7 @@ H100 = KINDS[1]
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
     monkeypatch.setattr(MadeUpJudge, "asked", [])
-    monkeypatch.setattr(search_cards, "Judge", MadeUpJudge)
+    monkeypatch.setattr(search, "Judge", MadeUpJudge)
     return MadeUpJudge
 
 
@@ -265,7 +269,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         questions.append(([gpu.key for gpu in kinds], how["gpus"]))
         return replace(cards(), job=job)
 
-    monkeypatch.setattr(search_cards, "plan_cards", made_up_plans)
+    monkeypatch.setattr(search, "plan_cards", made_up_plans)
     return questions
 
 
