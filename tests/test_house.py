@@ -118,7 +118,7 @@ GROUND = {
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
-    "documents": set(),
+    "documents": {"errors"},
     "versions": {"errors", "feature_folders"},
     "hub_kernels": set(),
     "deferred_imports": {"hub_kernels"},

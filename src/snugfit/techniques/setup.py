@@ -9,12 +9,11 @@ field has a handler, and handlers run in the order of `feature.InstallStage`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
-from snugfit.documents import decode_fields
+from snugfit.documents import JsonFields
 from snugfit.job.dtype import LOST_BELOW, dtype_name
 from snugfit.techniques.wish import Call as Call  # noqa: PLC0414 - exported: optimizers are Calls
 from snugfit.techniques.wish import Lowering, lowering_wishes, used_wishes, wishes
@@ -132,7 +131,7 @@ class LoaderWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoreSetup:
+class CoreSetup(JsonFields):
     """The core's fields of `Setup`, each with the default of the plain loop."""
 
     weights_dtype: str | None = None
@@ -288,15 +287,6 @@ class CoreSetup:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, **changed)
         return copy
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; `Setup.from_json` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the Setup that `to_json` wrote."""
-        return decode_fields(cls, document)
 
 
 # mypy cannot follow `make_dataclass`.

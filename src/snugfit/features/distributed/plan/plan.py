@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
-from snugfit.documents import decode_fields, encode_fields
-from snugfit.errors import UsageError
+from snugfit.documents import JsonDocument, encode_fields
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.fleet.prices import HOUR, SAMPLES, Prices
 from snugfit.planning.plan import Exclusion, KeptSlot
 from snugfit.results.frame import Tabular
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +65,12 @@ class OnGpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeveralGpusPlan(Tabular):
+class SeveralGpusPlan(JsonDocument, Tabular):
     """A plan for several GPUs: the fastest recipe for each number of them."""
 
+    what: ClassVar = "plan for several GPUs"
+
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "what": (Literal["plan for several GPUs"], "Name of the document."),
         "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
         "fastest": (int | None, "The number of GPUs with the shortest step."),
         "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
@@ -139,21 +137,12 @@ class SeveralGpusPlan(Tabular):
         """Return the answers, one row each."""
         return [asdict(answer) for answer in self.answers]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit plan --gpus ... --json` prints."""
-        named = {name: one and one.gpus for name, one in self._by_name().items()}
-        return {"schema": SCHEMA, "what": "plan for several GPUs", **encode_fields(self, **named)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the plan that `to_json` wrote."""
-        return decode_fields(cls, document)
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the numbers of GPUs of the fastest, the fewest and the cheapest answer."""
+        return {name: one and one.gpus for name, one in self._by_name().items()}
 
     def _by_name(self) -> dict[str, OnGpus | None]:
         return {"fastest": self.fastest, "fewest": self.fewest, "cheapest": self.cheapest}
-
-
-WHAT = "plans by number of GPUs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,11 +261,12 @@ class CardsOfKind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CardPlans:
+class CardPlans(JsonDocument):
     """The plans for many kinds of GPU, with several GPUs of each."""
 
+    what: ClassVar = "plans by number of GPUs"
+
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "what": (Literal["plans by number of GPUs"], "Name of the document."),
         "fewest": (str | None, "Key of the GPU that needs the smallest number."),
         "run": (CardsRun, "Costs of a run; with prices or a run length only."),
     }
@@ -334,9 +324,8 @@ class CardPlans:
             default=(0, 0.0, "", None),
         )[3]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit gpus --for MODEL --gpus N --json` prints; `CardPlans.from_json`
-        reads it."""
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the answers with their fewest and cheapest numbers, and the key of the fewest of all."""
         answers = [
             encode_fields(
                 kind,
@@ -345,15 +334,7 @@ class CardPlans:
             )
             for kind in self.answers
         ]
-        fewest = self.fewest.key if self.fewest else None
-        return {"schema": SCHEMA, "what": WHAT, **encode_fields(self, answers=answers, fewest=fewest)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the answers that `to_json` wrote. Raises `UsageError` for any other document."""
-        if document.get("what") != WHAT or document.get("schema") != SCHEMA:
-            raise UsageError("These are not plans by number of GPUs of this version of snugfit. Plan again.")
-        return decode_fields(cls, document)
+        return {"answers": answers, "fewest": self.fewest.key if self.fewest else None}
 
 
 # ---- the cost ----------------------------------------------------------------------------------------------
