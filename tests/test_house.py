@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import networkx
 import pytest
@@ -580,6 +582,7 @@ def test_what_no_unit_test_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     from conftest import NOT_OF_A_UNIT
 
     from snugfit.planning.cost import parts_pool
+    from snugfit.planning.search.plan_request import PlanRequest
 
     def step(device: str) -> None:
         weight = torch.nn.Parameter(torch.ones(1, device=device))
@@ -593,7 +596,8 @@ def test_what_no_unit_test_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
     def search() -> None:
         monkeypatch.setattr(parts_pool, "parts_pool", lambda *_, **__: nullcontext())
-        parts_pool.with_pool(lambda _: 0, *[None] * 3, workers=1, run=None, tell=print)  # type: ignore[arg-type]
+        request: Any = SimpleNamespace(job=None, gpus=[], workers=1, run=None)
+        PlanRequest.with_pool(request, lambda _: 0, None)  # type: ignore[arg-type]
 
     for act, seen in (
         (lambda: step("meta"), set()),

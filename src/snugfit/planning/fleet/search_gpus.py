@@ -86,7 +86,7 @@ def plan_gpus(
     fixed techniques, gets no answer. Both get the reason. Raises `UsageError` for invalid arguments, and
     `SnugfitError` if no recipe of a space can be simulated.
     """
-    from snugfit.planning.cost.parts_pool import can_travel, load_ahead
+    from snugfit.planning.cost.parts_pool import can_travel
 
     gpus = gpus_of(gpus)
     asked = PlanRequest.of(
@@ -94,7 +94,7 @@ def plan_gpus(
         start=start, steps=steps, once=once, workers=workers, tell=tell, compares=True,
     )  # fmt: skip
     workers = asked.workers
-    load_ahead(job, gpus, clock_of, workers, ahead=asked.fixed.preloaded)
+    asked.load_ahead(clock_of)
     kinds, answers = kinds_of(gpus, asked.fixed, asked.fidelity)
     side_by_side = min(workers, len(kinds)) if clock_of is None and can_travel(job) else 1
     spare = SpareProcesses()
@@ -138,10 +138,8 @@ def _search_kind(asked: PlanRequest, clock_of: ClockOf | None, spare: SpareProce
 
     If other kinds are searched concurrently, a worker works apart, and processes become `spare`.
     """
-    from snugfit.planning.cost.parts_pool import with_pool
-
-    job, tell = asked.job, asked.tell
     gpus = sorted(asked.gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
+    asked, job, tell = replace(asked, gpus=gpus), asked.job, asked.tell
     timer = PerGpuTimers(tuple(map(clock_of, gpus))) if clock_of else TimersWithGaps.on(gpus)
     headroom = {gpu.key: asked.headroom_on(gpu) for gpu in gpus}
     with _IMPORTS:
@@ -155,17 +153,7 @@ def _search_kind(asked: PlanRequest, clock_of: ClockOf | None, spare: SpareProce
         answers = [_on_gpu(one, job, timed=clock_of is None) for one in searches]
         return _KindAnswer(answers, _counts(searches))
 
-    return with_pool(
-        answer,
-        job,
-        gpus,
-        timer,
-        workers=asked.workers,
-        run=asked.run,
-        apart=spare is not None,
-        spare=spare,
-        tell=tell,
-    )
+    return asked.with_pool(answer, timer, spare)
 
 
 def _smallest(asked: PlanRequest, timer: Timer) -> list[bool]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
+from snugfit.planning.cost.figures import BelowLowerBound
 from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.keep import Free, Keep, Kept, kept_of
 from snugfit.planning.plan import SLOWEST
@@ -24,6 +25,12 @@ from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
+
+if TYPE_CHECKING:
+    from snugfit.planning.cost.timer import Timer
+    from snugfit.prediction.worker_pool import SpareProcesses, WorkerPool
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +118,33 @@ class PlanRequest:
     def slowest(self) -> float:
         """Limit of an alternative's seconds, in multiples of the answer's seconds."""
         return math.inf if self.whole_front or self.wants_smallest else SLOWEST
+
+    def load_ahead(self, timer: object) -> None:
+        """Start to import all modules that the workers need. `timer` is theirs, or its source."""
+        from snugfit.planning.cost.parts_pool import load_ahead
+
+        load_ahead(self.job, self.gpus, timer, self.workers, ahead=self.fixed.preloaded)
+
+    def with_pool(
+        self, search: Callable[[WorkerPool], _Result], timer: Timer, spare: SpareProcesses | None = None
+    ) -> _Result:
+        """Return the result of `search`, run with models of few layers; if these do not represent the job,
+        run it with whole models.
+
+        If other kinds are searched concurrently, a worker works apart, and processes become `spare`.
+        """
+        from snugfit.planning.cost.parts_pool import parts_pool
+
+        for shallow in (True, False):
+            with parts_pool(
+                self.job, self.gpus or [None], timer, workers=self.workers, shallow=shallow, run=self.run,
+                apart=spare is not None, spare=spare,
+            ) as pool:  # fmt: skip
+                try:
+                    return search(pool)
+                except BelowLowerBound:
+                    self.tell("the layers are not alike: starting again with complete models")
+        raise AssertionError("a full simulation is never less than itself")
 
     def headroom_on(self, gpu: Gpu | None) -> int:
         """Return the bytes of this GPU's memory that stay free. Raises `UsageError` for an invalid

@@ -89,7 +89,6 @@ def plan(
     be rehearsed.
     """
     from snugfit.job.gpu import find_gpu
-    from snugfit.planning.cost.parts_pool import load_ahead, with_pool
     from snugfit.planning.cost.timer import SingleGpuTimer
 
     gpu = None if gpu is None else find_gpu(gpu)
@@ -100,13 +99,12 @@ def plan(
         workers=workers, whole_front=whole_front, tell=tell,
     )  # fmt: skip
     timer = SingleGpuTimer(clock) if clock else _timer_of(gpu)
-    load_ahead(job, [gpu], timer, asked.workers, ahead=asked.fixed.preloaded)
+    asked.load_ahead(timer)
     capability = gpu.compute_capability if gpu else None
     space = space_of(
         job, fidelity=asked.fidelity, capability=capability, fixed=asked.fixed, front_end=front_end
     )
-    answer = partial(_answer, asked, space)
-    return with_pool(answer, job, [gpu], timer, workers=asked.workers, run=asked.run, tell=tell)
+    return asked.with_pool(partial(_answer, asked, space), timer)
 
 
 def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
