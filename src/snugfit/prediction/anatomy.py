@@ -79,7 +79,7 @@ def _reason(kind: str, blocks: Sequence[Block], setup: Setup, dtypes: str) -> st
         Kind.GRADIENTS: f"{in_dtypes}from the first backward pass until the optimizer has used them",
         Kind.OPTIMIZER_STATES: f"{in_dtypes}kept by {optimizer} from step to step",
         Kind.ACTIVATIONS: "saved in the forward pass for the backward pass"
-        + (", or recomputed from checkpoints" if setup.recomputes else ""),
+        + (", or recomputed from checkpoints" if setup.checkpoint else ""),
         Kind.CACHES: f"copies of weights that autocast cast to {setup.autocast} once",
         Kind.INPUTS: "the batch",
         Kind.GATHERED: "of the layer that computes, and of the next",

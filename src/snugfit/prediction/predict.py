@@ -175,31 +175,13 @@ def _rehearse(
     trainer_class: type[Any] | None,
     rank: int,
 ) -> Trace:
-    policy = policy_for(gpu, profile)
-
-    def once() -> Trace:
-        as_ours = loop == "plain" and not (profile.keep_gradients or profile.always_mask)
-        # A shallow model has the same kernels only in snugfit's own loop and with today's software.
-        if as_ours and (trace := rehearse_from_few_layers(job, setup, policy)) is not None:
-            return trace
-        return rehearse(
-            job,
-            setup,
-            policy,
-            loop=loop,
-            keep_gradients=profile.keep_gradients,
-            always_mask=profile.always_mask,
-            trainer_class=trainer_class,
-            rank=rank or None,  # stages differ by number, other ranks by their shares
-        )
-
     # An import in the middle of a step may change its trace, so it happens before.
     if _wants_more(setup) or loop != "plain":
         complete_imports()
     put_off = are_put_off()
-    trace = once()
+    trace = _rehearse_once(job, setup, gpu, profile, loop, trainer_class, rank)
     if put_off and not are_put_off():  # imports in the middle of a step may change its trace
-        trace = once()
+        trace = _rehearse_once(job, setup, gpu, profile, loop, trainer_class, rank)
     return trace
 
 
@@ -215,6 +197,32 @@ SIMPLE = (
     "optimizer", "expandable_segments", "logits", "checkpoint",
 )  # fmt: skip
 """Fields of `Setup` that use no module whose import is deferred."""
+
+
+def _rehearse_once(
+    job: Job,
+    setup: Setup,
+    gpu: Gpu | None,
+    profile: Software,
+    loop: str,
+    trainer_class: type[Any] | None,
+    rank: int,
+) -> Trace:
+    policy = policy_for(gpu, profile)
+    as_ours = loop == "plain" and not (profile.keep_gradients or profile.always_mask)
+    # A shallow model has the same kernels only in snugfit's own loop and with today's software.
+    if as_ours and (trace := rehearse_from_few_layers(job, setup, policy)) is not None:
+        return trace
+    return rehearse(
+        job,
+        setup,
+        policy,
+        loop=loop,
+        keep_gradients=profile.keep_gradients,
+        always_mask=profile.always_mask,
+        trainer_class=trainer_class,
+        rank=rank or None,  # stages differ by number, other ranks by their shares
+    )
 
 
 def _host_bytes(job: Job, setup: Setup, shown: ForeseenRank, ranks: Sequence[ForeseenRank], loop: str) -> int:

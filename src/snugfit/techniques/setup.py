@@ -233,14 +233,9 @@ class CoreSetup(JsonFields):
         return self.autocast or self.created_dtype(job)
 
     @property
-    def recomputes(self) -> bool:
-        """True if layers are recomputed in the backward pass."""
-        return self.checkpoint is not None
-
-    @property
     def saves_memory(self) -> bool:
         """True if the passes save memory and no time."""
-        return self.recomputes or self.logits is not None or self.has_budget
+        return self.checkpoint is not None or self.logits is not None or self.has_budget
 
     def without_savings(self) -> Self:
         """Return a copy that recomputes nothing and computes all logits together."""
