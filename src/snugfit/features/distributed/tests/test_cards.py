@@ -209,7 +209,7 @@ def test_plans_go_through_json() -> None:
     assert [(kind["fewest"], kind["cheapest"]) for kind in document["answers"]] == [
         (1, 2), (4, 4), (None, None),
     ]  # fmt: skip
-    with pytest.raises(UsageError, match="not plans by number of GPUs"):
+    with pytest.raises(UsageError, match="not a document 'plans by number of GPUs'"):
         CardPlans.from_json(document | {"what": "plans for many GPUs"})
 
 
