@@ -115,9 +115,9 @@ def _watch() -> None:
     _note_calls(clean_forks.Forks, "start", "starts a process")
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from snugfit.planning.cost import parts_pool
+    from snugfit.planning.search.plan_request import PlanRequest
 
-    _note_calls(parts_pool, "with_pool", "searches for a plan")
+    _note_calls(PlanRequest, "with_pool", "searches for a plan")
     register_optimizer_step_post_hook(_note_training)
 
 

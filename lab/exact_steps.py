@@ -101,7 +101,7 @@ def in_64_bits(job: Job, steps: int) -> tuple[dict[str, torch.Tensor], dict[str,
     model = build_model(job, setup, CUDA).double()
     before = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
-    for pieces in itertools.islice(micro_batches(job, setup, CUDA), steps):
+    for pieces in itertools.islice(micro_batches(job, setup, CUDA, setup.micro_batches), steps):
         loss_of(model(**place(pieces[0], CUDA))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip or 1.0)
         optimizer.step()

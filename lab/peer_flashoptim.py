@@ -37,7 +37,7 @@ def measured(job: Job, bits: int, *, release: bool) -> dict[str, Any]:
     optimizer = FlashAdamW(model.parameters(), lr=job.learning_rate, master_weight_bits=bits)
     if release:
         enable_gradient_release(model, optimizer)
-    batches = micro_batches(job, setup, CUDA)
+    batches = micro_batches(job, setup, CUDA, setup.micro_batches)
     seconds = []
     for step in range(WARM + STEPS):
         if step == WARM:

@@ -4,14 +4,18 @@ itself."""
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import networkx
 import pytest
@@ -19,6 +23,7 @@ import pytest
 from snugfit.job.inputs import added_tasks
 from snugfit.techniques import roster
 from snugfit.techniques.registry import features
+from snugfit.techniques.setup import CoreSetup
 from snugfit.techniques.wish import wishes
 
 SOURCE = Path(__file__).parents[1] / "src" / "snugfit"
@@ -115,7 +120,7 @@ GROUND = {
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
-    "documents": set(),
+    "documents": {"errors"},
     "versions": {"errors", "feature_folders"},
     "hub_kernels": set(),
     "deferred_imports": {"hub_kernels"},
@@ -297,6 +302,32 @@ def test_the_core_names_no_feature() -> None:
                 yield f"{node.arg}="
 
     assert not offending(lambda path: named(path) if room_of(path) != "features" else ())
+
+
+MOST_USERS = 8
+"""Largest number of core files that use one of the core's fields of `Setup`."""
+
+
+def test_few_core_files_use_a_field_of_setup() -> None:
+    """At most `MOST_USERS` core files read or write one of the core's fields of `Setup`."""
+    fields = {field.name for field in dataclasses.fields(CoreSetup)}
+
+    def used(path: Path) -> set[str]:
+        found: set[str] = set()
+        for node in nodes_of(tree_of(path)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).lower().endswith("setup"):
+                found.add(node.attr)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+                "replace",
+                "with_fields",
+            ):
+                found |= {str(keyword.arg) for keyword in node.keywords}
+        return found & fields
+
+    core = [path for path in FILES if room_of(path) != "features"]
+    users = Counter(field for path in core for field in used(path))
+    assert users["micro_batches"] > 1
+    assert not {name: n for name, n in users.items() if n > MOST_USERS}
 
 
 ENGLISH = {
@@ -552,6 +583,7 @@ def test_what_no_unit_test_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     from conftest import NOT_OF_A_UNIT
 
     from snugfit.planning.cost import parts_pool
+    from snugfit.planning.search.plan_request import PlanRequest
 
     def step(device: str) -> None:
         weight = torch.nn.Parameter(torch.ones(1, device=device))
@@ -565,7 +597,8 @@ def test_what_no_unit_test_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
     def search() -> None:
         monkeypatch.setattr(parts_pool, "parts_pool", lambda *_, **__: nullcontext())
-        parts_pool.with_pool(lambda _: 0, *[None] * 3, workers=1, run=None, tell=print)  # type: ignore[arg-type]
+        request: Any = SimpleNamespace(job=None, gpus=[], workers=1, run=None)
+        PlanRequest.with_pool(request, lambda _: 0, None)  # type: ignore[arg-type]
 
     for act, seen in (
         (lambda: step("meta"), set()),

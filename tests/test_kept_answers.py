@@ -14,7 +14,7 @@ import pytest
 from small_models import small_job
 from snugfit.cli import plan_cache as cache
 from snugfit.cli.main import run
-from snugfit.errors import NothingFits
+from snugfit.errors import NothingFits, UsageError
 from snugfit.feature_folders import feature_files
 from snugfit.prediction.predict import predict
 from snugfit.results.prediction import Prediction
@@ -69,7 +69,7 @@ def test_a_prediction_survives_json(model: str, recipe: str, how: dict[str, Any]
 
 @pytest.mark.parametrize("document", [{}, {"what": "plan", "schema": 1}, {"what": "prediction", "schema": 0}])
 def test_another_document_is_no_prediction(document: dict[str, Any]) -> None:
-    with pytest.raises((KeyError, ValueError)):
+    with pytest.raises(UsageError, match="not a document 'prediction'"):
         Prediction.from_json(document)
 
 

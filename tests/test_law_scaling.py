@@ -187,7 +187,7 @@ def test_marks_say_which_step_it_is() -> None:
 def test_a_rehearsed_batch_takes_the_memory_of_one_sample() -> None:
     """A million pictures are twelve gigabytes, and a laptop must be able to plan for such a batch."""
     job = small_job("vit", 2, batch_size=1 << 20)
-    batch = next(micro_batches(job, setup_of("plain"), torch.device("meta")))[0]
+    batch = next(micro_batches(job, setup_of("plain"), torch.device("meta"), 1))[0]
     assert batch["pixel_values"].shape == (1 << 20, 3, 32, 32)
     assert batch["pixel_values"].untyped_storage().nbytes() == 3 * 32 * 32 * 4
     inputs = [block.nbytes for block in rehearse(job, setup_of("sgd"), CUDA).blocks if block.phase == "load"]

@@ -18,7 +18,9 @@ from collections.abc import Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
+
+from snugfit.errors import UsageError
 
 T = TypeVar("T")
 
@@ -116,6 +118,51 @@ def _finite(digits: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{digits} is infinite")
     return number
+
+
+class JsonFields:
+    """Base class of dataclasses whose JSON objects have their fields as keys."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object that `from_json` reads."""
+        return encode_fields(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the object that `to_json` wrote. Raises `KeyError` for a missing key and `TypeError` for a
+        value that is no object."""
+        return decode_fields(cls, document)
+
+
+class JsonDocument(JsonFields):
+    """Base class of answers that commands print as JSON."""
+
+    what: ClassVar[str]
+    """Name of the document."""
+
+    schema: ClassVar[int] = 1
+    """Version of the document's form. It rises when a key changes its meaning or goes."""
+
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the keys that are no fields, or that replace a field."""
+        return {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that the command prints; `from_json` reads it."""
+        head = {"schema": self.schema, "what": self.what}
+        return head | encode_fields(self, **self.derived_keys())
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the answer that `to_json` wrote. Raises `UsageError` for any other document."""
+        if (document.get("what"), document.get("schema")) != (cls.what, cls.schema):
+            raise UsageError(
+                f"This is not a document {cls.what!r} of this version of snugfit. Compute it again."
+            )
+        try:
+            return decode_fields(cls, document)
+        except (KeyError, TypeError, ValueError) as damaged:
+            raise UsageError(f"This {cls.what!r} is damaged: {damaged}. Compute it again.") from None
 
 
 def encode_fields(value: Any, **derived: Any) -> dict[str, Any]:

@@ -8,7 +8,9 @@ key, and more than a mebibyte. Anchors and aliases are refused too: a few lines 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+import tempfile
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,13 +25,23 @@ LARGEST_FILE = 1 << 20
 def read_text(path: Path, *, what: str = "file", largest: int = LARGEST_FILE) -> str:
     """Return the text of a regular file of at most `largest` bytes. Raises `UsageError` with `what` as its
     noun."""
-    try:
+    with refuse_unreadable(path):
         refuse_no_file(path, what, largest)
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
+        try:
+            return path.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
+
+
+@contextmanager
+def refuse_unreadable(path: Path) -> Iterator[None]:
+    """Raise `UsageError` in place of an error of the system that occurs while the context reads this path."""
+    try:
+        yield
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from None
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror or error}). Check its permissions."
+        ) from None
 
 
 def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str = "") -> None:
@@ -46,6 +58,27 @@ def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str
         )
     if (size := path.stat().st_size) > largest:
         raise UsageError(f"{path}: {size:,} bytes; a {what} may have at most {largest:,}.{hint}")
+
+
+def writable_folder(folder: Path) -> Path:
+    """Return `folder` if files can be written into it; a check before long work, which leaves no file behind.
+
+    It writes a test file, because permission bits do not suffice. A superuser may write everywhere, and /proc
+    takes no file at all. Raises `UsageError` if that fails.
+    """
+    nearest = folder
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        which = "this" if nearest == folder else str(nearest)
+        raise UsageError(f"{folder}: {which} is a file. Name a folder.")
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise UsageError(
+            f"{nearest}: nothing can be written into this folder ({error.strerror}). Name another."
+        ) from None
+    return folder
 
 
 class LimitedLoader(yaml.SafeLoader):

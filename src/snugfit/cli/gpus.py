@@ -174,31 +174,21 @@ def _refuse(request: Request, asked: Mapping[str, Any]) -> None:
 
 
 def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Mapping[str, Any]) -> GpuPlans:
-    from snugfit.cli.plan_cache import answer
     from snugfit.planning.fleet.gpu_plans import GpuPlans
     from snugfit.planning.fleet.search_gpus import plan_gpus
 
-    # On one kind of GPU the fastest recipe is also the cheapest.
-    objective = "speed" if asked["objective"] == "cost" else asked["objective"]
     fixed = _fixed_recipe(request, asked)
-    question: dict[str, Any] = {
-        "fidelity": asked["fidelity"],
-        "objective": objective,
-        "steps": steps,
-        "start": str(request.recipe) if request.configuration and not fixed else None,
-        "keep": {technique.slot: technique for technique in fixed} if fixed else request.keep,
-        "free": request.free,
-        "headroom": request.headroom,
-    }
-    answers = answer(
-        GpuPlans.from_json,
-        lambda tell: plan_gpus(request.job, gpus, workers=asked["workers"], tell=tell, **question),
-        request.job,
-        *gpus,
-        fresh=asked["fresh"],
-        first=f"planning {request.job.model.name} on {len(gpus)} kinds of GPU",
-        what="gpus",
-        **question,
+    answers: GpuPlans = request.answer_of(
+        plan_gpus,
+        GpuPlans,
+        gpus,
+        asked,
+        "gpus",
+        # On one kind of GPU the fastest recipe is also the cheapest.
+        objective="speed" if asked["objective"] == "cost" else asked["objective"],
+        steps=steps,
+        start=str(request.recipe) if request.configuration and not fixed else None,
+        **({"keep": {technique.slot: technique for technique in fixed}} if fixed else {}),
     )
     plans = tuple(replace(one, doubts=(*one.doubts, *request.doubts)) for one in answers.answers)
     # The requested objective orders the table, also where it did not guide the search.

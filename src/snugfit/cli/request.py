@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -165,6 +165,35 @@ class Request:
         )
         typer.echo(why, err=True)
         return replace(self, recipe=recipe, has_auto=False)
+
+    def answer_of(
+        self,
+        search: Callable[..., Any],
+        form: Any,
+        kinds: Sequence[Gpu],
+        options: Mapping[str, Any],
+        what: str,
+        **asked: Any,
+    ) -> Any:
+        """Return the answer of a `search` for the job on these kinds of GPU, stored as a document of `form`.
+
+        The arguments of a plan come from the request, the command's `options` and `asked`.
+        """
+        from snugfit.cli.plan_cache import answer
+
+        of_request = {"keep": self.keep, "free": self.free, "headroom": self.headroom}
+        asked = {"fidelity": options["fidelity"], **of_request, **asked}
+        where = f" on {len(kinds)} kinds of GPU" if len(kinds) > 1 else ""
+        return answer(
+            form.from_json,
+            lambda tell: search(self.job, kinds, workers=options["workers"], tell=tell, **asked),
+            self.job,
+            *kinds,
+            fresh=options["fresh"],
+            first=f"planning {self.job.model.name}{where}",
+            what=what,
+            **asked,
+        )
 
     @property
     def doubts(self) -> tuple[str, ...]:

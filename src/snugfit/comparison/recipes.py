@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
+from snugfit.documents import JsonDocument
 from snugfit.results.frame import Tabular
 from snugfit.results.prediction import Prediction
 from snugfit.results.speed import StepSpeed
@@ -13,8 +14,10 @@ SPEED_FIELDS = tuple(entry.name for entry in fields(StepSpeed))
 
 
 @dataclass(frozen=True)
-class RecipeComparison(Tabular):
+class RecipeComparison(JsonDocument, Tabular):
     """Predictions of one job under several recipes; differences refer to the first."""
+
+    what: ClassVar = "predictions"
 
     predictions: tuple[Prediction, ...]
     """One prediction for each recipe, in the order of the arguments."""
@@ -51,14 +54,6 @@ class RecipeComparison(Tabular):
             for one in self.predictions
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document of `snugfit predict --compare --json`.
-
-        It contains each full prediction and its difference to the first.
-        """
-        return {
-            "schema": 1,
-            "what": "predictions",
-            "predictions": [one.to_json() for one in self.predictions],
-            "difference_bytes": [row["difference_bytes"] for row in self.to_rows()],
-        }
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the difference of each prediction to the first."""
+        return {"difference_bytes": [row["difference_bytes"] for row in self.to_rows()]}

@@ -26,6 +26,7 @@ from snugfit.data.rows import JoinedRows, MemoryRows, Row, Rows
 from snugfit.data.text_rows import READERS
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.techniques.registry import hooks
+from snugfit.user_files import refuse_unreadable
 
 FORMS = (*READERS, ".parquet")
 
@@ -73,7 +74,7 @@ def _rows_in_memory(rows: object) -> Rows:
 
 
 def _rows_at(path: Path) -> Rows:
-    try:
+    with refuse_unreadable(path):
         if is_saved_dataset(path):
             return load_saved(path)
         if path.is_dir():
@@ -82,10 +83,6 @@ def _rows_at(path: Path) -> Rows:
         if not path.exists() and glob.has_magic(str(path)):
             return _join(_matching_files(path), str(path))
         return _file(path)
-    except OSError as error:
-        raise UsageError(
-            f"{path}: cannot be read ({error.strerror or error}). Check its permissions."
-        ) from None
 
 
 def _file(path: Path) -> Rows:

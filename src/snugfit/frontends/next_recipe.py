@@ -13,7 +13,6 @@ each other (`job/sample_mixing.py`), the split of the batch stays.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
@@ -136,9 +135,7 @@ def suits_live_model(following: Recipe, before: Recipe) -> bool:
 
     Its layers may be recomputed, and its loader's micro-batches split, but not joined.
     """
-    new, old = following.setup(), before.setup()
-    alike = replace(new, checkpoint=old.checkpoint, micro_batches=old.micro_batches) == old
-    return alike and new.micro_batches >= old.micro_batches
+    return following.setup().can_follow(before.setup())
 
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:

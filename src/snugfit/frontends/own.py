@@ -24,7 +24,6 @@ from snugfit.frontends.predicted import begin_to_import, run_predictor
 from snugfit.frontends.ways_out import end_with_ways_out
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import find_weights, own_folder
-from snugfit.report.text.files import writable_folder
 from snugfit.step.applier import refuse_training, refuse_unsupported
 from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.techniques.registry import hooks
@@ -37,6 +36,7 @@ from snugfit.training.recovery import cut_warning
 from snugfit.training.run.dataset import Source, data_of
 from snugfit.training.run.run import Data, Run
 from snugfit.training.run.train import train as run_to_its_end
+from snugfit.user_files import writable_folder
 
 if TYPE_CHECKING:
     import torch

@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, Self
+from typing import Any
 
-from snugfit.documents import decode_fields
+from snugfit.documents import JsonFields
 from snugfit.errors import GpuError, nearest
 
 _VENDOR_WORDS = frozenset(
@@ -39,7 +39,7 @@ PREFERRED_FORM = "SXM"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class Gpu(JsonFields):
     """One model of GPU, with the figures of its data sheet. None is an unknown figure."""
 
     key: str
@@ -159,15 +159,6 @@ class Gpu:
     def name(self) -> str:
         """The first name that the driver reports for the GPU."""
         return self.names[0]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; `Gpu.from_json` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the GPU that `to_json` wrote."""
-        return decode_fields(cls, document)
 
 
 @cache

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from pathlib import Path
 from snugfit.documents import write_document, write_whole
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.results.measurement import Measurement
+from snugfit.user_files import writable_folder
 
 MEASUREMENT, OUTPUT = "measurement.json", "stderr.txt"
 
@@ -41,7 +41,7 @@ def open_ledger(root: Path) -> Iterator[None]:
             "another folder."
         ) from None
     try:
-        _refuse_unwritable(root)
+        writable_folder(root)
         yield
     except BaseException:
         with suppress(OSError):  # a folder with contents stays, and so do those above it
@@ -49,18 +49,6 @@ def open_ledger(root: Path) -> Iterator[None]:
             for folder in absent:
                 folder.rmdir()
         raise
-
-
-def _refuse_unwritable(root: Path) -> None:
-    """Write a test file into the folder. Permission bits do not suffice: a superuser may write everywhere,
-    and /proc takes no file at all. Raises `UsageError`."""
-    try:
-        tempfile.TemporaryFile(dir=root).close()
-    except OSError as refusal:
-        raise UsageError(
-            f"The folder for measured runs, {root}, cannot be written to: {refusal.strerror}. Name another "
-            "folder, or none."
-        ) from None
 
 
 def write(root: Path, measurement: Measurement, output: str) -> Path:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from snugfit.documents import decode_fields, encode, encode_fields
-from snugfit.errors import UsageError
+from snugfit.documents import JsonDocument, encode
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.frame import Tabular
@@ -16,7 +15,6 @@ from snugfit.results.speed import StepSpeed, speed_of
 from snugfit.results.ways_out import WaysOut
 from snugfit.techniques.recipe import Recipe
 
-SCHEMA = 1
 OBJECTIVES = ("speed", "memory", "cost")
 
 NEARLY_AS_SMALL = 0.03
@@ -222,8 +220,10 @@ def nearest_miss(front_bytes: Sequence[int], objective: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Tabular):
+class Plan(JsonDocument, Tabular):
     """The best recipe for a GPU, a model and a batch, with the reasons for it."""
+
+    what: ClassVar = "plan"
 
     job: Job
     """The training job of the plan."""
@@ -368,22 +368,17 @@ class Plan(Tabular):
             for choice in self.fitting_first
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit plan --json` prints; `Plan.from_json` reads it."""
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the verdict, the front in the order of the document, the nearest miss and the speed."""
         keys: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "front": encode(self.fitting_first)}
         keys["nearest_miss"] = None if self.best else encode(self.nearest)
         if self.timing:
             keys["timing"] = asdict(self.timing) | asdict(self.timed(self.best_or_nearest))
-        return {"schema": SCHEMA, "what": "plan", **encode_fields(self, **keys)}
+        return keys
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
-        if document.get("what") != "plan" or document.get("schema") != SCHEMA:
-            raise UsageError("This is not a plan of this version of snugfit. Plan again.")
-        try:
-            plan = decode_fields(cls, document)
-            # The document lists fitting recipes first; a front begins with the fastest, which may not fit.
-            return replace(plan, front=tuple(sorted(plan.front, key=plan.fitting)))
-        except (KeyError, TypeError) as damaged:
-            raise UsageError(f"This plan is damaged: {damaged}. Plan again.") from None
+        plan = super().from_json(document)
+        # The document lists fitting recipes first; a front begins with the fastest, which may not fit.
+        return replace(plan, front=tuple(sorted(plan.front, key=plan.fitting)))

@@ -96,8 +96,7 @@ def program_key(setup: Setup) -> Hashable:
     if setup.lowering is None:
         return None
     # Recomputed layers and chunks of logits run the same programs.
-    saving_nothing = setup.with_fields(checkpoint=None, logits=None)
-    return _values(saving_nothing, "passes"), _values(setup, "micro_batches")
+    return _values(setup.without_savings(), "passes"), _values(setup, "micro_batches")
 
 
 def update_key(setup: Setup) -> Hashable:

@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
-from snugfit.documents import decode_fields
+from snugfit.documents import JsonFields
 from snugfit.errors import GpuError
 from snugfit.job.gpu import Gpu, find_gpu
 
@@ -241,7 +241,7 @@ _HOST_KEYS = {"python_launched": "foreign"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class Rates(JsonFields):
     """The rates that one GPU and its host achieve."""
 
     gpu: str
@@ -299,11 +299,6 @@ class Rates:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; `Rates.from_json` reads it back."""
         return {**asdict(self), "host": self.host.to_json()}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the rates of one entry of `rates.json`."""
-        return decode_fields(cls, document)
 
 
 def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:

@@ -89,7 +89,7 @@ def passes_from_few_layers(
     depth = depth_of(job, setup) if job.trains else None
     if depth is None:
         return None
-    asked, repeats = periodic_setup(setup, depth.layers)
+    asked, repeats, _ = periodic_setup(setup, depth.layers)
     # Checkpointing must repeat together with the kinds of layers.
     period = math.lcm(depth.period, repeats)
     layers = _shallow_layers(depth.layers, period)

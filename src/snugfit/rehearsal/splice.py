@@ -126,13 +126,14 @@ def without_update(setup: Setup) -> Setup:
 def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_batches: int) -> Part:
     """Return forward and backward of a job under this Setup, without its optimizer.
 
-    Record `steps` steps of `micro_batches` micro-batches of the Setup's size. Raise `RehearsalError` if the
-    Setup records CUDA graphs.
+    Record `steps` steps, each whole or with `micro_batches` micro-batches of the Setup's size. Raise
+    `RehearsalError` if the Setup records CUDA graphs.
     """
     if setup.records_graphs:
         raise RehearsalError(PLAYED)
     # Clipping and groups of parameters belong to the update, so the passes are recorded without them.
-    job, setup = setup.in_pieces(micro_batches, replace(job, clip=None, decay_groups=False))
+    count = micro_batches if setup.micro_batches > 1 else 1
+    job, setup = setup.in_pieces(count, replace(job, clip=None, decay_groups=False))
     step = PlainStep(job, without_update(setup), _meta())
     trace, marks, varies, _ = record_step(step, policy, steps)
     optimizer: Any = step.optimizer
@@ -146,8 +147,7 @@ def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
 
     `splice` creates any number of micro-batches from three.
     """
-    micro_batches = RECORDED_MICRO_BATCHES if setup.micro_batches > 1 else 1
-    return record_passes(job, setup, policy, steps=RECORDED_STEPS, micro_batches=micro_batches)
+    return record_passes(job, setup, policy, steps=RECORDED_STEPS, micro_batches=RECORDED_MICRO_BATCHES)
 
 
 def rehearse_update(

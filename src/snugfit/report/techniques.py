@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from rich.console import Group, RenderableType
 
+from snugfit.documents import JsonDocument
 from snugfit.report.text.table import table
 from snugfit.report.text.terminal import words
 from snugfit.techniques.roster import SettingLine, setting_lines
@@ -67,8 +68,10 @@ class DescribedTechnique:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TechniqueList:
+class TechniqueList(JsonDocument):
     """The techniques of the recipe notation."""
+
+    what: ClassVar = "techniques"
 
     techniques: tuple[DescribedTechnique, ...]
     """The listed techniques, sorted by slot."""
@@ -92,7 +95,3 @@ class TechniqueList:
                 for technique in roster
             )
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document of `snugfit techniques --json`."""
-        return {"schema": 1, "what": "techniques", **asdict(self)}

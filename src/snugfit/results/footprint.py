@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
 
-from snugfit.documents import decode_fields, encode_fields
+from snugfit.documents import JsonFields
 
 
 class Kind(StrEnum):
@@ -67,7 +67,7 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
+class Footprint(JsonFields):
     """Peak bytes of a run, from building the model to the last step."""
 
     requested_bytes: int | None
@@ -110,18 +110,9 @@ class Footprint:
     retries: int = 0
     """Number of times that the allocator released its cached blocks to serve a request."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object for `Footprint.from_json`."""
-        return encode_fields(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the footprint written by `to_json`."""
-        return decode_fields(cls, document)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class Timing(JsonFields):
     """Seconds of one optimizer step in the steady state."""
 
     step_seconds: float
@@ -146,18 +137,9 @@ class Timing:
     every_seconds: float | None = None
     """Mean that includes disturbed steps; None in results older than this field."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object for `Timing.from_json`."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the timing written by `to_json`."""
-        return decode_fields(cls, document)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Startup:
+class Startup(JsonFields):
     """Wall-clock seconds from the start of a process to its steady steps, stage by stage."""
 
     imports_seconds: float
@@ -184,12 +166,3 @@ class Startup:
         # The steps of the start-up are work too, so their steady length is not counted.
         steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
         return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object for `Startup.from_json`."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the start-up written by `to_json`."""
-        return cls(**document)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from snugfit.documents import decode_fields, encode_fields, finite_or_null, null_to_nan
+from snugfit.documents import JsonDocument, decode_fields, finite_or_null, null_to_nan
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup, Timing
 from snugfit.results.frame import Tabular
 from snugfit.techniques.recipe import Recipe
-
-SCHEMA = 1
 
 LOWERED = 0.97
 """Share of the GPU's highest clock below which a mean clock is reported (chosen)."""
@@ -91,8 +89,10 @@ class RankMeasured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement(Tabular):
+class Measurement(JsonDocument, Tabular):
     """The result of one experiment in a process of its own."""
+
+    what: ClassVar = "measurement"
 
     job: Job
     recipe: Recipe
@@ -171,11 +171,10 @@ class Measurement(Tabular):
             }
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that the ledger stores."""
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the losses, null where one is not finite."""
         # JSON has no NaN, which a diverged run's losses contain.
-        fields = encode_fields(self, losses=finite_or_null(self.losses))
-        return {"schema": SCHEMA, "what": "measurement", **fields}
+        return {"losses": finite_or_null(self.losses)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:

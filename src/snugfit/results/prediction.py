@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar
 
-from snugfit.documents import decode_fields, encode, encode_fields
+from snugfit.documents import JsonDocument, encode
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint, Startup
@@ -15,8 +15,6 @@ from snugfit.results.speed import StepSpeed, speed_of
 from snugfit.results.step_seconds import PhaseSpan, StepSeconds
 from snugfit.results.ways_out import WaysOut
 from snugfit.techniques.recipe import Recipe
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +114,10 @@ class RankPredicted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction(Tabular):
+class Prediction(JsonDocument, Tabular):
     """The predicted bytes and seconds of a job under a recipe, with the verdict on its fit."""
+
+    what: ClassVar = "prediction"
 
     job: Job
     recipe: Recipe
@@ -204,19 +204,10 @@ class Prediction(Tabular):
         """Return one row of bytes at the peak for each kind."""
         return [asdict(line) | {"kind": str(line.kind)} for line in self.anatomy.kinds]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit predict --json` prints."""
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the seconds with their speed, and the verdict."""
         timing = self.timing and self.speed and self.timing.to_json() | asdict(self.speed)
         verdict: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "spare_bytes": self.spare_bytes}
         if (results := self.phase_results) is not None:
             verdict["phase_results"] = encode(results)
-        fields = encode_fields(self, timing=timing, **verdict)
-        return {"schema": SCHEMA, "what": "prediction", **fields}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the prediction written by `to_json`. Raises `KeyError`, `TypeError` or `ValueError` for
-        another document."""
-        if document["what"] != "prediction" or document["schema"] != SCHEMA:
-            raise ValueError("another kind of document")
-        return decode_fields(cls, document)
+        return {"timing": timing, **verdict}

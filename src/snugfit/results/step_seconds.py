@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from snugfit.documents import JsonFields
 
 COMMUNICATION = "communication"
 """`StepSeconds.bound` of a step that would be shorter without exchanges between its GPUs."""
@@ -57,7 +58,7 @@ class PhaseSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSeconds:
+class StepSeconds(JsonFields):
     """Predicted seconds of a step, with their causes."""
 
     step_seconds: float
@@ -119,7 +120,3 @@ class StepSeconds:
         share of the step. Definition: Chowdhery et al., arXiv 2204.02311. It is None without a peak of the
         data sheet."""
         return self.peak_seconds / self.step_seconds if self.peak_seconds and self.step_seconds else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object that a prediction stores as `timing`."""
-        return asdict(self)

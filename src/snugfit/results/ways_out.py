@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
-from snugfit.documents import decode_fields, encode_fields
+from snugfit.documents import JsonFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,7 @@ class LargerGpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WaysOut:
+class WaysOut(JsonFields):
     """The cheapest changes with which a step fits."""
 
     ways: tuple[WayOut, ...] = ()
@@ -67,12 +65,3 @@ class WaysOut:
 
     larger_gpu: LargerGpu | None = None
     """A larger GPU, if no change was found."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object that `WaysOut.from_json` reads."""
-        return encode_fields(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the changes that `to_json` wrote."""
-        return decode_fields(cls, document)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from snugfit.errors import RecipeError, UsageError
 from snugfit.step.wishes.batching import ExpandableSegmentsHandler, LoaderHandler, MicroBatchesHandler
-from snugfit.step.wishes.handler import Handler
+from snugfit.step.wishes.handler import Handler, all_of
 from snugfit.step.wishes.model import (
     AttentionHandler,
     CheckpointHandler,
@@ -331,15 +331,7 @@ def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
     present = [context for context in contexts if context is not None]
     if len(present) == 1:
         return present[0]()
-    return _all_of(present) if present else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _all_of(contexts: list[Context]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
-        yield
+    return all_of(present) if present else contextlib.nullcontext()
 
 
 # ---- a live model ----------------------------------------------------------------------------------------

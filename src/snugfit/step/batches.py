@@ -186,15 +186,15 @@ def loader(
 
 
 def micro_batches(
-    job: Job, setup: Setup, device: torch.device, *, always_mask: bool = False
+    job: Job, setup: Setup, device: torch.device, count: int, *, always_mask: bool = False
 ) -> Generator[list[dict[str, Any]], None, None]:
-    """Yield the host micro-batches of each optimizer step, without end."""
+    """Yield the `count` host micro-batches of each optimizer step, without end."""
     batches = loader(job, setup, device, always_mask=always_mask)
     pieces: list[dict[str, Any]] = []
     while True:
         for batch in batches:
             pieces.append(batch)
-            if len(pieces) == setup.micro_batches:
+            if len(pieces) == count:
                 yield pieces
                 pieces = []
 

@@ -144,7 +144,7 @@ class OptimizerLoop(Step):
             clip(built.model.parameters(), self.job.clip, built.optimizer)
 
     def _batches(self) -> Generator[list[dict[str, Any]], None, None]:
-        return micro_batches(self.job, self.setup, self.device, always_mask=self.always_mask)
+        return micro_batches(self.job, self.setup, self.device, self.pieces, always_mask=self.always_mask)
 
 
 class PlainStep(OptimizerLoop):

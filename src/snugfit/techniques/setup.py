@@ -9,12 +9,11 @@ field has a handler, and handlers run in the order of `feature.InstallStage`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
-from snugfit.documents import decode_fields
+from snugfit.documents import JsonFields
 from snugfit.job.dtype import LOST_BELOW, dtype_name
 from snugfit.techniques.wish import Call as Call  # noqa: PLC0414 - exported: optimizers are Calls
 from snugfit.techniques.wish import Lowering, lowering_wishes, used_wishes, wishes
@@ -132,7 +131,7 @@ class LoaderWish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoreSetup:
+class CoreSetup(JsonFields):
     """The core's fields of `Setup`, each with the default of the plain loop."""
 
     weights_dtype: str | None = None
@@ -219,7 +218,11 @@ class CoreSetup:
 
     def for_update(self) -> Self:
         """Return the Setup of an update alone, which no cut of the batch and no checkpointing changes."""
-        return self.with_fields(micro_batches=1, checkpoint=None)
+        return self.in_one_piece().with_fields(checkpoint=None)
+
+    def in_one_piece(self) -> Self:
+        """Return a copy that does not cut the batch."""
+        return self.with_fields(micro_batches=1)
 
     def created_dtype(self, job: Job) -> str:
         """Return the dtype of the weights of a created model, by torch's name."""
@@ -228,6 +231,22 @@ class CoreSetup:
     def product_dtype(self, job: Job) -> str:
         """Return the dtype of matrix products and attention, by torch's name."""
         return self.autocast or self.created_dtype(job)
+
+    @property
+    def saves_memory(self) -> bool:
+        """True if the passes save memory and no time."""
+        return self.checkpoint is not None or self.logits is not None or self.has_budget
+
+    def without_savings(self) -> Self:
+        """Return a copy that recomputes nothing and computes all logits together."""
+        return self.with_fields(checkpoint=None, logits=None)
+
+    def can_follow(self, before: Self) -> bool:
+        """Return whether a live model can go on under this Setup: its layers may be recomputed, and its
+        micro-batches split, but not joined.
+        """
+        alike = self.with_fields(checkpoint=before.checkpoint, micro_batches=before.micro_batches)
+        return alike == before and self.micro_batches >= before.micro_batches
 
     def per_piece(self, count: int) -> int:
         """Return the share of each micro-batch in a batch's count of samples or of kernels."""
@@ -263,15 +282,6 @@ class CoreSetup:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, **changed)
         return copy
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; `Setup.from_json` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the Setup that `to_json` wrote."""
-        return decode_fields(cls, document)
 
 
 # mypy cannot follow `make_dataclass`.

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from snugfit.documents import JsonFields
 from snugfit.errors import UsageError, did_you_mean
 
 SCHEDULES = (
@@ -26,7 +27,7 @@ SAMPLING = ("random", "sequential", "group_by_length")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(JsonFields):
     """The settings of a run next to job and recipe: its length, seeds, checkpoints, evaluations and logs."""
 
     num_train_epochs: float = 3.0
@@ -201,10 +202,6 @@ class TrainOptions:
         given = self.report_to.split(",") if isinstance(self.report_to, str) else self.report_to
         named = dict.fromkeys(name for part in given if (name := part.strip()))
         return () if tuple(named) == ("none",) else tuple(named)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object of all fields."""
-        return asdict(self)
 
 
 _WHOLE = {

@@ -181,7 +181,7 @@ def _compare(
     from snugfit.cli.progress import show_progress
     from snugfit.features.accuracy.score import RunWriter, accuracy_of_best, accuracy_within_jobs
     from snugfit.features.accuracy.tables import file_name
-    from snugfit.report.text.files import writable_folder
+    from snugfit.user_files import writable_folder
 
     jobs = [_job(file) for file in files]
     kind = "top" if seed is None else "within-job"
@@ -247,7 +247,7 @@ def _rescore(source: Path, rates_file: Path | None, output: Path, workers: int) 
     from snugfit.features.accuracy.files import read, read_rates
     from snugfit.features.accuracy.score import rescore
     from snugfit.job.gpu import find_gpu
-    from snugfit.report.text.files import writable_folder
+    from snugfit.user_files import writable_folder
 
     result = read(source)
     gpu = find_gpu(result.gpu)

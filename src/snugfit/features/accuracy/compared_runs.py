@@ -6,10 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from snugfit.comparison.compare import ErrorLine, error_lines, step_seconds_line
-from snugfit.documents import decode_fields, encode_fields
+from snugfit.documents import JsonDocument, JsonFields, decode_fields, encode_fields
 from snugfit.job.job import Job
 from snugfit.results.footprint import Footprint
 from snugfit.results.measurement import GpuClock
@@ -24,7 +24,7 @@ BAND: Mapping[str, float] = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedRun:
+class ComparedRun(JsonFields):
     """One job and recipe, with its prediction and its measurement where they exist."""
 
     number: int
@@ -148,15 +148,13 @@ class ComparedRun:
         errors = {line.figure: line.error for line in self.lines}
         return encode_fields(self, job_id=self.job_id, errors=errors, complaint=self.complaint)
 
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the run that `to_json` wrote."""
-        return decode_fields(cls, document)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Accuracy:
+class Accuracy(JsonDocument):
     """The result of a whole draw: all its compared runs."""
+
+    what: ClassVar = "accuracy"
+    schema: ClassVar = SCHEMA
 
     seed: int | None
     """Seed of the draw; None when the jobs were named."""
@@ -179,7 +177,6 @@ class Accuracy:
     """Package versions of a rescored draw's first predictions."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "what": (Literal["accuracy"], "Name of the document."),
         "band": (Mapping[str, float], "Largest relative error inside the band, by figure."),
     }
 
@@ -193,9 +190,9 @@ class Accuracy:
         errors = (run.error(figure) for run in self.runs)
         return sorted(abs(error) for error in errors if error is not None)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; `Accuracy.from_json` reads it back."""
-        return {"schema": SCHEMA, "what": "accuracy", **encode_fields(self, band=dict(BAND))}
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the largest relative errors inside the band."""
+        return {"band": dict(BAND)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:

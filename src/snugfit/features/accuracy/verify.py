@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from snugfit.documents import encode_fields
+from snugfit.documents import JsonDocument
 from snugfit.features.accuracy.compared_runs import ComparedRun
 from snugfit.features.accuracy.peers import NO_PEERS, Peers
 from snugfit.features.accuracy.predict_runs import PlannedRecipe
@@ -20,14 +20,14 @@ from snugfit.features.accuracy.ranking import RankAgreement, gap, rank_agreement
 from snugfit.features.accuracy.score import measure_run
 from snugfit.job.job import Job
 
-SCHEMA = 1
-
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verification:
+class Verification(JsonDocument):
     """Predictions and measurements of a plan's best recipes, with those of the plain Trainer."""
+
+    what: ClassVar = "verification"
 
     gpu: str
     """The GPU of the plan."""
@@ -63,13 +63,9 @@ class Verification:
         """The runs that are outside the band of `snugfit accuracy`, or failed."""
         return tuple(run for run in self.runs if run.complaint)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document of `snugfit plan --verify --json`."""
-        return {
-            "schema": SCHEMA,
-            "what": "verification",
-            **encode_fields(self, tau=self.order.tau, gap=self.gap, faster_than_peer=self.faster_than_peer),
-        }
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the agreement of the orders, and the gaps to the fastest run and to the best peer."""
+        return {"tau": self.order.tau, "gap": self.gap, "faster_than_peer": self.faster_than_peer}
 
 
 def verify(

@@ -31,9 +31,9 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from snugfit.documents import encode_fields
+from snugfit.documents import JsonDocument
 from snugfit.errors import SnugfitError
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job, Task
@@ -133,8 +133,10 @@ class ProbeReading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
+class Calibration(JsonDocument):
     """The measured rates of this GPU and its host."""
+
+    what: ClassVar = "calibration"
 
     gpus: int
     """Number of GPUs that worked at once."""
@@ -144,15 +146,6 @@ class Calibration:
     """The probes that corrected them."""
     versions: Mapping[str, str]
     """Versions of the packages that measured."""
-
-    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "what": (Literal["calibration"], "Name of the document.")
-    }
-    """Keys that `to_json` adds."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document of `snugfit calibrate --json`, which the calibration file contains too."""
-        return {"schema": 1, "what": "calibration", **encode_fields(self)}
 
 
 def calibrate(

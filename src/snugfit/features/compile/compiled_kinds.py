@@ -55,23 +55,20 @@ class _Counterparts(NamedTuple):
 
 
 class CompiledKinds(LoweredKinds):
-    """The recipes of a space with compiled layers whose uncompiled recipe is in the space too.
-
-    In a search for several GPUs there are none, because the bounds are those of one GPU.
-    """
+    """The recipes of a space with compiled layers whose uncompiled recipe is in the space too."""
 
     space: Space
+    state: SearchState
 
     def __init__(self, *asked: Any, **how: Any) -> None:
         super().__init__(*asked, **how)
-        self._bounds: Mapping[int, Bound] = self.states[0].bounds
+        self._bounds: Mapping[int, Bound] = self.state.bounds
         self._budgets = {n for n, one in enumerate(self.space.candidates) if one.setup.has_budget}
         self._uncompiled: dict[int, _Counterparts] = {}
         self._fewer: dict[int, list[int]] = {}
         """Numbers of the same recipes with fewer micro-batches, by recipe."""
         self.waiting: list[int] = []
-        # The bounds of a plan for several GPUs are those of one GPU.
-        for number, candidate in enumerate(self.space.candidates if len(self.states) == 1 else ()):
+        for number, candidate in enumerate(self.space.candidates):
             lowering, saving_nothing = candidate.setup.lowering, self.saves_nothing.get(number, number)
             # A whole model's program changes more than its layers, so its uncompiled step is no bound.
             if lowering is None or lowering.is_one_program or saving_nothing is None:
@@ -155,7 +152,7 @@ class CompiledKinds(LoweredKinds):
         return BUDGET_SHARE if number in self._budgets else CACHE_SHARE
 
     def is_idle(self, number: int) -> bool:
-        """Return whether this recipe has a budget without need, since it fits on each GPU without one.
+        """Return whether this recipe has a budget without need, since it fits without one.
 
         The user's own budget is always included.
         """
@@ -165,9 +162,8 @@ class CompiledKinds(LoweredKinds):
         recipe, start = self.space.candidates[number].recipe, self.space.fixed.start
         if start is not None and start[Slot.CHECKPOINTING] == recipe[Slot.CHECKPOINTING]:
             return False
-        if (without := self._without(number)) is None:
-            return False
-        return all(self._fits(index, state, without) for index, state in enumerate(self.states))
+        without = self._without(number)
+        return without is not None and self._fits(without)
 
     def _without(self, number: int) -> int | None:
         return self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
@@ -182,15 +178,15 @@ class CompiledKinds(LoweredKinds):
             why = f"compiled layers fit without it, and are faster (--keep '{name}(0.5)' plans with it)"
             yield Exclusion(what=name, why=why, recipes=len(idle))
 
-    def _fits(self, index: int, state: SearchState, number: int) -> bool:
+    def _fits(self, number: int) -> bool:
         """Return whether a recipe may fit, by its known bytes.
 
         A candidate that may fit and was not evaluated is no faster than another that fits. A candidate that
         cannot be simulated cannot be simulated with a budget either.
         """
-        least = self.least_of(number)
+        state = self.state
         # A candidate without known bytes may still fit.
-        known = state.judged.get(number) or state.bounds.get(number) or (least and least[index])
+        known = state.judged.get(number) or state.bounds.get(number) or self.least_of(number)
         return not known or state.memory_bytes is None or known.needed_bytes <= state.memory_bytes
 
 

@@ -93,16 +93,14 @@ def _request(options: Mapping[str, Any]) -> Request | None:
 
 def _content(log: str | None) -> tuple[bytes, str]:
     """Return the content of the log or snapshot, and its name in messages. Raises `UsageError`."""
-    from snugfit.user_files import refuse_no_file
+    from snugfit.user_files import refuse_no_file, refuse_unreadable
 
     hint = ' Cut out the error: grep -B 40 -A 5 -m 1 "out of memory" LOG | snugfit why-oom -'
     if log not in (None, "-"):
         path = Path(str(log))
         refuse_no_file(path, "log or snapshot", LARGEST_INPUT, hint)
-        try:
+        with refuse_unreadable(path):
             content = path.read_bytes()
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from None
         where = str(path)
     else:
         # Python has no stdin where the shell closed it.

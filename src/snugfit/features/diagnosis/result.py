@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import ClassVar
 
-from snugfit.documents import encode_fields
+from snugfit.documents import JsonDocument
 from snugfit.results.ways_out import WaysOut
-
-SCHEMA = 1
 
 
 class FailureKind(StrEnum):
@@ -133,8 +131,10 @@ class SuggestedChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(JsonDocument):
     """The reason for a failed run, and the changes that help."""
+
+    what: ClassVar = "diagnosis"
 
     kind: FailureKind
     """Kind of the failure."""
@@ -170,7 +170,3 @@ class Diagnosis:
     """Changes with which the predicted step fits; null without a job, or if the predicted step fits."""
     notes: tuple[str, ...] = ()
     """Sentences on the limits of this diagnosis."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit why-oom --json` prints."""
-        return {"schema": SCHEMA, "what": "diagnosis", **encode_fields(self)}

@@ -71,8 +71,7 @@ class Distributed(Feature):
 
     def documents(self) -> Mapping[str, type]:
         """Return the documents of plans for several GPUs."""
-        from snugfit.features.distributed.plan.cards import CardPlans
-        from snugfit.features.distributed.plan.plan import SeveralGpusPlan
+        from snugfit.features.distributed.plan.plan import CardPlans, SeveralGpusPlan
 
         return {"plan --gpus N --json": SeveralGpusPlan, "gpus --for MODEL --gpus N --json": CardPlans}
 

@@ -11,15 +11,14 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from snugfit.documents import JsonDocument
 from snugfit.measurement.host import spill_to_host
 from snugfit.measurement.nvml import Card, NvmlUnavailable, open_nvml
 from snugfit.measurement.visible_devices import VISIBLE_DEVICES, hides_all
 from snugfit.versions import CORE, OPTIONAL, __version__, torch_cuda, version_of
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +65,10 @@ class GpuStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor:
+class Doctor(JsonDocument):
     """The state of this machine: packages, extras, driver and GPUs."""
+
+    what: ClassVar = "doctor"
 
     snugfit: str
     """The version of snugfit."""
@@ -100,15 +101,6 @@ class Doctor:
     drivers."""
     visible_devices: str | None
     """CUDA_VISIBLE_DEVICES; None when it is not set."""
-
-    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "what": (Literal["doctor"], "Name of the document.")
-    }
-    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit doctor --json` prints."""
-        return {"schema": SCHEMA, "what": "doctor", **asdict(self)}
 
 
 def examine(*, library: Any | None = None, environment: Mapping[str, str] = os.environ) -> Doctor:

@@ -17,14 +17,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Group, RenderableType
 
+from snugfit.documents import JsonDocument
 from snugfit.errors import did_you_mean
 from snugfit.features.exchange import installed
 from snugfit.features.exchange.dialect import as_word, dialect, every_key, flatten, load_table
@@ -95,8 +96,10 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class Checked(JsonDocument):
     """A configuration file with its findings."""
+
+    what: ClassVar = "check"
 
     path: str
     """Path of the file."""
@@ -109,10 +112,6 @@ class Checked:
 
     unread: tuple[str, ...]
     """Arguments that a script computes while it runs: they are not checked."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the findings as the document of `snugfit check --json`."""
-        return {"schema": 1, "what": "check", **asdict(self)}
 
 
 def check(path: Path) -> Checked:

@@ -98,8 +98,9 @@ def export(
     LLaMA-Factory."""
     from snugfit.cli.request import Request
     from snugfit.features.exchange.export import export as write
-    from snugfit.report.text.files import writable_folder, write_new
+    from snugfit.report.text.files import write_new
     from snugfit.report.text.terminal import show_json
+    from snugfit.user_files import writable_folder
 
     if output is None and force:
         raise UsageError("--force overwrites files in the folder of --output, but --output is missing.")
@@ -146,7 +147,7 @@ def check_export(command: str, flags: Mapping[str, Any], job: Job, gpus: int) ->
 
 def _check_folder(job: Job, target: str, folder: Path) -> None:
     from snugfit.features.exchange.export import FILES, check_target
-    from snugfit.report.text.files import writable_folder
+    from snugfit.user_files import writable_folder
 
     check_target(job, target)
     writable_folder(folder)

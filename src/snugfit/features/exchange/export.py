@@ -17,8 +17,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.documents import JsonDocument
 from snugfit.errors import RecipeError, UsageError, did_you_mean
 from snugfit.features.exchange import finetuning_tools
 from snugfit.features.exchange.script import samples_at_once, script_values, write_script
@@ -51,8 +52,10 @@ TARGETS = tuple(FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(JsonDocument):
     """Exported files of a recipe for a target."""
+
+    what: ClassVar = "export"
 
     to: str
     """The target, one of `TARGETS`."""
@@ -62,10 +65,6 @@ class Export:
 
     note: str = ""
     """Difference to the prediction when the target runs it; empty for none."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, as the command prints it."""
-        return {"schema": 1, "what": "export", "to": self.to, "files": dict(self.files), "note": self.note}
 
 
 def check_target(job: Job, to: str) -> None:

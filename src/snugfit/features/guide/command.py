@@ -64,7 +64,7 @@ def guide(
     from snugfit.errors import GpuError
     from snugfit.features.guide.suite import own_gpu
     from snugfit.job.gpu import find_gpu
-    from snugfit.report.text.files import writable_folder
+    from snugfit.user_files import writable_folder
 
     form = "json" if as_json else form
     # A measurement is for this machine's GPU, also if another one is named.

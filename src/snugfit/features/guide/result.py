@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
-from snugfit.documents import encode_fields
+from snugfit.documents import JsonDocument
 from snugfit.features.guide.per_parameter import PerParameter
 from snugfit.features.guide.suite import VANILLA, Published, WithoutFigure, source
 from snugfit.results.footprint import Footprint, Timing
 from snugfit.results.speed import StepSpeed
 from snugfit.units import MIB
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +127,10 @@ class LargeModelRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuideResult:
+class GuideResult(JsonDocument):
     """The results of all experiments of the guide."""
+
+    what: ClassVar = "guide"
 
     source: str = field(default_factory=source)
     """The address of the page with the published figures."""
@@ -159,7 +159,3 @@ class GuideResult:
     def vanilla(self) -> GuideRow:
         """The row of the baseline experiment."""
         return next(row for row in self.rows if row.name == VANILLA)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit guide` writes."""
-        return {"schema": SCHEMA, "what": "guide", **encode_fields(self)}

@@ -26,7 +26,7 @@ from snugfit.data.rows import Row, Rows
 from snugfit.data.text_rows import LineRows, TableRows, read_text
 from snugfit.errors import UsageError, did_you_mean
 from snugfit.job.job import LARGEST_LENGTH
-from snugfit.user_files import load_json, refuse_no_file
+from snugfit.user_files import load_json, refuse_no_file, refuse_unreadable
 
 LARGEST_FILE = 64 << 20
 """Largest size in bytes of a file of lengths: ten million, a line each. More samples fit a histogram."""
@@ -82,13 +82,9 @@ class Lengths:
         if column is not None and suffix in (".txt", ".json"):
             raise UsageError(f"{path}: a {suffix} file has no columns. Leave --column {column} out.")
         refuse_no_file(path, "file of lengths", LARGEST_FILE, _TOO_LARGE)
-        try:
+        with refuse_unreadable(path):
             pairs = _of_document(path) if suffix == ".json" else _of_rows(path, column)
             return cls._count(pairs, str(path))
-        except OSError as error:
-            raise UsageError(
-                f"{path}: cannot be read ({error.strerror}). Check its name and its permissions."
-            ) from None
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Mapping[int, int], *, source: str = "given") -> Self:

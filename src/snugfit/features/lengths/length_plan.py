@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
-from snugfit.documents import decode_fields, encode, encode_fields
-from snugfit.errors import UsageError
+from snugfit.documents import JsonDocument, encode, encode_fields
 from snugfit.features.lengths.dataset import Lengths
 from snugfit.features.lengths.padding import Way
 from snugfit.features.lengths.sizes import Size
@@ -17,7 +16,6 @@ from snugfit.planning.plan import Plan
 from snugfit.prediction.rates import knows_alignment
 from snugfit.techniques.recipe import Recipe
 
-SCHEMA = 1
 AS_FAST = 0.01
 """Tolerance as a share of the best samples per second. Ways within it count as equally fast, and the simplest
 is chosen."""
@@ -43,11 +41,12 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthPlan:
+class LengthPlan(JsonDocument):
     """Results of each way to pad a dataset, for a job under a recipe on a GPU."""
 
+    what: ClassVar = "lengths"
+
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "what": (Literal["lengths"], "Name of the document."),
         "fits": (
             bool | None,
             "True if the longest batch fits in at least one way; null without a memory limit or ways.",
@@ -141,22 +140,11 @@ class LengthPlan:
             if way.step_seconds and way.step_seconds > (best.step_seconds or 0) * (1 + AS_FAST)
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit lengths --json` prints."""
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the verdict, the ways with theirs, the best way, and its assumption."""
         ways = [encode_fields(way, fits=self.fits(way)) for way in self.ways]
         fits = self.fits(self.best) if self.best else False if ways else None
-        derived = {"fits": fits, "ways": ways, "best": encode(self.best), "assumed": self.is_assumed}
-        return {"schema": SCHEMA, "what": "lengths", **encode_fields(self, **derived)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
-        if document.get("what") != "lengths" or document.get("schema") != SCHEMA:
-            raise UsageError("This is not an answer about lengths of this version of snugfit. Plan again.")
-        try:
-            return decode_fields(cls, document)
-        except (KeyError, TypeError, ValueError) as damaged:
-            raise UsageError(f"This answer about lengths is damaged: {damaged}. Plan again.") from None
+        return {"fits": fits, "ways": ways, "best": encode(self.best), "assumed": self.is_assumed}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ def rehearse_sizes(
 
     # Clipping and groups of weights concern the update, which this step does not have.
     job = replace(job, clip=None, decay_groups=False)
-    step = _StepsOfSizes(job, without_update(setup.with_fields(micro_batches=1)), torch.device("meta"))
+    step = _StepsOfSizes(job, without_update(setup.in_one_piece()), torch.device("meta"))
     sizes = sorted(set(sizes))
     step.sizes = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1
@@ -165,7 +165,7 @@ class _StepsOfSizes(PlainStep):
             rows: Any = dataset(job, self.setup, self.device)
             batch: dict[str, Any] = collator(job, self.device)(rows.__getitems__(range(samples)))
             return batch
-        with contextlib.closing(micro_batches(job, self.setup, self.device)) as batches:
+        with contextlib.closing(micro_batches(job, self.setup, self.device, 1)) as batches:
             return next(batches)[0]
 
 

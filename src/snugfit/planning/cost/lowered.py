@@ -26,7 +26,7 @@ class LoweredKinds:
     has none.
 
     `saves_nothing` maps a recomputing candidate to the same one without recomputing. `least_of` returns the
-    bounds of a waiting candidate by GPU. `everywhere` includes candidates that are idle.
+    bounds of a waiting candidate. `everywhere` includes candidates that are idle.
     """
 
     waiting: Sequence[int] = ()
@@ -35,13 +35,13 @@ class LoweredKinds:
     def __init__(
         self,
         space: Any,
-        states: Sequence[Any],
+        state: Any,
         saves_nothing: Mapping[int, int | None],
-        least_of: Callable[[int], Sequence[Bound] | None],
+        least_of: Callable[[int], Bound | None],
         *,
         everywhere: bool = False,
     ) -> None:
-        self.space, self.states, self.saves_nothing = space, states, saves_nothing
+        self.space, self.state, self.saves_nothing = space, state, saves_nothing
         self.least_of, self.everywhere = least_of, everywhere
 
     @staticmethod
@@ -79,8 +79,7 @@ class LoweredKinds:
         return CACHE_SHARE
 
     def is_idle(self, number: int) -> bool:
-        """Return whether this candidate saves memory without need, since it fits on each GPU without the
-        saving."""
+        """Return whether this candidate saves memory without need, since it fits without the saving."""
         return False
 
     def left_out(self, numbers: Iterable[int]) -> Iterable[Exclusion]:

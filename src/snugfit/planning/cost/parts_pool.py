@@ -6,12 +6,11 @@ timer that is a closure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from snugfit.planning.cost.figures import BelowLowerBound
 from snugfit.planning.cost.startup_share import ENDLESS
 from snugfit.prediction.worker_pool import SpareProcesses, WorkerPool, start_fork_server, worker_pool
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.parts import Parts
     from snugfit.planning.cost.startup_share import PlannedRun
     from snugfit.planning.cost.timer import Timer
-
-_Result = TypeVar("_Result")
 
 
 def load_ahead(
@@ -58,31 +55,6 @@ def parts_pool(
     workers = workers if can_travel(job) else 1
     with worker_pool(make, workers=workers, preload=modules, apart=apart, spare=spare) as pool:
         yield pool
-
-
-def with_pool(
-    search: Callable[[WorkerPool], _Result],
-    job: Job,
-    gpus: Sequence[Gpu | None],
-    timer: Timer,
-    *,
-    workers: int,
-    run: PlannedRun,
-    tell: Callable[[str], None],
-    apart: bool = False,
-    spare: SpareProcesses | None = None,
-) -> _Result:
-    """Return the result of `search`, run with models of few layers; if these do not represent the job, run it
-    with whole models."""
-    for shallow in (True, False):
-        with parts_pool(
-            job, gpus, timer, workers=workers, shallow=shallow, run=run, apart=apart, spare=spare
-        ) as pool:
-            try:
-                return search(pool)
-            except BelowLowerBound:
-                tell("the layers are not alike: starting again with complete models")
-    raise AssertionError("a full simulation is never less than itself")
 
 
 def _parts(job: Job, gpus: Sequence[Gpu | None], timer: Timer, *, shallow: bool, run: PlannedRun) -> Parts:

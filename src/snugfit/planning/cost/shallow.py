@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
+from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_setup
 from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
@@ -51,15 +51,13 @@ class ShallowJobs:
         whole one."""
         depth = self.depth(setup)
         if depth is not None and self.few:
-            checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
+            asked, repeats, alike = periodic_setup(setup, depth.layers)
             further = (period(setup, depth.layers) for period in hooks("layer_period"))
             period = math.lcm(depth.period, repeats, *further)
-            alike = repeats if checkpoint and checkpoint.layers_per_span else 1  # of so many layers one
             whole_periods = math.ceil(FEWEST * alike / period) * period
             # The remainder of the period stays, so that the last layers are of the same kinds.
             least = whole_periods + (depth.layers - whole_periods) % period
             if 2 * least + period < depth.layers:
-                asked = replace(setup, checkpoint=checkpoint)
                 return [
                     ShallowJob(depth.shallower(self.job, layers), asked, layers)
                     for layers in (least, least + period)

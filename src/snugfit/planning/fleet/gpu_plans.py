@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar
 
-from snugfit.documents import decode_fields, encode, encode_fields
-from snugfit.errors import UsageError
+from snugfit.documents import JsonDocument, encode, encode_fields
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.plan import Choice, Counts, KeptSlot
 from snugfit.results.speed import StepSpeed, speed_of
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +78,10 @@ class OnGpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuPlans:
+class GpuPlans(JsonDocument):
     """The best recipes on many GPUs."""
+
+    what: ClassVar = "plans for many GPUs"
 
     job: Job
     """The training job of the plans."""
@@ -135,23 +134,11 @@ class GpuPlans:
             return None
         return speed_of(seconds, self.job, measured_rates=answer.measured_rates, mfu=answer.mfu)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit gpus --for MODEL --json` prints; `GpuPlans.from_json` reads
-        it."""
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the answers with their speeds, and the keys of the smallest and of the fastest GPU."""
         answers = [encode_fields(answer, timing=encode(self.speed(answer))) for answer in self.answers]
-        keys: dict[str, Any] = {
+        return {
             "answers": answers,
             "smallest": self.smallest.key if self.smallest else None,
             "fastest": self.fastest.key if self.fastest else None,
         }
-        return {"schema": SCHEMA, "what": "plans for many GPUs", **encode_fields(self, **keys)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the answers that `to_json` wrote. Raises `UsageError` for any other document."""
-        if document.get("what") != "plans for many GPUs" or document.get("schema") != SCHEMA:
-            raise UsageError("These are not plans of this version of snugfit. Plan again.")
-        try:
-            return decode_fields(cls, document)
-        except (KeyError, TypeError) as damaged:
-            raise UsageError(f"These plans are damaged: {damaged}. Plan again.") from None

@@ -27,27 +27,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import SnugfitError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
-from snugfit.planning.cost.startup_share import PlannedRun
 from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknown
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.kinds import kinds_of, search_kinds
 from snugfit.planning.fleet.shared_pool import SharedResults
-from snugfit.planning.keep import Free, Keep, Kept, kept_of
+from snugfit.planning.keep import Free, Keep
 from snugfit.planning.plan import NEARLY_AS_SMALL, Counts, nearest_miss
-from snugfit.planning.request import (
-    fidelity_of,
-    refuse_bad_request,
-    refuse_what_cannot_be_called,
-    start_of,
-    workers_of,
-)
+from snugfit.planning.search.plan_request import PlanRequest
 from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.search import best_of, front_of, search
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import SearchState
 from snugfit.prediction.device import policy_for
-from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
@@ -94,26 +86,22 @@ def plan_gpus(
     fixed techniques, gets no answer. Both get the reason. Raises `UsageError` for invalid arguments, and
     `SnugfitError` if no recipe of a space can be simulated.
     """
-    from snugfit.planning.cost.parts_pool import can_travel, load_ahead
+    from snugfit.planning.cost.parts_pool import can_travel
 
-    refuse_bad_request(job, objective=objective, workers=workers)
-    refuse_what_cannot_be_called(tell=tell)
-    gpus, fidelity = _gpus_of(gpus), fidelity_of(fidelity)
-    run = PlannedRun(steps=steps, rates=once)
-    fixed = kept_of(job, keep, free, start_of(start, 0))
-    fixed.refuse()
-    workers = workers_of(workers)
-    load_ahead(job, gpus, clock_of, workers, ahead=fixed.preloaded)
-    kinds, answers = kinds_of(gpus, fixed, fidelity)
-    margins = {gpu.key: headroom_of(headroom, gpu, one_of_many=True) for gpu in gpus if gpu.memory_bytes}
+    gpus = gpus_of(gpus)
+    asked = PlanRequest.of(
+        job, gpus, headroom=headroom, fidelity=fidelity, objective=objective, keep=keep, free=free,
+        start=start, steps=steps, once=once, workers=workers, tell=tell, compares=True,
+    )  # fmt: skip
+    workers = asked.workers
+    asked.load_ahead(clock_of)
+    kinds, answers = kinds_of(gpus, asked.fixed, asked.fidelity)
     side_by_side = min(workers, len(kinds)) if clock_of is None and can_travel(job) else 1
     spare = SpareProcesses()
 
     def search_kind(kind: Sequence[Gpu], workers: int, tell: Tell) -> _KindAnswer:
         beside = spare if side_by_side > 1 else None
-        return _search_kind(
-            job, kind, margins, fidelity, fixed, objective, clock_of, workers, beside, run, tell
-        )
+        return _search_kind(replace(asked, gpus=kind, workers=workers, tell=tell), clock_of, beside)
 
     searched = search_kinds(
         search_kind, kinds, workers=workers, side_by_side=side_by_side, spare=spare, tell=tell
@@ -121,17 +109,17 @@ def plan_gpus(
     answers |= {on_gpu.key: on_gpu for answer in searched for on_gpu in answer.on_gpus}
     return GpuPlans(
         job=job,
-        fidelity=fidelity.value,
+        fidelity=asked.fidelity.value,
         objective=objective,
         steps=steps,
         answers=tuple(answers[gpu.key] for gpu in gpus),
-        kept=fixed.listing(),
+        kept=asked.fixed.listing(),
         counts=tuple(answer.counts for answer in searched),
         versions=installed_versions(),
     )
 
 
-def _gpus_of(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
+def gpus_of(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
     """Return each GPU once, in the given order. Raises `UsageError` for an empty list."""
     named = all_gpus() if gpus is None else gpus
     if isinstance(named, str) or not isinstance(named, Iterable) or not (named := [*named]):
@@ -144,47 +132,35 @@ class _KindAnswer(NamedTuple):
     counts: Counts
 
 
-def _search_kind(
-    job: Job,
-    gpus: Sequence[Gpu],
-    headroom: Mapping[str, int],
-    fidelity: Fidelity,
-    fixed: Kept,
-    objective: str,
-    clock_of: ClockOf | None,
-    workers: int,
-    spare: SpareProcesses | None,
-    run: PlannedRun,
-    tell: Tell,
-) -> _KindAnswer:
+def _search_kind(asked: PlanRequest, clock_of: ClockOf | None, spare: SpareProcesses | None) -> _KindAnswer:
     """Search the best recipes for GPUs that run the same kernels, by the policy of the one with the least
     scratch.
 
-    `headroom` are the bytes that each leaves free, by key. If other kinds are searched concurrently, a worker
-    works apart, and processes become `spare`.
+    If other kinds are searched concurrently, a worker works apart, and processes become `spare`.
     """
-    from snugfit.planning.cost.parts_pool import with_pool
-
-    gpus = sorted(gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
+    gpus = sorted(asked.gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
+    asked, job, tell = replace(asked, gpus=gpus), asked.job, asked.tell
     timer = PerGpuTimers(tuple(map(clock_of, gpus))) if clock_of else TimersWithGaps.on(gpus)
+    headroom = {gpu.key: asked.headroom_on(gpu) for gpu in gpus}
     with _IMPORTS:
         capability = gpus[0].compute_capability
-        space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed, many_gpus=True)
+        space = space_of(
+            job, fidelity=asked.fidelity, capability=capability, fixed=asked.fixed, many_gpus=True
+        )
 
     def answer(pool: WorkerPool) -> _KindAnswer:
-        searches = search_each(space, pool, gpus, headroom, _smallest(objective, timer, len(gpus)), tell)
+        searches = search_each(space, pool, gpus, headroom, _smallest(asked, timer), tell)
         answers = [_on_gpu(one, job, timed=clock_of is None) for one in searches]
         return _KindAnswer(answers, _counts(searches))
 
-    apart = spare is not None
-    return with_pool(answer, job, gpus, timer, workers=workers, run=run, apart=apart, spare=spare, tell=tell)
+    return asked.with_pool(answer, timer, spare)
 
 
-def _smallest(objective: str, timer: Timer, gpus: int) -> list[bool]:
+def _smallest(asked: PlanRequest, timer: Timer) -> list[bool]:
     """Return for each GPU True if its smallest recipe is needed: by request, or because its seconds are
     unknown."""
-    indices = timer.indices if isinstance(timer, TimersWithGaps) else range(gpus)
-    return [objective == "memory" or index is None for index in indices]
+    indices = timer.indices if isinstance(timer, TimersWithGaps) else range(len(asked.gpus))
+    return [asked.wants_smallest or index is None for index in indices]
 
 
 def _counts(searches: Sequence[SearchOfGpu]) -> Counts:

@@ -122,7 +122,7 @@ class RecomputingKinds:
         """
         for number, candidate in enumerate(self.space.candidates):
             setup = candidate.setup
-            if _saves(setup):
+            if setup.saves_memory:
                 self.waiting[candidate.passes].append(number)
                 self._without[number] = self.space.variant(number, *plain)
             if candidate.setup.logits is not None:
@@ -130,7 +130,7 @@ class RecomputingKinds:
             if (full := self._with_each(number)) is not None:
                 self._full[number] = full
         self._lowered = lowered_kinds()(
-            self.space, [state], self._without, self._least_of_waiting, everywhere=budgets
+            self.space, state, self._without, self._least_of_waiting, everywhere=budgets
         )
         for number in self._lowered.waiting:
             self.waiting[self.space.candidates[number].passes].append(number)
@@ -186,7 +186,7 @@ class RecomputingKinds:
     def _is_lowered_saving(self, number: int) -> bool:
         """Return whether this candidate has compiled layers and saves memory. The candidate without savings
         then gives its bounds."""
-        return number in self._lowered and _saves(self.space.candidates[number].setup)
+        return number in self._lowered and self.space.candidates[number].setup.saves_memory
 
     def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
         """Return the candidates to screen first for these of one kind: others that bound them, or themselves.
@@ -199,7 +199,7 @@ class RecomputingKinds:
         if uncompiled := [number for number in firsts if number not in self._lowered]:
             return uncompiled
         pieces = {number: self._sizes.pieces(number) for number in firsts}
-        saves = _saves(self.space.candidates[firsts[0]].setup)
+        saves = self.space.candidates[firsts[0]].setup.saves_memory
         size = max(pieces.values()) if saves else pieces[min(firsts, key=self._least_seconds)]
         return [number for number in firsts if pieces[number] == size]
 
@@ -261,8 +261,8 @@ class RecomputingKinds:
     def _waits(self, number: int) -> bool:
         return number in self.waiting.get(self.space.candidates[number].passes, ())
 
-    def _least_of_waiting(self, number: int) -> list[Bound] | None:
-        return [self._least(number)] if self._waits(number) else None
+    def _least_of_waiting(self, number: int) -> Bound | None:
+        return self._least(number) if self._waits(number) else None
 
     def add(self, numbers: Collection[int]) -> None:
         """Compute the lower bounds of these candidates."""
@@ -529,11 +529,6 @@ class RecomputingKinds:
         candidate = self.space.candidates[number]
         was_rehearsed = candidate.passes in self._looked_at and not self._waits(number)
         return was_rehearsed and launches_otherwise(candidate.setup) and not self._is_known(number)
-
-
-def _saves(setup: Setup) -> bool:
-    """Return whether this Setup's passes save memory and no time."""
-    return setup.checkpoint is not None or setup.logits is not None or setup.has_budget
 
 
 def _has_timed_bytes(setup: Setup) -> bool:

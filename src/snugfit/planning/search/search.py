@@ -20,19 +20,16 @@ simulated in full by `predict`, and the plan reports a mismatch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from snugfit.errors import RehearsalError, UsageError
-from snugfit.planning.cost.startup_share import PlannedRun
-from snugfit.planning.keep import Free, Keep, kept_of
-from snugfit.planning.plan import SLOWEST, Pace, Plan, nearest_miss
-from snugfit.planning.request import fidelity_of, refuse_bad_request, start_of, workers_of
+from snugfit.planning.keep import Free, Keep
+from snugfit.planning.plan import Pace, Plan, nearest_miss
 from snugfit.planning.search.best_first import BestFirst
 from snugfit.planning.search.grades import find_grades
+from snugfit.planning.search.plan_request import PlanRequest
 from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.recomputing import RecomputingKinds
@@ -40,7 +37,6 @@ from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import NEGLIGIBLE_BYTES, SearchState
 from snugfit.prediction.device import doubts_about, policy_for
-from snugfit.prediction.headroom import headroom_of
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import link_of
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
@@ -93,56 +89,33 @@ def plan(
     be rehearsed.
     """
     from snugfit.job.gpu import find_gpu
-    from snugfit.planning.cost.parts_pool import load_ahead, with_pool
     from snugfit.planning.cost.timer import SingleGpuTimer
 
-    refuse_bad_request(job, objective=objective, memory_bytes=memory_bytes, workers=workers)
     gpu = None if gpu is None else find_gpu(gpu)
     policy_for(gpu, Software())  # it refuses a GPU that runs no steps
-    fidelity, start = fidelity_of(fidelity), start_of(start, ranked)
-    capability = gpu.compute_capability if gpu else None
-    fixed = kept_of(job, keep, free, start)
-    fixed.refuse(capability)
+    asked = PlanRequest.of(
+        job, [gpu] if gpu else [], memory_bytes=memory_bytes, headroom=headroom, fidelity=fidelity,
+        objective=objective, keep=keep, free=free, start=start, ranked=ranked, steps=steps, once=once,
+        workers=workers, whole_front=whole_front, tell=tell,
+    )  # fmt: skip
     timer = SingleGpuTimer(clock) if clock else _timer_of(gpu)
-    headroom_bytes = headroom_of(headroom, gpu, memory_bytes)
-    if memory_bytes is None and gpu is not None:
-        memory_bytes = gpu.memory_bytes
-    workers = workers_of(workers)
-    load_ahead(job, [gpu], timer, workers, ahead=fixed.preloaded)
-    space = space_of(job, fidelity=fidelity, capability=capability, fixed=fixed, front_end=front_end)
-    slowest = math.inf if whole_front or objective == "memory" else SLOWEST
-    request = _PlanRequest(
-        job, gpu, memory_bytes, headroom_bytes, fidelity, objective, steps, ranked, start, slowest, tell
+    asked.load_ahead(timer)
+    capability = gpu.compute_capability if gpu else None
+    space = space_of(
+        job, fidelity=asked.fidelity, capability=capability, fixed=asked.fixed, front_end=front_end
     )
-    answer, run = partial(_answer, request, space), PlannedRun(steps=steps, rates=once)
-    return with_pool(answer, job, [gpu], timer, workers=workers, run=run, tell=tell)
+    return asked.with_pool(partial(_answer, asked, space), timer)
 
 
-@dataclass(frozen=True)
-class _PlanRequest:
-    """The checked arguments of `plan`."""
-
-    job: Job
-    gpu: Gpu | None
-    memory_bytes: int | None
-    headroom_bytes: int
-    fidelity: Fidelity
-    objective: str
-    steps: int | None
-    ranked: int
-    start: Recipe | None
-    slowest: float
-    tell: Tell
-
-
-def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
+def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     """Search this space and return the plan."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
     from snugfit.planning.search.simpler import judge_simpler, simplify_front
 
-    job, memory, smallest = asked.job, asked.memory_bytes, asked.objective == "memory"
+    job, gpu, smallest, start = asked.job, asked.gpu, asked.wants_smallest, asked.fixed.start
+    memory, headroom_bytes = asked.memory_on(gpu), asked.headroom_on(gpu)
     listed = asked.ranked > 0  # any candidate may be among the best few
-    bound = None if memory is None else memory - asked.headroom_bytes
+    bound = None if memory is None else memory - headroom_bytes
     # The answer may be a simpler recipe that is slower by up to this share.
     slowest = asked.slowest * (1 + AS_FAST)
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
@@ -166,33 +139,32 @@ def _answer(asked: _PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     lacking = (
         () if best is not None else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
     )
-    start = compare_with_start(asked.start, recipe, pool, job, asked.gpu) if asked.start else None
+    compared = compare_with_start(start, recipe, pool, job, gpu) if start else None
     # A technique that was tried after all is not listed as excluded.
     excluded = tuple(one for one in (*space.excluded, *state.excluded) if one.what != looked_at)
-    counts = state.counts()
     ranked = _rank_few(asked, state, pool, tell, best) if asked.ranked else []
     assumed = [doubt for number in (*front, *ranked) for doubt in state.judged[number].doubts]
     return Plan(
         job=job,
-        gpu=asked.gpu,
+        gpu=gpu,
         memory_bytes=memory,
-        headroom_bytes=asked.headroom_bytes,
+        headroom_bytes=headroom_bytes,
         fidelity=asked.fidelity.value,
         objective=asked.objective,
-        steps=asked.steps,
+        steps=asked.run.steps,
         front=tuple(state.choice(number, job.batch_size) for number in front),
         best=None if best is None else state.choice(best, job.batch_size),
         ranked=tuple(state.choice(number, job.batch_size) for number in ranked),
         reasons=explanation.reasons,
         kept=space.fixed.listing(),
-        start=start,
+        start=compared,
         cures=tuple(lacking),
         refused=excluded,
-        counts=counts,
+        counts=state.counts(),
         verified=explanation.verified,
         timing=_pace_of(explanation.timing),
         versions=installed_versions(),
-        doubts=tuple(dict.fromkeys((*explanation.doubts, *assumed, *doubts_about(asked.gpu)))),
+        doubts=tuple(dict.fromkeys((*explanation.doubts, *assumed, *doubts_about(gpu)))),
     )
 
 
@@ -221,10 +193,10 @@ def best_of(
     return fitting[-1] if smallest else prefer_simple(state, pool, fitting[0])
 
 
-def _try_outside_space(asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
+def _try_outside_space(asked: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
     """Evaluate better recipes from outside the space and add them. Return the name of a tried technique that
     no space contains."""
-    smallest = asked.objective == "memory"
+    smallest = asked.wants_smallest
     if not smallest:
         find_grades(state, pool, asked.job, tell, link_of(asked.gpu))
     tried = [search(state, pool, asked.job, tell, smallest=smallest) for search in hooks("search_further")]
@@ -232,7 +204,7 @@ def _try_outside_space(asked: _PlanRequest, state: SearchState, pool: WorkerPool
 
 
 def _rank_few(
-    asked: _PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
+    asked: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
 ) -> list[int]:
     """Return the best few recipes, the plan's answer first."""
     ranked = rank_best(state, asked.ranked, pool, asked.objective, tell)

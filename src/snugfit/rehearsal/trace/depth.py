@@ -64,35 +64,39 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
     return Depth(keys, layers, period)
 
 
-class PeriodicCheckpoint(NamedTuple):
-    """Checkpointing that is the same for any number of layers."""
-
-    wish: CheckpointWish | None
-    period: int
-    """Number of layers after which it repeats."""
-
-
-def periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> PeriodicCheckpoint:
-    """Return checkpointing that divides a model of any depth as this wish divides one of `layers` layers.
+def _periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> tuple[CheckpointWish | None, int]:
+    """Return checkpointing that divides a model of any depth, and its period in layers.
 
     A wish for the first few layers has the whole depth as its period.
     """
     if wish is None:
-        return PeriodicCheckpoint(None, 1)
+        return None, 1
     # The first layers have no period, so the whole depth counts as one.
     if wish.first is not None:
-        return PeriodicCheckpoint(wish, layers)
+        return wish, layers
     if wish.layers_per_span:
-        return PeriodicCheckpoint(wish, wish.layers_per_span * wish.every)
+        return wish, wish.layers_per_span * wish.every
     # The number of spans is fixed at that of the full depth; `count` more layers lengthen each by one.
     count = len(replace(wish, every=1).cut(layers))
-    return PeriodicCheckpoint(replace(wish, spans=count), count)
+    return replace(wish, spans=count), count
 
 
-def periodic_setup(setup: Setup, layers: int) -> tuple[Setup, int]:
-    """Return the Setup with the checkpointing of `periodic_checkpoint`, and the period of layers."""
-    checkpoint, repeats = periodic_checkpoint(setup.checkpoint, layers)
-    return setup.with_fields(checkpoint=checkpoint), repeats
+class PeriodicSetup(NamedTuple):
+    """A Setup whose checkpointing is the same for any number of layers."""
+
+    setup: Setup
+    period: int
+    """Number of layers after which the checkpointing repeats."""
+    alike: int
+    """Number of layers of which checkpointing treats one like the first of each other group."""
+
+
+def periodic_setup(setup: Setup, layers: int) -> PeriodicSetup:
+    """Return the Setup with checkpointing that divides a model of any depth as it divides one of `layers`
+    layers."""
+    wish, period = _periodic_checkpoint(setup.checkpoint, layers)
+    alike = period if wish and wish.layers_per_span else 1
+    return PeriodicSetup(setup.with_fields(checkpoint=wish), period, alike)
 
 
 def _period_of(values: Sequence[Any]) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from snugfit.errors import some_of
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
-from snugfit.planning.plan import Choice
+from snugfit.planning.plan import Choice, KeptSlot
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
@@ -22,6 +23,10 @@ FEW = 6
 
 SCALED = "~"
 """Mark before seconds whose rates were scaled from another GPU's by data sheet."""
+
+SCALED_NOTE = (
+    f"{SCALED}: this GPU was not measured. Its seconds are scaled from an H200's by the data sheets."
+)
 
 
 def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
@@ -65,9 +70,14 @@ def slots_kept(plans: GpuPlans) -> Iterator[str]:
     """Yield a line about the techniques of every recipe in the slots that were not searched."""
     if len(plans.kept) == len(Slot):
         yield f"The same recipe on every GPU: {_recipe(plans)}."
-    elif plans.kept:
-        shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in plans.kept)
-        yield f"Kept: {shown}. --free SLOT allows others."
+    else:
+        yield from (f"{line} --free SLOT allows others." for line in kept_line(plans.kept))
+
+
+def kept_line(slots: Sequence[KeptSlot]) -> list[str]:
+    """Return a sentence that lists slots which were not searched, with their techniques; none without one."""
+    shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in slots)
+    return [f"Kept: {shown}."] if shown else []
 
 
 def _recipe(plans: GpuPlans) -> Recipe:
@@ -145,12 +155,11 @@ def table(plans: GpuPlans, prices: Prices) -> Grid:
         if answer.choice
     ]
     scaled = any(answer.measured_rates is False for answer in known)
-    note = f"{SCALED}: this GPU was not measured. Its seconds are scaled from an H200's by the data sheets."
     return Grid(
         title="The best recipe on each GPU; where nothing fits, the nearest miss",
         heads=(*(head for head, _ in columns), "Recipe<"),
         rows=tuple(rows),
-        note=note if scaled else "",
+        note=SCALED_NOTE if scaled else "",
     )
 
 
@@ -163,23 +172,30 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
         ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
         ("needs GiB>", lambda answer, choice, cost: f"{choice.needed_bytes / GIB:,.2f}"),
         ("", lambda answer, choice, cost: _verdict(answer)),
-        ("ms a step>", lambda answer, choice, cost: _ms(answer, choice) if choice.step_seconds else "?"),
+        ("ms a step>", lambda answer, choice, cost: show_ms(answer, choice) if choice.step_seconds else "?"),
         ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
         ("tokens/s>", lambda answer, choice, cost: _tokens(plans, answer)),
         ("MFU>", lambda answer, choice, cost: show_mfu(answer.mfu)),
     ]
     if plans.steps:
         columns.append(("start-up s>", lambda answer, choice, cost: _number(choice.once_seconds)))
-        columns.append(("run>", lambda answer, choice, cost: show_duration(cost.run_seconds)))
-    if prices.per_hour:
-        columns.append(("USD/h>", lambda answer, choice, cost: show_money(cost.per_hour)))
-        columns.append(("USD/1,000>", lambda answer, choice, cost: show_money(cost.per_1000_samples)))
-    if prices.per_hour and plans.steps:
-        columns.append(("USD a run>", lambda answer, choice, cost: show_money(cost.run)))
+    columns += cost_columns(prices, plans.steps)
     # The column of verdicts has no head, and is left out without a verdict.
     if not any(_verdict(answer) for answer in plans.answers if answer.choice):
         columns = [column for column in columns if column[0]]
     return columns
+
+
+def cost_columns(prices: Prices, steps: int | None) -> Iterator[tuple[str, Callable[[Any, Any, Any], str]]]:
+    """Yield the heads of columns with the run's seconds and costs, as far as its length and prices were
+    given. Each has a function from an answer, its recipe and its cost to the text."""
+    if steps:
+        yield "run>", lambda answer, recipe, cost: show_duration(cost.run_seconds)
+    if prices.per_hour:
+        yield "USD/h>", lambda answer, recipe, cost: show_money(cost.per_hour)
+        yield "USD/1,000>", lambda answer, recipe, cost: show_money(cost.per_1000_samples)
+    if steps and prices.per_hour:
+        yield "USD a run>", lambda answer, recipe, cost: show_money(cost.run)
 
 
 def _verdict(answer: OnGpu) -> str:
@@ -243,7 +259,8 @@ def _agreement(plans: GpuPlans) -> str:
     return "Simulated in full, each answer takes the same bytes." if known else ""
 
 
-def _ms(answer: OnGpu, choice: Choice) -> str:
+def show_ms(answer: Any, choice: Any) -> str:
+    """Return the milliseconds of a step, with a mark if a data sheet scaled the GPU's rates."""
     return f"{SCALED if answer.measured_rates is False else ''}{choice.step_seconds * 1e3:,.1f}"
 
 

@@ -15,6 +15,7 @@ from functools import cache
 from inspect import getdoc
 from typing import Any, Literal
 
+from snugfit.documents import JsonDocument
 from snugfit.errors import UsageError, nearest
 from snugfit.report.schema.tables import ADDED, DOCUMENTS, LEFT_OUT, OPTIONAL, SENTENCES, UNITS, heads
 from snugfit.techniques.recipe import Recipe
@@ -126,7 +127,9 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
         # Annotations may name `nn.Module`, and a schema needs no import of torch.
         own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
         names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
+    literal: Any = Literal
     usual = heads(str) if owner in documents().values() else {}
+    usual |= heads(literal[owner.what]) if issubclass(owner, JsonDocument) else {}
     left_out = LEFT_OUT.get(owner, getattr(owner, "left_out_keys", ()))
     added = usual | _added_keys(owner)
     written = {name: (own[name], docs.get(name, "")) for name in names if name not in (*left_out, *added)}

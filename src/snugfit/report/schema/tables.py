@@ -68,7 +68,6 @@ def heads(word: Any) -> dict[str, tuple[Any, str]]:
 
 ADDED: dict[type, dict[str, tuple[Any, str]]] = {
     Prediction: {
-        **heads(Literal["prediction"]),
         "timing": (PredictedTiming | None, "Seconds of a step; null without a GPU."),
         "fits": (bool | None, ""),
         "tight": (bool | None, ""),
@@ -76,11 +75,9 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "phase_results": (Mapping[str, Any], ""),
     },
     RecipeComparison: {
-        **heads(Literal["predictions"]),
         "difference_bytes": (tuple[int, ...], "Bytes of each recipe minus those of the first."),
     },
     Plan: {
-        **heads(Literal["plan"]),
         "fits": (bool, ""),
         "tight": (bool, ""),
         "nearest_miss": (Choice | None, "The smallest recipe when nothing fits, up to 3 %."),
@@ -88,7 +85,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
     },
     KnownGpus: {**heads(Literal["gpus"]), "gpus": (tuple[Gpu, ...], "All GPUs, or those that were named.")},
     GpuPlans: {
-        **heads(Literal["plans for many GPUs"]),
         "smallest": (str | None, "The key of the smallest GPU that trains it."),
         "fastest": (str | None, "The key of the fastest."),
         "run": (RunCosts, "Costs of a run; with prices or a run length only."),
@@ -101,7 +97,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
         "costs": (tuple[Cost, ...], "Cost on each GPU that trains the job."),
     },
     Measurement: {
-        **heads(Literal["measurement"]),
         "losses": (tuple[float | None, ...], "The loss of each step; null where it is not finite."),
     },
     Comparison: {
@@ -110,7 +105,6 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
     },
     Model: {"config": (Mapping[str, Any], "The keys of its config.json that matter; empty for a module.")},
     HostLaunchCosts: {"foreign": (float, "A kernel that a library launches from Python.")},
-    TechniqueList: heads(Literal["techniques"]),
     Moment: {"counted_from": (int, "First number of a step: 1. Documents without this key count from 0.")},
 }
 """Keys that `to_json` adds to the fields. For an empty sentence, the docstring of the property is used.

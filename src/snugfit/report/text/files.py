@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from snugfit.documents import write_whole
 from snugfit.errors import UsageError
+from snugfit.user_files import writable_folder
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
@@ -53,24 +53,3 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written ({error.strerror}). Name another folder.") from None
-
-
-def writable_folder(folder: Path) -> Path:
-    """Return `folder` if files can be written into it; a check before long work, which leaves no file behind.
-
-    It writes a test file, because permission bits do not suffice. A superuser may write everywhere, and /proc
-    takes no file at all. Raises `UsageError` if that fails.
-    """
-    nearest = folder
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        which = "this" if nearest == folder else str(nearest)
-        raise UsageError(f"{folder}: {which} is a file. Name a folder.")
-    try:
-        tempfile.TemporaryFile(dir=nearest).close()
-    except OSError as error:
-        raise UsageError(
-            f"{nearest}: nothing can be written into this folder ({error.strerror}). Name another."
-        ) from None
-    return folder

@@ -9,6 +9,7 @@ front-end names a wish. A handler's `refused` lists the front-ends that cannot i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -31,8 +32,18 @@ if TYPE_CHECKING:
 Context = Callable[[], AbstractContextManager[Any]]
 """A function that returns a context manager, which is entered once."""
 
+
 STAYS = "stays"
 """Result of `Handler.built_on` for a model on the host that `distribute` moves to the devices."""
+
+
+@contextlib.contextmanager
+def all_of(contexts: list[Context]) -> Iterator[None]:
+    """Enter these contexts, the first outermost."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
 
 
 @dataclass(kw_only=True)

@@ -253,9 +253,9 @@ def test_plans_look_at_budgets_where_compiled_layers_do_not_fit(monkeypatch: pyt
         state: Any = SimpleNamespace(
             judged={}, bounds={without: SimpleNamespace(needed_bytes=needed)}, memory_bytes=10
         )
-        budgets = CompiledKinds(space, [state], {}, lambda number: None)
+        budgets = CompiledKinds(space, state, {}, lambda number: None)
         assert budgets.is_idle(within) == idle
         left_out = list(budgets.left_out([within, without]))
         assert [(one.what, one.recipes) for one in left_out] == ([("budget", 1)] if idle else [])
         assert not budgets.is_idle(without)
-        assert not CompiledKinds(space, [state], {}, lambda number: None, everywhere=True).is_idle(within)
+        assert not CompiledKinds(space, state, {}, lambda number: None, everywhere=True).is_idle(within)

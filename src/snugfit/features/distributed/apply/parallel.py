@@ -32,7 +32,7 @@ from snugfit.features.distributed.apply.tensor import in_tensor_parts, sum_parts
 from snugfit.features.distributed.fields import PARALLEL, ParallelWish
 from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
 from snugfit.step.checkpointing import layer_names, layer_stacks
-from snugfit.step.wishes.handler import STAYS, Context, Handler, ScriptContext
+from snugfit.step.wishes.handler import STAYS, Context, Handler, ScriptContext, all_of
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.step.wishes.precision import MIXED
 from snugfit.step.wishes.python_text import CallText, keywords_text
@@ -170,7 +170,7 @@ class ParallelHandler(Handler):
             contexts.append(functools.partial(_parts_are_summed, model))
         if value.context > 1:
             contexts.append(functools.partial(cut_batch, _SEQUENCES[model], model, batch))
-        return functools.partial(_within, contexts) if contexts else None
+        return functools.partial(all_of, contexts) if contexts else None
 
     def around_evaluation(self, value: ParallelWish, model: Any, batch: dict[str, Any]) -> Context | None:
         """Return a context in which sequences are cut over ranks; None if they are not."""
@@ -262,14 +262,6 @@ def _release_first_buckets(model: Any) -> None:
 
 _SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
 """Meshes of the ranks that share each sequence, by model and by its wrapper."""
-
-
-@contextlib.contextmanager
-def _within(contexts: list[Context]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
-        yield
 
 
 @contextlib.contextmanager

@@ -6,16 +6,25 @@ from collections.abc import Callable, Iterator
 
 from snugfit.errors import some_of
 from snugfit.features.distributed.plan.building import BUILT_ON_HOST
-from snugfit.features.distributed.plan.cards import (
+from snugfit.features.distributed.plan.plan import (
     CardPlans,
     CardsCost,
     CardsOfKind,
+    OnGpus,
     cheapest_cards,
     cost_of_cards,
 )
-from snugfit.features.distributed.plan.plan import OnGpus
 from snugfit.planning.fleet.prices import Prices
-from snugfit.report.plan.gpu_plans import FEW, SCALED, show_duration, show_money, without_a_price
+from snugfit.report.plan.gpu_plans import (
+    FEW,
+    SCALED,
+    SCALED_NOTE,
+    cost_columns,
+    kept_line,
+    show_money,
+    show_ms,
+    without_a_price,
+)
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.page import Page, Sentence
@@ -99,9 +108,7 @@ def _about_the_run(plans: CardPlans, prices: Prices) -> Iterator[str]:
     if plans.uneven:
         counts = some_of([f"{count:,}" for count in plans.uneven], FEW)
         yield f"Not looked at: {counts} GPUs, which cannot share a batch of {plans.job.batch_size:,} evenly."
-    if plans.kept_slots:
-        shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in plans.kept_slots)
-        yield f"Kept: {shown}."
+    yield from kept_line(plans.kept_slots)
     if plans.steps:
         samples = plans.steps * plans.job.batch_size
         yield (
@@ -142,12 +149,11 @@ def _table(plans: CardPlans, prices: Prices) -> Grid:
     columns = _columns(plans, prices)
     rows = tuple((*(show(*row) for _, show in columns), row[1].recipe) for row in known)
     scaled = any(kind.measured_rates is False for kind, *_ in known)
-    note = f"{SCALED}: this GPU was not measured. Its seconds are scaled from an H200's by the data sheets."
     return Grid(
         title="The fewest of each kind that fit, and more where that is cheaper",
         heads=(*(head for head, _ in columns), "Recipe<"),
         rows=rows,
-        note=note if scaled else "",
+        note=SCALED_NOTE if scaled else "",
     )
 
 
@@ -173,24 +179,13 @@ def _columns(plans: CardPlans, prices: Prices) -> list[tuple[str, _Show]]:
         ("GPUs>", lambda kind, one, cost: f"{one.gpus:,}"),
         ("GiB each>", lambda kind, one, cost: f"{(kind.gpu.memory_bytes or 0) / GIB:,.1f}"),
         ("needs GiB>", lambda kind, one, cost: f"{one.needed_bytes / GIB:,.2f}"),
-        ("ms a step>", _ms),
+        ("ms a step>", lambda kind, one, cost: show_ms(kind, one)),
         ("samples/s>", lambda kind, one, cost: f"{one.samples_per_second:,.1f}"),
         ("GPU s a step>", lambda kind, one, cost: f"{one.gpu_seconds:,.3g}"),
     ]
     if any(not one.fits for kind in plans.answers for one in kind.answers):
         columns.insert(4, ("", lambda kind, one, cost: "" if one.fits else "does not fit"))
-    if plans.steps:
-        columns.append(("run>", lambda kind, one, cost: show_duration(cost.run_seconds)))
-    if prices.per_hour:
-        columns.append(("USD/h>", lambda kind, one, cost: show_money(cost.per_hour)))
-        columns.append(("USD/1,000>", lambda kind, one, cost: show_money(cost.per_1000_samples)))
-    if prices.per_hour and plans.steps:
-        columns.append(("USD a run>", lambda kind, one, cost: show_money(cost.run)))
-    return columns
-
-
-def _ms(kind: CardsOfKind, one: OnGpus, cost: CardsCost) -> str:
-    return f"{SCALED if kind.measured_rates is False else ''}{one.step_seconds * 1e3:,.1f}"
+    return [*columns, *cost_columns(prices, plans.steps)]
 
 
 def _unknown(plans: CardPlans) -> list[Grid]:

@@ -13,20 +13,12 @@ from snugfit.errors import NothingFits, UsageError
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
-    from snugfit.features.distributed.plan.plan import SeveralGpusPlan
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.fleet.prices import Prices
     from snugfit.techniques.recipe import Recipe
 
 COUNTS = "Write a number (8), several (2,4,8), or a range of powers of two (1..64)."
-
-
-def plan_several_gpus(job: Job, **asked: Any) -> SeveralGpusPlan:
-    """Return the plan of `search.py`."""
-    from snugfit.features.distributed.plan.search import plan_several_gpus as search
-
-    return search(job, **asked)
 
 
 def smaller_on_several(job: Job, recipe: Recipe, **asked: Any) -> Recipe | None:
@@ -42,6 +34,8 @@ def print_plan(request: Request, asked: Mapping[str, Any], alone: Mapping[str, o
     `alone` are the options that only a plan for one GPU takes.
     """
     from snugfit.cli.plan import NO_GPU
+    from snugfit.features.distributed.plan import search
+    from snugfit.features.distributed.plan.plan import SeveralGpusPlan
     from snugfit.features.distributed.plan.report import render
     from snugfit.report.text.page import print_as
 
@@ -50,59 +44,38 @@ def print_plan(request: Request, asked: Mapping[str, Any], alone: Mapping[str, o
         raise UsageError("A plan is for the installed software only. Leave the software profile out.")
     if request.gpu is None:
         raise UsageError(NO_GPU)
-    plan = _plan(request, request.gpu, asked)
+    plan = request.answer_of(
+        lambda job, kinds, **rest: search.plan_several_gpus(job, gpu=kinds[0], **rest),
+        SeveralGpusPlan,
+        [request.gpu],
+        asked,
+        "several gpus",
+        gpus=_counts(request, asked),
+        memory_bytes=request.memory_bytes,
+    )
     plan = replace(plan, price_per_hour=asked["price"], doubts=(*plan.doubts, *request.doubts))
     page = render(plan, details=asked["details"])
     print_as(asked["form"], plan.to_json(), page, quiet=asked["quiet"])
     return 0 if plan.fitting else NothingFits.exit_code
 
 
-def _plan(request: Request, gpu: Gpu, asked: Mapping[str, Any]) -> SeveralGpusPlan:
-    """Return the plan, from the cache or from a search."""
-    from snugfit.cli.plan_cache import answer
-    from snugfit.features.distributed.plan.plan import SeveralGpusPlan
-
-    question = {
-        "gpus": _counts(request, asked),
-        "memory_bytes": request.memory_bytes,
-        **_question(request, asked),
-    }
-    return answer(
-        SeveralGpusPlan.from_json,
-        lambda tell: plan_several_gpus(request.job, gpu=gpu, workers=asked["workers"], tell=tell, **question),
-        request.job,
-        gpu,
-        fresh=asked["fresh"],
-        first=f"planning {request.job.model.name}",
-        what="several gpus",
-        **question,
-    )
-
-
 def print_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Mapping[str, Any]) -> int:
     """Print the numbers of cards of these kinds, and return the exit code of `snugfit gpus`."""
-    from snugfit.cli.plan_cache import answer
     from snugfit.cli.request import steps_of
-    from snugfit.features.distributed.plan.cards import CardPlans, document_of_cards
+    from snugfit.features.distributed.plan import search
     from snugfit.features.distributed.plan.cards_report import render
-    from snugfit.features.distributed.plan.search_cards import plan_cards
+    from snugfit.features.distributed.plan.plan import CardPlans, document_of_cards
     from snugfit.report.text.page import print_as
 
     alone = {"objective memory": asked["objective"] == "memory"}
     _refuse_alone(request, alone, "`gpus` with --gpus")
-    question, counts = _question(request, asked), _counts(request, asked)
-    plans = answer(
-        CardPlans.from_json,
-        lambda tell: plan_cards(
-            request.job, gpus, counts=counts, workers=asked["workers"], tell=tell, **question
-        ),
-        request.job,
-        *gpus,
-        fresh=asked["fresh"],
-        first=f"planning {request.job.model.name} on {len(gpus)} kinds of GPU",
-        what="cards",
-        gpus=counts,
-        **question,
+    plans = request.answer_of(
+        search.plan_cards,
+        CardPlans,
+        gpus,
+        asked,
+        "cards",
+        gpus=_counts(request, asked),
     )
     plans = replace(
         plans,
@@ -114,16 +87,6 @@ def print_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Ma
     form = "json" if asked["as_json"] else asked["form"]
     print_as(form, document, render(plans, prices), quiet=asked["quiet"])
     return 0 if plans.fitting else NothingFits.exit_code
-
-
-def _question(request: Request, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that both searches take."""
-    return {
-        "fidelity": asked["fidelity"],
-        "keep": request.keep,
-        "free": request.free,
-        "headroom": request.headroom,
-    }
 
 
 def _refuse_alone(request: Request, alone: Mapping[str, object], what: str) -> None:

@@ -128,12 +128,17 @@ class Evidence:
         """Return whether this step fits, by its own or by others' simulations; None if unknown."""
         if (exactly := self.judgment(shared, size)) is not None:
             return self.does_fit(exactly)
-        own = self._judged[shared.key].items()
-        if any(self.does_fit(judged) and _takes_no_less(shared, known, size) for known, judged in own):
+        if self._fits_larger(shared, size):
             return True
+        own = self._judged[shared.key].items()
         if any(not self.does_fit(judged) and _takes_no_less(shared, size, known) for known, judged in own):
             return False
         return self._fits_by_others(shared, size)
+
+    def _fits_larger(self, shared: Shared, size: CutStep) -> bool:
+        """Return whether a simulated step of this way fits that takes no less memory than this size."""
+        known = self._judged[shared.key].items()
+        return any(self.does_fit(judged) and _takes_no_less(shared, one, size) for one, judged in known)
 
     def _fits_by_others(self, shared: Shared, size: CutStep) -> bool | None:
         """Return whether this step fits, by simulations of other ways of sharing; None if unknown."""
@@ -142,10 +147,8 @@ class Evidence:
             return False
         if any(self._missed_clearly(one, size, times=shared.parts / one.parts) for one in related.narrower):
             return False
-        for other in related.fuller:
-            sizes = self._judged[other.key].items()
-            if any(self.does_fit(judged) and _takes_no_less(other, known, size) for known, judged in sizes):
-                return True
+        if any(self._fits_larger(other, size) for other in related.fuller):
+            return True
         fewest, further = self._by_samples(shared)
         return False if further * (size.samples - fewest) > CLEARLY * self.bound else None
 

@@ -27,7 +27,7 @@ from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import MODELS_OWN, step_seconds
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_checkpoint
+from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_setup
 from snugfit.results.prediction import Prediction
 from snugfit.results.step_seconds import StepSeconds
 from snugfit.techniques.recipe import Recipe
@@ -163,14 +163,13 @@ class Judge:
         depth = self._depth(part, setup)
         if depth is None:
             return _by_few_pieces(part, setup, one)
-        checkpoint, repeats = periodic_checkpoint(setup.checkpoint, depth.layers)
+        asked, repeats, _ = periodic_setup(setup, depth.layers)
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
         more = least + max(period, 2 // period * period)
         # Two shallow models would cost no less than the deep one.
         if least + more >= depth.layers:
             return _by_few_pieces(part, setup, one)
-        asked = replace(setup, checkpoint=checkpoint)
         return _on_a_line(
             (least, more),
             lambda layers: _by_few_pieces(depth.shallower(part, layers), asked, one),

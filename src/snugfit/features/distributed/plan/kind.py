@@ -13,10 +13,14 @@ Two such axes are combined if nothing with one of them fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from snugfit.errors import UsageError
+from snugfit.features.distributed.plan.building import built_where_it_fits
 from snugfit.features.distributed.plan.candidates import (
     DECIDED_ONCE,
     MOST_AXES,
@@ -32,7 +36,11 @@ from snugfit.features.distributed.plan.plan import OnGpus
 from snugfit.features.distributed.plan.shared import Shared
 from snugfit.job.job import Job
 from snugfit.planning.keep import Kept
-from snugfit.prediction.worker_pool import Question, WorkerPool
+from snugfit.planning.search.plan_request import PlanRequest
+from snugfit.prediction.device import policy_for
+from snugfit.prediction.exchanges import modules_of
+from snugfit.prediction.profile import Software
+from snugfit.prediction.worker_pool import Question, WorkerPool, worker_pool
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import MOST_GPUS
@@ -106,6 +114,38 @@ class SharedFigures:
         return judge
 
 
+class SearchesOfKinds:
+    """The searches on all kinds of GPU of a request, with one pool of `judge`s.
+
+    Kinds share the figures if they run the same kernels and build the model in the same place.
+    """
+
+    def __init__(self, asked: PlanRequest, counts: Sequence[int]) -> None:
+        self._asked, self._counts = asked, counts
+        self._bounds = [(asked.memory_on(gpu) or 0) - asked.headroom_on(gpu) for gpu in asked.gpus]
+        self.jobs = [built_where_it_fits(asked.job, bound) for bound in self._bounds]
+        groups: dict[Hashable, list[int]] = defaultdict(list)
+        self._alike: list[list[int]] = []
+        for index, (gpu, job) in enumerate(zip(asked.gpus, self.jobs, strict=True)):
+            self._alike.append(groups[policy_for(gpu, Software()).decisions, job.build_on])
+            self._alike[-1].append(index)
+
+    @contextmanager
+    def open(self, judge: Callable[..., Any]) -> Iterator[WorkerPool]:
+        """Yield the pool of processes, each with a `judge` of the first job and all kinds."""
+        job = self.jobs[0]
+        make = partial(judge, job, *self._asked.gpus)
+        with worker_pool(make, workers=self._asked.workers, preload=modules_of(job)) as pool:
+            self.figures = SharedFigures(pool)
+            yield pool
+
+    def of(self, kind: int) -> SearchOfKind:
+        """Return the search on the kind with this index. Raises `UsageError` if nothing shares the job."""
+        job, asked = self.jobs[kind], self._asked
+        judge = self.figures.judge_for(kind, self._alike[kind], job.build_on)
+        return SearchOfKind(job, self._bounds[kind], asked.fixed, self._counts, asked.fidelity, judge)
+
+
 class SearchOfKind:
     """The search for one job on GPUs of one kind, each with `bound` usable bytes.
 
@@ -116,8 +156,8 @@ class SearchOfKind:
     def __init__(
         self, job: Job, bound: int, fixed: Kept, counts: Sequence[int], fidelity: Fidelity, judge: Judging
     ) -> None:
-        self.job, self._fixed, self._judge = job, fixed, judge
-        self.evidence = Evidence(bound)
+        self.job, self.fixed, self.judge = job, fixed, judge
+        self.bound, self.evidence = bound, Evidence(bound)
         self.refused: dict[str, str] = {}
         self._base = self._choose_base(counts, fidelity)
 
@@ -127,7 +167,7 @@ class SearchOfKind:
         They are compared on the largest number of GPUs that gives each a part of the batch. One GPU alone may
         accept techniques that several refuse.
         """
-        job, fixed = self.job, self._fixed
+        job, fixed = self.job, self.fixed
         gpus = max([count for count in counts if job.batch_size % count == 0] or counts)
         shared = next(_all_ways(job, gpus, fixed), None)
         if shared is None:
@@ -140,7 +180,7 @@ class SearchOfKind:
             choices = [base.with_(one) for one in fillings(job, slot, fixed, fidelity)]
             valid = [one for one in choices if is_valid(job, one, gpus)]
             # A single choice needs no comparison.
-            judged = self._judge([(gpus, one) for one in valid]) if len(valid) > 1 else []
+            judged = self.judge([(gpus, one) for one in valid]) if len(valid) > 1 else []
             timed = [(one.step_seconds, at) for at, one in enumerate(judged) if not one.why_not]
             if valid and (timed or len(valid) == 1):
                 base = valid[min(timed)[1] if timed else 0]
@@ -180,9 +220,9 @@ class SearchOfKind:
         return Outcome(fitting, None if fitting else miss, fits, alone)
 
     def _among(self, gpus: int, axes: int, *, leanest_first: bool = True) -> FastestOnGpus:
-        every = ways(self.job, self._base, gpus, self._fixed, axes)
+        every = ways(self.job, self._base, gpus, self.fixed, axes)
         return FastestOnGpus(
-            self.job, gpus, every, self._fixed, self.evidence, self.refused, self._judge,
+            self.job, gpus, every, self.fixed, self.evidence, self.refused, self.judge,
             leanest_first=leanest_first,
         )  # fmt: skip
 

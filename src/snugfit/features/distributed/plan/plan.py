@@ -1,18 +1,22 @@
-"""The plan for several GPUs: the fastest recipe that fits, for each number of them."""
+"""Results of plans for several GPUs: the fastest recipe on each number of them, of one kind or of many.
+
+All cards of one kind cost the same. At any price, the cheapest number of them has the step with the fewest
+GPU seconds (GPUs x seconds a step). Prices compare kinds. They come from the user and are not part of the
+result (`prices.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
-from snugfit.documents import decode_fields, encode_fields
+from snugfit.documents import JsonDocument, encode_fields
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
+from snugfit.planning.fleet.prices import HOUR, SAMPLES, Prices
 from snugfit.planning.plan import Exclusion, KeptSlot
 from snugfit.results.frame import Tabular
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +65,12 @@ class OnGpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeveralGpusPlan(Tabular):
+class SeveralGpusPlan(JsonDocument, Tabular):
     """A plan for several GPUs: the fastest recipe for each number of them."""
 
+    what: ClassVar = "plan for several GPUs"
+
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "what": (Literal["plan for several GPUs"], "Name of the document."),
         "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
         "fastest": (int | None, "The number of GPUs with the shortest step."),
         "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
@@ -132,15 +137,239 @@ class SeveralGpusPlan(Tabular):
         """Return the answers, one row each."""
         return [asdict(answer) for answer in self.answers]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit plan --gpus ... --json` prints."""
-        named = {name: one and one.gpus for name, one in self._by_name().items()}
-        return {"schema": SCHEMA, "what": "plan for several GPUs", **encode_fields(self, **named)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the plan that `to_json` wrote."""
-        return decode_fields(cls, document)
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the numbers of GPUs of the fastest, the fewest and the cheapest answer."""
+        return {name: one and one.gpus for name, one in self._by_name().items()}
 
     def _by_name(self) -> dict[str, OnGpus | None]:
         return {"fastest": self.fastest, "fewest": self.fewest, "cheapest": self.cheapest}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardsCost:
+    """Cost of a number of GPUs of one kind."""
+
+    key: str
+    """The kind's key in the table."""
+
+    gpus: int
+    """Number of GPUs that train together."""
+
+    per_hour: float | None
+    """USD an hour for all of them; None if the user gave no price."""
+
+    per_1000_samples: float | None
+    """USD for a thousand samples of steady steps."""
+
+    run_seconds: float | None
+    """Seconds of the run without its start-up; None if its length was not given."""
+
+    run: float | None
+    """USD for the run without its start-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheapestCards:
+    """The kind and number of GPUs on which a sample costs least."""
+
+    key: str
+    """The kind's key in the table."""
+
+    gpus: int
+    """Number of GPUs that train together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardsRun:
+    """Costs of a run on several GPUs at the given prices."""
+
+    currency: str = "USD"
+    """Currency of all prices: `USD`."""
+
+    steps: int | None
+    """Optimizer steps of the run; null if they were not given."""
+
+    cheapest: CheapestCards | None
+    """The kind and number at the lowest cost; null without prices."""
+
+    costs: tuple[CardsCost, ...]
+    """Cost of each answer that fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardsOfKind:
+    """The numbers of GPUs of one kind that train a job, each with its fastest recipe."""
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
+        "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
+    }
+    """Keys that `to_json` adds, with types and sentences."""
+
+    gpu: Gpu
+    """The requested kind of GPU."""
+
+    fits: bool | None
+    """True if any number of these GPUs trains the job; None if unknown."""
+
+    headroom_bytes: int = 0
+    """Bytes of each GPU's memory that should stay free."""
+
+    build_on: str = "device"
+    """Place where the model is built: `device`, or `host` if its weights exceed such a GPU."""
+
+    answers: tuple[OnGpus, ...] = ()
+    """Fastest recipe on the fewest GPUs that fit, then on each larger number that takes fewer GPU seconds a
+    step.
+
+    If nothing fits, the nearest miss on the largest number.
+    """
+
+    dearer: tuple[int, ...] = ()
+    """Larger numbers on which no recipe takes fewer GPU seconds than the last answer. No numbers beyond them
+    were tried."""
+
+    measured_rates: bool | None = None
+    """True if the GPU's rates were measured, False if a data sheet scaled them from another's, None without
+    seconds."""
+
+    why: str = ""
+    """Reason for a missing answer."""
+
+    @property
+    def key(self) -> str:
+        """Key of the GPU in the table."""
+        return self.gpu.key
+
+    @property
+    def fewest(self) -> OnGpus | None:
+        """The recipe on the fewest GPUs that fits; None if nothing fits."""
+        return self.answers[0] if self.fits else None
+
+    @property
+    def cheapest(self) -> OnGpus | None:
+        """The recipe whose step takes the fewest GPU seconds (GPUs x seconds); None if nothing fits."""
+        return self.answers[-1] if self.fits else None
+
+    @property
+    def lacking_bytes(self) -> int:
+        """Bytes that each GPU is short of for the nearest miss with its headroom; 0 if a recipe fits or none
+        is known."""
+        if self.fits or not self.answers:
+            return 0
+        return self.answers[0].needed_bytes - (self.gpu.memory_bytes or 0) + self.headroom_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardPlans(JsonDocument):
+    """The plans for many kinds of GPU, with several GPUs of each."""
+
+    what: ClassVar = "plans by number of GPUs"
+
+    added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "fewest": (str | None, "Key of the GPU that needs the smallest number."),
+        "run": (CardsRun, "Costs of a run; with prices or a run length only."),
+    }
+    """Keys that the command's document adds, with types and sentences."""
+    optional_keys: ClassVar[tuple[str, ...]] = ("run",)
+    """Keys that only the command adds."""
+
+    job: Job
+    """The training job of the plans."""
+
+    fidelity: str
+    """Lowest fidelity that the user allows."""
+
+    objective: str = "speed"
+    """Order of the report: by the fewest GPUs and their seconds (`speed`), or by `cost`."""
+
+    steps: int | None = None
+    """Length of the run; None if it was not given. Its start-up is not counted."""
+
+    gpus: tuple[int, ...]
+    """Allowed numbers of GPUs that divide the global batch evenly."""
+
+    uneven: tuple[int, ...] = ()
+    """Requested numbers that do not divide it evenly."""
+
+    answers: tuple[CardsOfKind, ...]
+    """Answers in the order of the requested kinds."""
+
+    kept_slots: tuple[KeptSlot, ...] = ()
+    """Slots that the search left unchanged."""
+
+    refused: tuple[Exclusion, ...] = ()
+    """Techniques that the search left out, with the reasons."""
+
+    screened: int = 0
+    """Number of recipes simulated on few layers and micro-batches, some of them for several kinds."""
+
+    doubts: tuple[str, ...] = ()
+    """Warnings about the uncertain parts of the answers."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the packages that computed the plans."""
+
+    @property
+    def fitting(self) -> tuple[CardsOfKind, ...]:
+        """The answers for kinds of which some number trains the job."""
+        return tuple(answer for answer in self.answers if answer.fits)
+
+    @property
+    def fewest(self) -> CardsOfKind | None:
+        """The kind that needs the fewest GPUs; among equals, the one with the shorter step."""
+        return min(
+            ((one.gpus, one.step_seconds, kind.key, kind) for kind in self.fitting if (one := kind.fewest)),
+            key=lambda known: known[:3],
+            default=(0, 0.0, "", None),
+        )[3]
+
+    def derived_keys(self) -> dict[str, Any]:
+        """Return the answers with their fewest and cheapest numbers, and the key of the fewest of all."""
+        answers = [
+            encode_fields(
+                kind,
+                fewest=kind.fewest.gpus if kind.fewest else None,
+                cheapest=kind.cheapest.gpus if kind.cheapest else None,
+            )
+            for kind in self.answers
+        ]
+        return {"answers": answers, "fewest": self.fewest.key if self.fewest else None}
+
+
+# ---- the cost ----------------------------------------------------------------------------------------------
+
+
+def cost_of_cards(kind: CardsOfKind, one: OnGpus, prices: Prices, steps: int | None) -> CardsCost:
+    """Return the cost of an answer, for a thousand samples and for a run of `steps` steps."""
+    price = prices.per_hour.get(kind.key)
+    per_hour = None if price is None else price * one.gpus
+    run_seconds = steps * one.step_seconds if steps else None
+    return CardsCost(
+        key=kind.key,
+        gpus=one.gpus,
+        per_hour=per_hour,
+        per_1000_samples=None if per_hour is None else per_hour / HOUR * SAMPLES / one.samples_per_second,
+        run_seconds=run_seconds,
+        run=None if per_hour is None or run_seconds is None else per_hour / HOUR * run_seconds,
+    )
+
+
+def costs_of_cards(plans: CardPlans, prices: Prices) -> list[CardsCost]:
+    """Return the cost of each answer that fits."""
+    return [cost_of_cards(kind, one, prices, plans.steps) for kind in plans.fitting for one in kind.answers]
+
+
+def cheapest_cards(plans: CardPlans, prices: Prices) -> CardsCost | None:
+    """Return the kind and number with the lowest cost per sample; None without a price for one that trains
+    the job."""
+    priced = [one for one in costs_of_cards(plans, prices) if one.per_1000_samples is not None]
+    return min(priced, key=lambda one: (one.per_1000_samples or 0.0, one.gpus, one.key), default=None)
+
+
+def document_of_cards(plans: CardPlans, prices: Prices) -> dict[str, Any]:
+    """Return the costs that `snugfit gpus --for MODEL --gpus N --json` prints next to the plans."""
+    best = cheapest_cards(plans, prices)
+    cheapest = CheapestCards(key=best.key, gpus=best.gpus) if best else None
+    costs = tuple(costs_of_cards(plans, prices))
+    return asdict(CardsRun(steps=plans.steps, cheapest=cheapest, costs=costs))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from snugfit.features.distributed.plan.building import BUILT_ON_HOST
 from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
+from snugfit.report.plan.gpu_plans import kept_line
 from snugfit.report.text.answer import uncertain
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
@@ -18,7 +19,7 @@ def render(plan: SeveralGpusPlan, *, details: bool = True) -> Page:
     short: list[Iterable[Sentence | Grid | str]] = [
         [Sentence(line, "good" if plan.fitting else "bad") for line in _headline(plan)],
         [f"{job_line(plan.job)} · {plan.gpu.name} · fidelity {plan.fidelity}"],
-        _kept_slots(plan),
+        kept_line(plan.kept_slots),
         [BUILT_ON_HOST] if plan.job.build_on == "host" else [],
         [_table("The fastest recipe on each number of GPUs", plan, plan.answers)],
         [f"{one.gpus:,} GPUs: {one.why}" for one in plan.answers if one.why],
@@ -61,12 +62,6 @@ def _headline(plan: SeveralGpusPlan) -> Iterator[str]:
         # With one number of GPUs all three answers are the same.
         if len(plan.answers) == 1:
             return
-
-
-def _kept_slots(plan: SeveralGpusPlan) -> Iterator[str]:
-    if plan.kept_slots:
-        shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in plan.kept_slots)
-        yield f"Kept: {shown}."
 
 
 def _table(title: str, plan: SeveralGpusPlan, answers: Sequence[OnGpus]) -> Grid:

@@ -1,37 +1,46 @@
-"""Search for the fastest recipe that fits, for each number of GPUs.
+"""Search for the fastest recipe on several GPUs, on given numbers of one kind or on the fewest
+of many kinds.
 
 Numbers of GPUs are searched one after the other. The results of one bound the results of others
-(`evidence.py`, `fastest.py`). Recipes are compared on models of few layers. The fastest for each number of
-GPUs are then simulated with all layers, until one fits. On the fastest answer's GPUs the best few are
-simulated, and all are reported. For answers that recompute layers, the fewest layers are searched at the end
-(`part_recomputed.py`).
+(`evidence.py`, `fastest.py`). Recipes are compared on models of few layers.
+
+For one kind, the fastest for each number of GPUs are then simulated with all layers, until one fits. On the
+fastest answer's GPUs the best few are simulated, and all are reported. For answers that recompute layers, the
+fewest layers are searched at the end (`part_recomputed.py`).
+
+For many kinds, bisection finds the fewest cards that fit, since each needs less memory if there are more. The
+search continues with each larger number, as long as a step takes fewer GPU seconds. A way to share the work
+that cannot take fewer than the best answer is skipped. Kinds that run the same kernels share each rehearsal.
+Nothing is simulated in full: for a deep model and hundreds of micro-batches that takes minutes per answer.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
-from snugfit.errors import GpuError, SnugfitError
-from snugfit.features.distributed.plan.building import built_where_it_fits
+from snugfit.errors import GpuError, SnugfitError, UsageError
 from snugfit.features.distributed.plan.choosing import best_first
 from snugfit.features.distributed.plan.fastest import Outcome, Screened
 from snugfit.features.distributed.plan.judge import InFull, Judge
-from snugfit.features.distributed.plan.kind import SearchOfKind, SharedFigures, counts_of
+from snugfit.features.distributed.plan.kind import GAIN, SearchesOfKinds, SearchOfKind, counts_of
 from snugfit.features.distributed.plan.part_recomputed import FewestRecomputed, recomputes_layers
-from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
+from snugfit.features.distributed.plan.plan import CardPlans, CardsOfKind, OnGpus, SeveralGpusPlan
+from snugfit.features.distributed.plan.shared import Shared
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
-from snugfit.planning.keep import Free, Keep, Kept, kept_of
+from snugfit.planning.fleet.kinds import refuse_gpu
+from snugfit.planning.fleet.search_gpus import gpus_of
+from snugfit.planning.keep import Free, Keep, Kept
 from snugfit.planning.plan import Exclusion
-from snugfit.planning.request import fidelity_of, refuse_bad_request, workers_of
-from snugfit.prediction.exchanges import modules_of
-from snugfit.prediction.headroom import headroom_of
+from snugfit.planning.search.plan_request import PlanRequest
+from snugfit.planning.search.progress import Tell
 from snugfit.prediction.profile import installed_versions
 from snugfit.prediction.rates import rates_for
-from snugfit.prediction.worker_pool import Question, WorkerPool, worker_pool
+from snugfit.prediction.worker_pool import Question, WorkerPool
+from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
@@ -41,8 +50,6 @@ FULL = 3
 FEW = 4
 """Largest number of recomputing answers that are all tried with fewer layers (chosen). If there are more,
 only those on the fewest GPUs, the fastest and the cheapest are tried."""
-
-Tell = Callable[[str], None]
 
 
 def plan_several_gpus(
@@ -65,46 +72,37 @@ def plan_several_gpus(
     exceed a GPU is planned with construction on the host, as shown in the answer's `job`. Raises
     `UsageError` for invalid arguments, and `SnugfitError` if nothing can be simulated.
     """
-    refuse_bad_request(job, memory_bytes=memory_bytes, workers=workers)
     gpu = find_gpu(gpu)
+    asked = PlanRequest.of(
+        job, [gpu], memory_bytes=memory_bytes, headroom=headroom, fidelity=fidelity, keep=keep, free=free,
+        workers=workers, tell=tell, several_gpus=True,
+    )  # fmt: skip
     rates_for(gpu)  # it refuses a GPU with unknown seconds
-    fixed = replace(kept_of(job, keep, free, None), several_gpus=True)
-    fixed.refuse(gpu.compute_capability)
-    counts = counts_of(gpus, job, fixed)
-    if memory_bytes is None and gpu.memory_bytes is None:
+    counts = counts_of(gpus, job, asked.fixed)
+    if asked.memory_on(gpu) is None:
         raise GpuError(f"The memory of {gpu.name} is not known. Add memory_bytes (--memory).")
-    memory = memory_bytes if memory_bytes is not None else gpu.memory_bytes or 0
-    spare = headroom_of(headroom, gpu, memory_bytes)
-    workers = workers_of(workers)
-    job = built_where_it_fits(job, memory - spare)
-    make = partial(Judge, job, gpu)
-    with worker_pool(make, workers=workers, preload=modules_of(job)) as pool:
-        search = _Search(job, gpu, memory - spare, fixed, fidelity_of(fidelity), pool, tell)
-        answer = search.answer(counts)
-    return replace(answer, memory_bytes=memory, headroom_bytes=spare)
+    searches = SearchesOfKinds(asked, counts)
+    with searches.open(Judge) as pool:
+        return _Search(asked, gpu, searches, pool).answer(counts)
 
 
 class _Search:
     """One search for several GPUs: its arguments and its results so far."""
 
-    def __init__(
-        self, job: Job, gpu: Gpu, bound: int, fixed: Kept, fidelity: Fidelity, pool: WorkerPool, tell: Tell
-    ) -> None:
-        self._job, self._gpu, self._bound, self._fixed = job, gpu, bound, fixed
-        self._fidelity, self._pool, self._tell = fidelity, pool, tell
-        self._figures = SharedFigures(pool)
-        self._judge = self._figures.judge_for(0, (0,))
+    def __init__(self, asked: PlanRequest, gpu: Gpu, searches: SearchesOfKinds, pool: WorkerPool) -> None:
+        self._asked, self._gpu, self._searches, self._pool = asked, gpu, searches, pool
+        self._tell = asked.tell
         self._doubts: dict[str, None] = {}
         self._full: dict[tuple[int, Recipe], OnGpus | None] = {}
 
     def answer(self, counts: list[int]) -> SeveralGpusPlan:
         """Return the plan for these numbers of GPUs."""
         self._tell("comparing precisions and optimizers")
-        self._kind = SearchOfKind(self._job, self._bound, self._fixed, counts, self._fidelity, self._judge)
+        self._kind = self._searches.of(0)
         self._outcomes = dict.fromkeys(counts, Outcome([], None))
         for count in _from_both_ends(counts):
             on_gpus = f"{count} GPU" + "s" * (count > 1)
-            done = self._figures.screened
+            done = self._searches.figures.screened
             self._tell(f"simulating on few layers, {done} recipes done, for {on_gpus}")
             self._outcomes[count] = self._kind.fastest(count)
         firsts = [one.fitting[0] if one.fitting else one.miss for one in self._outcomes.values()]
@@ -119,16 +117,16 @@ class _Search:
 
     def _plan(self, answers: Sequence[OnGpus], alternatives: Sequence[OnGpus]) -> SeveralGpusPlan:
         return SeveralGpusPlan(
-            job=self._job,
+            job=self._kind.job,
             gpu=self._gpu,
-            memory_bytes=self._bound,
-            headroom_bytes=0,
-            fidelity=self._fidelity.value,
+            memory_bytes=self._asked.memory_on(self._gpu) or 0,
+            headroom_bytes=self._asked.headroom_on(self._gpu),
+            fidelity=self._asked.fidelity.value,
             answers=tuple(answers),
             alternatives=tuple(alternatives),
-            kept_slots=self._fixed.listing(),
+            kept_slots=self._asked.fixed.listing(),
             refused=tuple(Exclusion(what=what, why=why) for what, why in self._kind.refused.items()),
-            screened=self._figures.screened,
+            screened=self._searches.figures.screened,
             doubts=tuple(self._doubts),
             versions=installed_versions(),
         )
@@ -181,7 +179,8 @@ class _Search:
         found_as = {one.gpus: _way_of(one, self._outcomes[one.gpus]) for one in plan.fitting}
         left = {gpus for gpus, one in found_as.items() if recomputes_layers(one)}
         are_few = len(left) <= FEW
-        fewer = FewestRecomputed(self._job, self._fixed, self._bound, self._judge, self._in_full)
+        kind = self._kind
+        fewer = FewestRecomputed(kind.job, kind.fixed, kind.bound, kind.judge, self._in_full)
         new = plan
         while True:
             named = new.fitting if are_few else (new.fewest, new.fastest, new.cheapest)
@@ -235,7 +234,7 @@ class _Search:
             scaling_efficiency=efficiency,
             bound=full.bound,
             host_share=full.host_share,
-            fits=full.needed_bytes <= self._bound,
+            fits=full.needed_bytes <= self._kind.bound,
         )
 
 
@@ -252,3 +251,148 @@ def _from_both_ends(counts: Sequence[int]) -> list[int]:
     """
     more, fewer = sorted(counts, reverse=True), sorted(counts)
     return list(dict.fromkeys(one for pair in zip(more, fewer, strict=True) for one in pair))
+
+
+PATIENCE = 2
+"""Number of successively larger numbers of GPUs that are not cheaper, after which the search ends
+(chosen)."""
+
+
+def plan_cards(
+    job: Job,
+    kinds: Iterable[Gpu | str] | None = None,
+    *,
+    gpus: int | Sequence[int],
+    headroom: int | str | None = None,
+    fidelity: str | Fidelity = Fidelity.ROUNDS,
+    keep: Keep = None,
+    free: Free = (),
+    workers: int | None = None,
+    tell: Tell = lambda what: None,
+) -> CardPlans:
+    """Return the fewest GPUs of each kind that train the job, and larger numbers that take fewer GPU seconds.
+
+    `kinds` are by default all of the table, and `gpus` the allowed numbers. The global batch stays unchanged.
+    All other arguments are those of `plan_several_gpus`. A kind whose bytes or seconds
+    are unknown gets no answer, with the reason. Raises `UsageError` for invalid arguments.
+    """
+    kinds = gpus_of(kinds)
+    asked = PlanRequest.of(
+        job, kinds, headroom=headroom, fidelity=fidelity, keep=keep, free=free, workers=workers, tell=tell,
+        several_gpus=True, compares=True,
+    )  # fmt: skip
+    fixed = asked.fixed
+    even, uneven = _shared_evenly(gpus, job, fixed)
+    known, answers = _with_figures(kinds, fixed)
+    refused: dict[str, str] = {}
+    doubts: dict[str, None] = {}
+    screened = 0
+    if known:
+        searches = SearchesOfKinds(replace(asked, gpus=known), even)
+        with searches.open(Judge):
+            for at, gpu in enumerate(known):
+                tell(f"simulating on few layers, {screened} recipes done, for {gpu.name}")
+                one = searches.of(at)
+                answers[gpu.key] = _cards_of(one, gpu, even, asked.headroom_on(gpu), doubts)
+                refused |= one.refused
+                screened = searches.figures.screened
+    return CardPlans(
+        job=job,
+        fidelity=asked.fidelity.value,
+        gpus=tuple(even),
+        uneven=tuple(uneven),
+        answers=tuple(answers[gpu.key] for gpu in kinds),
+        kept_slots=fixed.listing(),
+        refused=tuple(Exclusion(what=what, why=why) for what, why in refused.items()),
+        screened=screened,
+        doubts=tuple(doubts),
+        versions=installed_versions(),
+    )
+
+
+def _shared_evenly(counts: int | Sequence[int], job: Job, fixed: Kept) -> tuple[list[int], list[int]]:
+    """Split the requested numbers of GPUs into those that divide the job's batch evenly, and the rest.
+
+    Raises `UsageError` if several were requested and only a single GPU remains.
+    """
+    even = counts_of(counts, job, fixed)
+    named = sorted({counts} if isinstance(counts, int) else set(counts))
+    uneven = [count for count in named if count not in even]
+    if even == [1] and uneven:
+        step = uneven[0]
+        below = job.batch_size // step * step
+        near = " or ".join(str(size) for size in (below, below + step) if size)
+        raise UsageError(
+            f"A global batch of {job.batch_size} cannot be shared evenly by {', '.join(map(str, uneven))} "
+            f"GPUs. Try a batch of {near}, or name numbers of GPUs that divide it."
+        )
+    return even, uneven
+
+
+def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[str, CardsOfKind]]:
+    """Split the kinds of GPU into those with known bytes and seconds, and answers with the reason for the
+    rest, by key."""
+    known, answers = [], {}
+    for gpu in kinds:
+        try:
+            refuse_gpu(gpu, fixed)
+            rates_for(gpu)
+            known.append(gpu)
+        except GpuError as unknown:
+            answers[gpu.key] = CardsOfKind(gpu=gpu, fits=None, why=str(unknown))
+    return known, answers
+
+
+def _cards_of(
+    search: SearchOfKind, gpu: Gpu, counts: Sequence[int], headroom_bytes: int, doubts: dict[str, None]
+) -> CardsOfKind:
+    """Return the answer for one kind of GPU, and add its warnings to `doubts`."""
+    chosen: list[tuple[Screened, Outcome]] = []
+    dearer: list[int] = []
+    first, least = _first_that_fits(search, counts), math.inf
+    for count in counts[first:]:
+        limit, is_mesh = least / count, bool(chosen and chosen[-1][0].shared.mesh)
+        outcome = search.fastest(count, limit, limit if is_mesh else GAIN * limit)
+        if outcome.fitting:
+            chosen.append((outcome.fitting[0], outcome))
+            least, dearer = count * chosen[-1][0].judged.step_seconds, []
+        elif chosen:
+            dearer.append(count)
+        if len(dearer) == PATIENCE:
+            break
+    fits = bool(chosen)
+    if not chosen and (miss := search.nearest_miss(counts[-1])) is not None:
+        chosen = [(miss, Outcome([], miss))]
+    for one, _ in chosen:
+        about_mesh = _doubts_about_mesh(search.job, one.shared, gpu)
+        doubts.update(dict.fromkeys((*one.judged.doubts, *about_mesh)))
+    answers = [search.answer(one, outcome, fits=fits) for one, outcome in chosen]
+    return CardsOfKind(
+        gpu=gpu,
+        fits=fits if chosen else None,
+        headroom_bytes=headroom_bytes,
+        build_on=search.job.build_on,
+        answers=tuple(answers if fits else (replace(one, why="") for one in answers)),
+        dearer=tuple(dearer),
+        measured_rates=rates_for(gpu).measured,
+        why="" if chosen else next(iter(search.refused.values()), "No recipe trains this job on it."),
+    )
+
+
+def _first_that_fits(search: SearchOfKind, counts: Sequence[int]) -> int:
+    """Return the index in `counts` of the fewest GPUs that fit; its length if none fits."""
+    if search.fits(counts[0]):
+        return 0
+    if len(counts) == 1 or not search.fits(counts[-1]):
+        return len(counts)
+    return bisect.bisect_left(counts, True, 1, len(counts) - 1, key=search.fits)
+
+
+def _doubts_about_mesh(job: Job, shared: Shared, gpu: Gpu) -> Iterator[str]:
+    """Yield warnings on the limits of measurements with its techniques for groups of GPUs."""
+    if shared.parts == 1:
+        return
+    for slot in roster.slots_of_several_gpus():
+        technique = shared.recipe[slot]
+        for warning in technique.warnings(job, gpu.compute_capability):
+            yield f"{technique}: {warning}"

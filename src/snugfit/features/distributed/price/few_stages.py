@@ -142,7 +142,7 @@ class StagesQuestion:
         if depth is None:
             return (0,)
         # Recomputed layers form a pattern, which a shallower model must repeat whole.
-        _, repeats = periodic_setup(self._setup, depth.layers)
+        repeats = periodic_setup(self._setup, depth.layers).period
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
         more = least + max(period, 2 // period * period)
@@ -155,7 +155,7 @@ class StagesQuestion:
         part, setup = self._setup.in_pieces(pieces, self._part)
         if depth is not None and layers:
             part = depth.shallower(part, layers * self._wish.all_stages)
-            setup, _ = periodic_setup(setup, depth.layers)
+            setup = periodic_setup(setup, depth.layers).setup
         known: list[_OfStages] = [{} for _ in self._kinds]
         for stage in stages_to_rehearse(self._wish, part.model.layers):
             trace = rehearse(part, setup, self._policy, steps=STEPS, rank=rank_of(stage, self._wish))

@@ -128,13 +128,17 @@ def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Te
     """
     kernel = kernel_of(func)
     if kernel == RECEIVE:
-        return [tensor for tensor in tree_leaves(args[:1]) if isinstance(tensor, torch.Tensor)]
+        return _tensors_in(args[:1])
     if func.namespace == "_c10d_functional":  # its operand belongs to other code
         gives = kernel in (ALL_GATHER, REDUCE_SCATTER) and isinstance(out, torch.Tensor)
         # A send or an all-reduce carries tensors of other code.
         return [out] if gives else []
     if kernel == ALL_GATHER:
-        return [tensor for tensor in tree_leaves((out, args[:1])) if isinstance(tensor, torch.Tensor)]
+        return _tensors_in((out, args[:1]))
     if kernel == REDUCE_SCATTER:
-        return [tensor for tensor in tree_leaves(args[:2]) if isinstance(tensor, torch.Tensor)]
+        return _tensors_in(args[:2])
     return []
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tree_leaves(values) if isinstance(tensor, torch.Tensor)]

@@ -16,14 +16,18 @@ from kept import REST
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
-from snugfit.features.distributed.plan import search_cards
+from snugfit.features.distributed.plan import search
 from snugfit.features.distributed.plan.candidates import cuts, ways
-from snugfit.features.distributed.plan.cards import CardPlans, CardsOfKind, cheapest_cards, costs_of_cards
 from snugfit.features.distributed.plan.cards_report import render
 from snugfit.features.distributed.plan.judge import Judge
-from snugfit.features.distributed.plan.plan import OnGpus
-from snugfit.features.distributed.plan.search import plan_several_gpus
-from snugfit.features.distributed.plan.search_cards import plan_cards
+from snugfit.features.distributed.plan.plan import (
+    CardPlans,
+    CardsOfKind,
+    OnGpus,
+    cheapest_cards,
+    costs_of_cards,
+)
+from snugfit.features.distributed.plan.search import plan_cards, plan_several_gpus
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.fleet.prices import Prices
@@ -44,7 +48,7 @@ H100 = KINDS[1]
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpJudge]:
     monkeypatch.setattr(MadeUpJudge, "asked", [])
-    monkeypatch.setattr(search_cards, "Judge", MadeUpJudge)
+    monkeypatch.setattr(search, "Judge", MadeUpJudge)
     return MadeUpJudge
 
 
@@ -66,7 +70,7 @@ def test_the_fewest_and_the_cheapest_are_those_of_every_recipe(
     monkeypatch.setattr(made_up, "states", states * GIB)
     monkeypatch.setattr(made_up, "sample", sample * GIB)
     monkeypatch.setattr(made_up, "exchange", exchange)
-    plans = plan_cards(JOB, KINDS, counts=COUNTS, workers=1)
+    plans = plan_cards(JOB, KINDS, gpus=COUNTS, workers=1)
     for kind in plans.answers:
         bound = (kind.gpu.memory_bytes or 0) - headroom_of(None, kind.gpu, one_of_many=True)
         best = {count: best_of_all(JOB, kind.gpu, count, bound, Recipe()) for count in COUNTS}
@@ -86,7 +90,7 @@ def test_the_fewest_and_the_cheapest_are_those_of_every_recipe(
 
 
 def test_kinds_that_run_the_same_kernels_share_rehearsals(made_up: type[MadeUpJudge]) -> None:
-    plans = plan_cards(JOB, KINDS, counts=COUNTS, workers=1)
+    plans = plan_cards(JOB, KINDS, gpus=COUNTS, workers=1)
     assert plans.screened == len(made_up.asked)
     together = {named for _, _, named in made_up.asked}
     assert ("H200-SXM", "H100-SXM") in together
@@ -97,7 +101,7 @@ def test_kinds_that_run_the_same_kernels_share_rehearsals(made_up: type[MadeUpJu
 def test_most_of_the_recipes_are_never_asked_about(made_up: type[MadeUpJudge]) -> None:
     counts = [2**power for power in range(8)]
     job = replace(JOB, batch_size=128)
-    plan_cards(job, [H100], counts=counts, workers=1)
+    plan_cards(job, [H100], gpus=counts, workers=1)
     every = sum(
         len(cuts(job, shared, Kept())) for count in counts for shared in ways(job, Recipe(), count, Kept())
     )
@@ -109,7 +113,7 @@ def test_larger_numbers_are_not_looked_at_once_two_cost_no_less(
 ) -> None:
     monkeypatch.setattr(made_up, "states", GIB)
     monkeypatch.setattr(made_up, "exchange", 10.0)
-    (kind,) = plan_cards(JOB, ["h200"], counts=COUNTS, workers=1).answers
+    (kind,) = plan_cards(JOB, ["h200"], gpus=COUNTS, workers=1).answers
     assert [one.gpus for one in kind.answers] == [1]
     assert kind.dearer == (2, 4)
     asked = {count for count, _, _ in made_up.asked}
@@ -117,7 +121,7 @@ def test_larger_numbers_are_not_looked_at_once_two_cost_no_less(
 
 
 def test_a_kind_without_seconds_says_why(made_up: type[MadeUpJudge]) -> None:
-    none, known = plan_cards(JOB, ["mi300x", "h200"], counts=[1, 2], workers=1).answers
+    none, known = plan_cards(JOB, ["mi300x", "h200"], gpus=[1, 2], workers=1).answers
     assert none.fits is None
     assert "not a CUDA GPU" in none.why
     assert known.fits
@@ -127,7 +131,7 @@ def test_what_fits_nowhere_is_the_nearest_miss(
     made_up: type[MadeUpJudge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(made_up, "states", 4000 * GIB)
-    plans = plan_cards(JOB, ["l4"], counts=[1, 2, 4], workers=1)
+    plans = plan_cards(JOB, ["l4"], gpus=[1, 2, 4], workers=1)
     (kind,) = plans.answers
     assert (kind.fits, kind.fewest, kind.cheapest, plans.fitting) == (False, None, None, ())
     assert kind.answers[0].gpus == 4
@@ -159,7 +163,7 @@ def test_answers_are_those_of_a_plan_for_one_kind() -> None:
     precision is one that both one GPU and several allow."""
     job = replace(small_job("llama", 3), batch_size=8)
     keep = f"whole_batch + bf16 + sdpa + adamw_fused + default + inline + {REST}"
-    (kind,) = plan_cards(job, ["h200"], counts=[1, 2], keep=keep, workers=1).answers
+    (kind,) = plan_cards(job, ["h200"], gpus=[1, 2], keep=keep, workers=1).answers
     assert kind.fits
     for one in kind.answers:
         (planned,) = plan_several_gpus(job, gpu="h200", gpus=one.gpus, keep=keep, workers=1).answers
@@ -205,7 +209,7 @@ def test_plans_go_through_json() -> None:
     assert [(kind["fewest"], kind["cheapest"]) for kind in document["answers"]] == [
         (1, 2), (4, 4), (None, None),
     ]  # fmt: skip
-    with pytest.raises(UsageError, match="not plans by number of GPUs"):
+    with pytest.raises(UsageError, match="not a document 'plans by number of GPUs'"):
         CardPlans.from_json(document | {"what": "plans for many GPUs"})
 
 
@@ -261,11 +265,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.chdir(tmp_path)
     questions: list[Any] = []
 
-    def made_up_plans(job: Job, gpus: Sequence[Gpu], **how: Any) -> CardPlans:
-        questions.append(([gpu.key for gpu in gpus], how["counts"]))
+    def made_up_plans(job: Job, kinds: Sequence[Gpu], **how: Any) -> CardPlans:
+        questions.append(([gpu.key for gpu in kinds], how["gpus"]))
         return replace(cards(), job=job)
 
-    monkeypatch.setattr(search_cards, "plan_cards", made_up_plans)
+    monkeypatch.setattr(search, "plan_cards", made_up_plans)
     return questions
 
 

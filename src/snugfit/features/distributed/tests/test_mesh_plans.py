@@ -16,16 +16,14 @@ from kept import REST
 from small_models import small_job
 from snugfit.errors import UsageError
 from snugfit.features.distributed.plan import cards_report as report_of_cards
-from snugfit.features.distributed.plan import search, search_cards
+from snugfit.features.distributed.plan import search
 from snugfit.features.distributed.plan.candidates import cuts, sharings, ways
-from snugfit.features.distributed.plan.cards import CardPlans, CardsOfKind
 from snugfit.features.distributed.plan.evidence import MARGIN
 from snugfit.features.distributed.plan.judge import Judge
 from snugfit.features.distributed.plan.kind import GAIN, counts_of, why_mesh
-from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
+from snugfit.features.distributed.plan.plan import CardPlans, CardsOfKind, OnGpus, SeveralGpusPlan
 from snugfit.features.distributed.plan.report import render
-from snugfit.features.distributed.plan.search import plan_several_gpus
-from snugfit.features.distributed.plan.search_cards import plan_cards
+from snugfit.features.distributed.plan.search import plan_cards, plan_several_gpus
 from snugfit.features.distributed.plan.shared import Shared
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -274,9 +272,9 @@ def test_a_mesh_that_is_a_little_faster_is_not_chosen(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["only stages share a batch of nine", "a batch of four"])
 def test_cards_are_counted_with_meshes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = WORLDS[name]
-    monkeypatch.setattr(search_cards, "Judge", MadeUpJudge)
+    monkeypatch.setattr(search, "Judge", MadeUpJudge)
     set_world(MadeUpJudge, monkeypatch, world)
-    (kind,) = plan_cards(world.job, ["h200"], counts=[2, 4, 8], workers=1).answers
+    (kind,) = plan_cards(world.job, ["h200"], gpus=[2, 4, 8], workers=1).answers
     bound = (H200.memory_bytes or 0) - headroom_of(None, H200, one_of_many=True)
     best = {count: best_of_all(world.job, H200, count, bound, Recipe()) for count in (2, 4, 8)}
     known = {count: one for count, one in best.items() if one is not None}

@@ -14,7 +14,7 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.features.distributed.feature import Distributed
 from snugfit.features.distributed.plan import cards_report, report
-from snugfit.features.distributed.plan.cards import document_of_cards
+from snugfit.features.distributed.plan.plan import document_of_cards
 from snugfit.planning.plan import Exclusion, KeptSlot
 from snugfit.report import show
 from snugfit.report.text.terminal import as_text
@@ -62,5 +62,5 @@ def test_a_command_of_the_docs_is_understood(
 ) -> None:
     plan = "snugfit.features.distributed.plan"
     monkeypatch.setattr(f"{plan}.search.plan_several_gpus", lambda *_, **__: made_up())
-    monkeypatch.setattr(f"{plan}.search_cards.plan_cards", lambda *_, **__: cards())
+    monkeypatch.setattr(f"{plan}.search.plan_cards", lambda *_, **__: cards())
     assert run(shlex.split(command)) == 0, capsys.readouterr().err

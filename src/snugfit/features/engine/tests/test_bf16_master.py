@@ -232,7 +232,7 @@ def test_a_run_is_that_of_masters_in_32_bits(family: str, recipe: str, job_clip:
     torch.manual_seed(5)
     build_model(job, Recipe.parse("plain").setup(), torch.device("cpu"))  # draws as many numbers
     losses = []
-    for index, pieces in enumerate(micro_batches(job, setup, torch.device("cpu"))):
+    for index, pieces in enumerate(micro_batches(job, setup, torch.device("cpu"), setup.micro_batches)):
         if index == 4:
             break
         total = 0.0

@@ -37,6 +37,7 @@ from snugfit.job.batch_layout import BatchDims
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.plan import Plan
+from snugfit.planning.request import refuse_what_cannot_be_called
 from snugfit.report.watching import Watching
 from snugfit.step.applier import change_live, loader_arguments, make_scaler, objections, set_process
 from snugfit.step.applier import refuse as refuse_for
@@ -91,7 +92,7 @@ def accelerate(
     `NothingFits` for a plan without a fitting recipe. Nothing has changed then.
     """
     options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
-    _refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
+    refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
     watch = watch or Watching(logging_steps, bar=False)
     device = _device_of(model, optimizer)
     keeps = output_dir is not None
@@ -154,12 +155,6 @@ def _job_to_train(
 
 def _code(loss: LossOf | None, items: ItemsOf | None, loader: Any) -> dict[str, Any]:
     return {"loss": loss, "items": items, "collate_fn": getattr(loader, "collate_fn", None)}
-
-
-def _refuse_what_cannot_be_called(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and not callable(value):
-            raise UsageError(f"{name} is {value!r}; it must be a function, or be left out.")
 
 
 def _train_state(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[TrainState, list[str]]:

@@ -1,0 +1,156 @@
+"""The request of a plan for one GPU, for many, or for several that train together: its checked arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from snugfit.job.gpu import Gpu
+from snugfit.job.job import Job
+from snugfit.planning.cost.figures import BelowLowerBound
+from snugfit.planning.cost.startup_share import PlannedRun
+from snugfit.planning.keep import Free, Keep, Kept, kept_of
+from snugfit.planning.plan import SLOWEST
+from snugfit.planning.request import (
+    fidelity_of,
+    refuse_bad_request,
+    refuse_what_cannot_be_called,
+    start_of,
+    workers_of,
+)
+from snugfit.planning.search.progress import Tell
+from snugfit.prediction.headroom import headroom_of
+from snugfit.prediction.startup import STARTUP_RATES, StartupRates
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Fidelity
+
+if TYPE_CHECKING:
+    from snugfit.planning.cost.timer import Timer
+    from snugfit.prediction.worker_pool import SpareProcesses, WorkerPool
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """The checked arguments of a plan: the job, the kinds of GPU, and the recipes that it may choose."""
+
+    job: Job
+    gpus: Sequence[Gpu]
+    """Kinds of GPU. A plan without a GPU has none."""
+    memory_bytes: int | None
+    """Usable bytes of a GPU; None for all of its memory."""
+    headroom: int | str | None
+    fidelity: Fidelity
+    objective: str
+    fixed: Kept
+    """Slots that are not searched."""
+    ranked: int
+    run: PlannedRun
+    workers: int
+    tell: Tell
+    whole_front: bool
+    """True if recipes much slower than the answer are listed too."""
+    compares: bool
+    """True if each kind of GPU gets an answer, or the reason for none."""
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        gpus: Sequence[Gpu],
+        *,
+        headroom: int | str | None,
+        fidelity: str | Fidelity,
+        keep: Keep,
+        free: Free,
+        workers: int | None,
+        tell: Tell,
+        memory_bytes: int | None = None,
+        objective: str = "speed",
+        start: Recipe | str | None = None,
+        ranked: int = 0,
+        steps: int | None = None,
+        once: StartupRates = STARTUP_RATES,
+        whole_front: bool = False,
+        several_gpus: bool = False,
+        compares: bool = False,
+    ) -> Self:
+        """Return the request with these arguments of a plan. Raises `UsageError` for invalid ones."""
+        refuse_bad_request(job, objective=objective, memory_bytes=memory_bytes, workers=workers)
+        refuse_what_cannot_be_called(tell=tell)
+        fixed = replace(kept_of(job, keep, free, start_of(start, ranked)), several_gpus=several_gpus)
+        fixed.refuse(None if compares or not gpus else gpus[0].compute_capability)
+        request = cls(
+            job=job,
+            gpus=gpus,
+            memory_bytes=memory_bytes,
+            headroom=headroom,
+            fidelity=fidelity_of(fidelity),
+            objective=objective,
+            fixed=fixed,
+            ranked=ranked,
+            run=PlannedRun(steps=steps, rates=once),
+            workers=workers_of(workers),
+            tell=tell,
+            whole_front=whole_front,
+            compares=compares,
+        )
+        for gpu in gpus:
+            # A compared GPU of unknown memory gets no answer, and so needs no headroom.
+            if gpu.memory_bytes or not compares:
+                request.headroom_on(gpu)
+        return request
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The first kind of GPU, which is the only one unless kinds are compared; None without one."""
+        return next(iter(self.gpus), None)
+
+    @property
+    def wants_smallest(self) -> bool:
+        """True if the smallest recipe is requested."""
+        return self.objective == "memory"
+
+    @property
+    def slowest(self) -> float:
+        """Limit of an alternative's seconds, in multiples of the answer's seconds."""
+        return math.inf if self.whole_front or self.wants_smallest else SLOWEST
+
+    def load_ahead(self, timer: object) -> None:
+        """Start to import all modules that the workers need. `timer` is theirs, or its source."""
+        from snugfit.planning.cost.parts_pool import load_ahead
+
+        load_ahead(self.job, self.gpus, timer, self.workers, ahead=self.fixed.preloaded)
+
+    def with_pool(
+        self, search: Callable[[WorkerPool], _Result], timer: Timer, spare: SpareProcesses | None = None
+    ) -> _Result:
+        """Return the result of `search`, run with models of few layers; if these do not represent the job,
+        run it with whole models.
+
+        If other kinds are searched concurrently, a worker works apart, and processes become `spare`.
+        """
+        from snugfit.planning.cost.parts_pool import parts_pool
+
+        for shallow in (True, False):
+            with parts_pool(
+                self.job, self.gpus or [None], timer, workers=self.workers, shallow=shallow, run=self.run,
+                apart=spare is not None, spare=spare,
+            ) as pool:  # fmt: skip
+                try:
+                    return search(pool)
+                except BelowLowerBound:
+                    self.tell("the layers are not alike: starting again with complete models")
+        raise AssertionError("a full simulation is never less than itself")
+
+    def headroom_on(self, gpu: Gpu | None) -> int:
+        """Return the bytes of this GPU's memory that stay free. Raises `UsageError` for an invalid
+        headroom."""
+        return headroom_of(self.headroom, gpu, self.memory_bytes, one_of_many=self.compares)
+
+    def memory_on(self, gpu: Gpu | None) -> int | None:
+        """Return the usable bytes of this GPU, with the headroom; None if unlimited or unknown."""
+        return self.memory_bytes if self.memory_bytes is not None or gpu is None else gpu.memory_bytes
