@@ -66,11 +66,11 @@ def rehearse_from_few_layers(
 
     Return None if equality is not certain, or if shallow models save no work.
     """
-    if loop != "plain":
-        return _whole_steps_from_few_layers(job, setup, policy, loop)
     is_one_program = _is_one_program(setup)
     if not is_one_program and not is_deep(job, DEEP):
         return None
+    if loop != "plain":
+        return _whole_steps_from_few_layers(job, setup, policy, loop)
     passes = passes_from_few_layers(job, setup, policy)
     if passes is None:
         return None

@@ -255,13 +255,19 @@ def _without_collector() -> Iterator[None]:
     trace.
 
     Nothing is collected at the end. A collection takes longer than a small simulation, and the enabled
-    collector frees the cycles later.
+    collector frees the cycles later. The Trainer and accelerate call the collector themselves: it then
+    traverses the objects of the simulation alone.
     """
-    enabled = gc.isenabled()
+    enabled, thaws = gc.isenabled(), not gc.get_freeze_count()
     gc.disable()
+    # The heap of torch and transformers takes about a second to traverse, and has no tensor of the step.
+    if thaws:
+        gc.freeze()
     try:
         yield
     finally:
+        if thaws:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 
