@@ -15,6 +15,7 @@ from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
 from snugfit.cli.ways_out import with_ways_out
 from snugfit.errors import NothingFits, UsageError
+from snugfit.units import show_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,7 @@ Software = Annotated[
 ]
 Largest = Annotated[
     Literal["batch", "sequence-length"] | None,
-    given.option(given.WHERE, "Find the largest batch, or the longest sequence, that fits."),
+    given.option(given.WHERE, "Find the largest batch, or the longest sequence, that fits and leaves the headroom."),
 ]
 Compare = Annotated[
     list[str] | None,
@@ -196,7 +197,8 @@ def _largest(request: Request, of: str, *, quiet: bool, fresh: bool) -> Predicti
         **how,
     )
     if not quiet:
-        typer.echo(f"Largest {of.replace('-', ' ')} that fits: {size:,}\n")
+        headroom = show_bytes(prediction.headroom_bytes) if prediction.headroom_bytes else "none"
+        typer.echo(f"Largest {of.replace('-', ' ')} that fits: {size:,} (headroom: {headroom})\n")
     return prediction
 
 
