@@ -33,7 +33,9 @@ Software = Annotated[
 ]
 Largest = Annotated[
     Literal["batch", "sequence-length"] | None,
-    given.option(given.WHERE, "Find the largest batch, or the longest sequence, that fits and leaves the headroom."),
+    given.option(
+        given.WHERE, "Find the largest batch, or the longest sequence, that fits and leaves the headroom."
+    ),
 ]
 Compare = Annotated[
     list[str] | None,

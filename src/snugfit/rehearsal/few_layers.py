@@ -23,8 +23,8 @@ from snugfit.rehearsal.trace.grow import Entry, grow
 from snugfit.rehearsal.trace.relative import RelativeTrace, without_layer_numbers
 from snugfit.rehearsal.trace.repeat import repeat
 from snugfit.techniques.registry import hooks
-from snugfit.techniques.several_gpus import ranks_of
 from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -59,9 +59,7 @@ class _Shallow(NamedTuple):
     decisions: list[Any]
 
 
-def rehearse_from_few_layers(
-    job: Job, setup: Setup, policy: Policy, *, loop: str = "plain"
-) -> Trace | None:
+def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy, *, loop: str = "plain") -> Trace | None:
     """Return the trace of this job's three steps from shallow models, equal to that of `rehearse`.
 
     Return None if equality is not certain, or if shallow models save no work.

@@ -141,7 +141,7 @@ def observe(trainer_class: type[Any]) -> type[Any]:
         skipped: range
         """Indices of the micro-batches of a step whose passes are skipped."""
         micro_batch = 0
-        loss: torch.Tensor | None
+        loss: Any = None
         """The loss of a micro-batch whose successor is skipped."""
 
         def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:

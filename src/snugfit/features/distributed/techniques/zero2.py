@@ -45,13 +45,15 @@ class Zero2(Technique):
     """
 
     bucket: int | None = between(1, deepspeed_zero.LARGEST_BUCKET, default=None)
-    """Number of elements of the buffer in which gradients are averaged (`reduce_bucket_size`). By default it
-    is the square of the model's width, as for `auto`; DeepSpeed's own default is 500000000.
+    """Number of elements of the buffer in which gradients are averaged (`reduce_bucket_size`). The
+    default is the square of the model's width, as for `auto`; DeepSpeed's own is 500000000.
     """
 
     def install(self, setup: Setup) -> Setup:
         """Set the Setup's `sharding` field, so that DeepSpeed's engine runs the steps."""
-        return deepspeed_zero.with_engine(setup, ShardingWish(stage=2, states=self.offload, bucket=self.bucket))
+        return deepspeed_zero.with_engine(
+            setup, ShardingWish(stage=2, states=self.offload, bucket=self.bucket)
+        )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield objections to all but AdamW in fp32 or bf16, which the engine trains."""

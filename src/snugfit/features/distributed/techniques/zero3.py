@@ -44,8 +44,8 @@ class Zero3(Technique):
     """
 
     bucket: int | None = between(1, deepspeed_zero.LARGEST_BUCKET, default=None)
-    """Number of elements of the buffer in which gradients are averaged (`reduce_bucket_size`). By default it
-    is the square of the model's width, as for `auto`; DeepSpeed's own default is 500000000.
+    """Number of elements of the buffer in which gradients are averaged (`reduce_bucket_size`). The
+    default is the square of the model's width, as for `auto`; DeepSpeed's own is 500000000.
     """
 
     def install(self, setup: Setup) -> Setup:

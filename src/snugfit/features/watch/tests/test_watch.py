@@ -255,9 +255,8 @@ def test_what_was_seen_is_inert_in_a_notebook(cuda: FakeCuda) -> None:
 def test_what_was_seen_is_printed_in_full_by_ipython(cuda: FakeCuda) -> None:
     with Watch(3, None, machine()) as seen:
         pass
-    printed = SimpleNamespace(text=lambda text: lines.append(text))
     lines: list[str] = []
-    seen._repr_pretty_(printed, False)
+    seen._repr_pretty_(SimpleNamespace(text=lines.append), False)
     assert lines == [str(seen)]
     assert "GPU 0" in lines[0]
 
