@@ -46,7 +46,7 @@ def test_the_accelerator_that_deepspeed_found_is_not_told(logger, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("form", (["--json"], ["--format", "json"], ["--format=json"]))
+@pytest.mark.parametrize("form", [["--json"], ["--format", "json"], ["--format=json"]])
 def test_a_library_s_print_stays_out_of_a_json_document(form, monkeypatch, capsys):
     def print_and_find(name):
         print("Setting accelerator to CPU.")
