@@ -74,8 +74,8 @@ def largest(
     )
     low, high = 1, sizes.limit + 1
     if sizes.spare(low) < 0:
-        kept = sizes.asked[low].headroom_bytes
-        free = f" and a headroom of {show_bytes(kept)}" if kept else ""
+        margin = sizes.asked[low].headroom_bytes
+        free = f" and a headroom of {show_bytes(margin)}" if margin else ""
         raise NothingFits(
             f"Not even a {of.replace('-', ' ')} of {sizes.size(low)} fits: {show_bytes(-sizes.spare(low))} "
             f"are missing with {recipe}{free}. Try checkpointing, a smaller optimizer state, or a larger GPU."
