@@ -104,10 +104,14 @@ def counterparts(stage: int) -> tuple[Counterpart, ...]:
             "deepspeed.zero_allow_untested_optimizer": True,
             **{f"deepspeed.{name}": "auto" for name in FROM_ARGUMENTS},
         }
+        sized = written["deepspeed.zero_optimization"] | {"reduce_bucket_size": Setting("bucket")}
         read = {"sharding.stage": stage, "sharding.offload": offload, "sharding.bucket": Setting("bucket")}
         settings = {"offload": offload}
         named += [
             Counterpart(arguments=written, settings=settings),
+            Counterpart(
+                arguments=written | {"deepspeed.zero_optimization": sized}, settings=settings, used="to write"
+            ),
             Counterpart(arguments=read, settings=settings, note=READ),
         ]
     return tuple(named)
