@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 import pytest
 
-from snugfit.__main__ import main
+from snugfit import __main__ as entry
 from snugfit.cli.main import NO_COMMANDS, run
 
 
@@ -51,13 +54,21 @@ def test_a_log_from_a_closed_stdin_is_none(
 
 
 def test_an_interrupt_during_the_imports_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(words: object) -> None:
-        raise KeyboardInterrupt
+    """The handler of Ctrl-C ends the process inside an import, before an exception could surface there."""
 
-    monkeypatch.setattr("snugfit.__main__.use_plugins", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        main()
+    def interrupted(words: object) -> None:
+        assert signal.getsignal(signal.SIGINT) is entry._end
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("snugfit.feature_folders.use_plugins", interrupted)
+    monkeypatch.setattr("os._exit", sys.exit)
+    before = signal.signal(signal.SIGINT, entry._end)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            entry.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
-    assert capsys.readouterr().err == "snugfit: interrupted\n"
+    assert capfd.readouterr().err == "snugfit: interrupted\n"

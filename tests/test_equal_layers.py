@@ -17,8 +17,13 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal import few_layers
+from snugfit.rehearsal import rehearse as rehearsing
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.splice import rehearse_passes, rehearse_update, splice
+from snugfit.rehearsal.trace.relative import Alloc, PhaseStart
+from snugfit.rehearsal.trace.repeat import widen
+from snugfit.rehearsal.trace.trace import MarkKind
+from snugfit.step.step import SKIPPED
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
 
@@ -52,18 +57,58 @@ def test_a_prediction_from_few_layers_is_the_whole_one(
     monkeypatch.setattr(few_layers, "WRITTEN_SHARE", 0)
     found: list[bool] = []
 
-    def few(*asked: Any) -> Any:
-        trace = rehearse_from_few_layers(*asked)
+    def few(*asked: Any, **how: Any) -> Any:
+        trace = rehearse_from_few_layers(*asked, **how)
         found.append(trace is not None)
         return trace
 
     job = small_job(family, DEEP, batch_size=8)
     monkeypatch.setattr(room, "rehearse_from_few_layers", few)
     short = predict(job, recipe, gpu=GPU)
-    monkeypatch.setattr(room, "rehearse_from_few_layers", lambda *asked: None)
+    monkeypatch.setattr(room, "rehearse_from_few_layers", lambda *asked, **how: None)
     whole = predict(job, recipe, gpu=GPU)
     assert json.dumps(short.to_json()) == json.dumps(whole.to_json())
     assert found == [True] or not is_used
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("family", "recipe", "loop"),
+    slow_but(
+        [
+            ("gpt2", "lora + bf16 + micro_batches(5)", "trainer"),
+            ("bert", "fp16 + adamw_fused + micro_batches(5)", "accelerate"),
+            ("llama", "bf16 + every_layer + micro_batches(2)", "trainer"),
+            ("mixtral", "adafactor + micro_batches(5)", "trainer"),
+        ],
+        2,
+    ),
+)
+def test_few_layers_and_micro_batches_of_another_loop_are_its_whole_steps(
+    family: str, recipe: str, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft" if "lora" in recipe else loop.replace("trainer", "accelerate"))
+    monkeypatch.setattr(few_layers, "DEEP", DEEP)
+    monkeypatch.setattr(few_layers, "FEWEST_PERIODS", 2)
+    monkeypatch.setattr(few_layers, "WRITTEN_SHARE", 0)
+    job, setup = small_job(family, DEEP, batch_size=10), Recipe.parse(recipe).setup()
+    found = rehearse_from_few_layers(job, setup, CUDA, loop=loop)
+    monkeypatch.setattr(rehearsing, "short_run", lambda *asked, **how: None)
+    assert found == rehearsing.rehearse(job, setup, CUDA, loop=loop)
+
+
+def test_skipped_micro_batches_that_are_not_periodic_are_refused() -> None:
+    """The skipped span frees a block that the repeated one does not allocate again."""
+    kept, more = Alloc(4, "aten::add", "", "forward", "activations"), Alloc(8, "aten::mul", "", "forward", "")
+    step: list[Any] = [PhaseStart(0, "load")]
+    for phase in ("forward", "forward", SKIPPED, "forward"):
+        step += [PhaseStart(0, phase), PhaseStart(0, "clip")]
+    pieces = widen([*step, MarkKind.STEP_END], 4)
+    assert pieces is not None
+    assert [times for _, times in pieces] == [1, 2, 1]
+    before = step.index(PhaseStart(0, SKIPPED))
+    assert widen([*step[:before], kept, *step[before:]], 4) is None
+    assert widen([*step[: before + 1], more, *step[before + 1 :]], 4) is None
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "released", "captured"])

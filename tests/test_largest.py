@@ -57,6 +57,15 @@ def test_the_largest_batch_fits_and_the_next_does_not(text: str, monkeypatch: py
     assert len(asked) <= 16
 
 
+def test_the_largest_batch_leaves_the_headroom_of_a_plan() -> None:
+    size, prediction = largest(JOB, "plain", gpu="p100-pcie")
+    further = predict(replace(JOB, batch_size=size + 1), "plain", gpu="p100-pcie")
+    assert prediction.headroom_bytes > 0
+    assert prediction.fits
+    assert not prediction.tight
+    assert further.tight or not further.fits
+
+
 def test_the_largest_length_ends_where_the_positions_end() -> None:
     size, prediction = largest(JOB, Recipe(), memory_bytes=4 * GIB, of="sequence-length")
     assert size == 96

@@ -18,9 +18,12 @@ Names are loaded when they are first used, so that importing snugfit costs nothi
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+# The command imports this file first, and Ctrl-C during the import of typing would print a traceback.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from snugfit.cli.notebook import predict as predict
     from snugfit.cli.plan_cache import plan as plan
     from snugfit.comparison.compare import Comparison as Comparison

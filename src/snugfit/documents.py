@@ -4,6 +4,9 @@ A document is written to a temporary file in the same folder, flushed to the dis
 the old document or the new one, never half of one. Reading accepts only a plain file of at most a few MiB.
 Its content must be strict JSON (no NaN, no Infinity, no number beyond a double) with an object at the top.
 Nothing is ever unpickled.
+
+A command's answer may be a document too. Libraries print to stdout when they are imported (DeepSpeed), so
+`only_documents_on_stdout` redirects all other output to stderr.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from itertools import repeat
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 from snugfit.errors import UsageError
 
@@ -31,8 +37,30 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 """Flags to open a file without waiting on a pipe. Windows has neither of the two."""
 
 
+_STDOUT: ContextVar[TextIO | None] = ContextVar("_STDOUT", default=None)
+"""The stdout that takes documents alone; None where it takes all output."""
+
+
 class BadDocument(Exception):
     """Error for a file that is not a document of snugfit. The message names the fault."""
+
+
+@contextmanager
+def only_documents_on_stdout() -> Iterator[None]:
+    """Context in which stdout receives only documents, and stderr all other output."""
+    stdout = sys.stdout
+    token = _STDOUT.set(stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+        stdout.flush()
+    finally:
+        _STDOUT.reset(token)
+
+
+def stdout_of_documents() -> TextIO:
+    """Return the stream to which a command prints its document."""
+    return _STDOUT.get() or sys.stdout
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:

@@ -19,7 +19,8 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +34,7 @@ from snugfit.cli.predict import predict
 from snugfit.cli.reference import schema, techniques
 from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
 from snugfit.cli.train import train
+from snugfit.documents import only_documents_on_stdout
 from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.feature_folders import use_plugins
 from snugfit.frontends.one_of_several import COMMAND_LINE, one_of_several
@@ -106,7 +108,8 @@ def run(arguments: Sequence[str]) -> int:
             # Before the parsing, because plugins may add options.
             use_plugins(named_plugins(arguments))
             arguments = without_plugins(arguments)
-            code = app(args=arguments, prog_name="snugfit", standalone_mode=False)
+            with only_documents_on_stdout() if prints_document(arguments) else nullcontext():
+                code = app(args=arguments, prog_name="snugfit", standalone_mode=False)
             sys.stdout.flush()
     except ToldElsewhere as told:
         return told.exit_code
@@ -122,6 +125,13 @@ def run(arguments: Sequence[str]) -> int:
     if code == INTERRUPTED:  # typer makes a number of Ctrl-C
         return _print_error("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
+
+
+def prints_document(arguments: Sequence[str]) -> bool:
+    """Return whether this command line requests JSON."""
+    return bool({"--json", "--format=json"}.intersection(arguments)) or ("--format", "json") in pairwise(
+        arguments
+    )
 
 
 def main() -> None:

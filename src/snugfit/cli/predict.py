@@ -15,6 +15,7 @@ from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
 from snugfit.cli.ways_out import with_ways_out
 from snugfit.errors import NothingFits, UsageError
+from snugfit.units import show_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +35,8 @@ Largest = Annotated[
     str | None,
     given.option(
         given.WHERE,
-        "Find the largest batch, or the longest sequence-length, that fits. Further phases have further "
-        "sizes.",
+        "Find the largest batch, or the longest sequence-length, that fits and leaves the headroom. Further "
+        "phases have further sizes.",
         metavar="SIZE",
     ),
 ]
@@ -205,7 +206,8 @@ def _largest(request: Request, of: str, *, quiet: bool, fresh: bool) -> Predicti
         **how,
     )
     if not quiet:
-        typer.echo(f"Largest {of.replace('-', ' ')} that fits: {size:,}\n")
+        headroom = show_bytes(prediction.headroom_bytes) if prediction.headroom_bytes else "none"
+        typer.echo(f"Largest {of.replace('-', ' ')} that fits: {size:,} (headroom: {headroom})\n")
     return prediction
 
 

@@ -3,7 +3,7 @@
 Each size is predicted as a whole. No formula would do: the moment of the peak changes with the size, and
 the allocator rounds. Memory grows nearly linearly with either size. The next size is the intersection of
 the limit with the line through the two nearest predictions. If the search stalls, it takes the middle. The
-result fits, and the next larger size does not.
+result fits and leaves the headroom of a plan, and the next larger size does not.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def largest(
 ) -> LargestFit:
     """Return the largest global batch or sequence length that fits, with its prediction.
 
-    The batch is a multiple of the recipe's micro-batches. Recipe and GPU may be given as text. A
-    `headroom` that is given stays free.
+    The batch is a multiple of the recipe's micro-batches. Recipe and GPU may be given as text. The
+    `headroom` stays free (bytes, or text such as `2%`); by default that of plans.
 
     Raises `UsageError` without a limit, for an unknown `of`, and for the sequence length of a task without
     sequences. Raises `NothingFits` if the smallest size does not fit.
@@ -71,7 +71,8 @@ def largest(
     )
     low, high = 1, sizes.limit + 1
     if sizes.spare(low) < 0:
-        free = "" if headroom is None else f" and a headroom of {headroom}"
+        margin = sizes.asked[low].headroom_bytes
+        free = f" and a headroom of {show_bytes(margin)}" if margin else ""
         raise NothingFits(
             f"Not even a {of.replace('-', ' ')} of {sizes.size(low)} fits: {show_bytes(-sizes.spare(low))} "
             f"are missing with {recipe}{free}. Try checkpointing, a smaller optimizer state, or a larger GPU."
@@ -118,12 +119,11 @@ class _Sizes:
         return count * self.unit
 
     def spare(self, count: int) -> int:
-        """Return the free bytes at `count` units, less a given headroom; negative if it does not fit."""
+        """Return the free bytes at `count` units, less the headroom; negative if it does not fit."""
         if count not in self.asked:
             self.asked[count] = predict(self._job(count), self.recipe, **self.options)
         prediction = self.asked[count]
-        margin = 0 if self.options["headroom"] is None else prediction.headroom_bytes
-        return (prediction.spare_bytes or 0) - margin
+        return (prediction.spare_bytes or 0) - prediction.headroom_bytes
 
     def guess(self, low: int, high: int, *, halve: bool) -> int:
         """Return the next size to predict, between `low`, which fits, and `high`, which does not fit or is

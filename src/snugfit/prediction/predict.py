@@ -209,10 +209,12 @@ def _rehearse_once(
     rank: int,
 ) -> Trace:
     policy = policy_for(gpu, profile)
-    as_ours = loop == "plain" and not (profile.keep_gradients or profile.always_mask)
-    # A shallow model has the same kernels only in snugfit's own loop and with today's software.
-    if as_ours and (trace := rehearse_from_few_layers(job, setup, policy)) is not None:
-        return trace
+    older = profile.keep_gradients or profile.always_mask
+    # A user's own Trainer may count layers, and older software is not simulated from few.
+    if not older and trainer_class is None:
+        trace = rehearse_from_few_layers(job, setup, policy, loop=loop)
+        if trace is not None:
+            return trace
     return rehearse(
         job,
         setup,

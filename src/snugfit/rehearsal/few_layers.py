@@ -1,7 +1,8 @@
 """Simulate a deep model by its shallow versions, if its layers are alike (law 5).
 
 Two shallow models differ by one period of layers. The moves of that period are repeated (`trace/deepen.py`).
-The update is simulated at full depth and spliced. A model compiled as one program gains most, because
+In the plain loop, the update is simulated at full depth and spliced. In other loops, whose update is not
+simulated alone, it is extended with the passes. A model compiled as one program gains most, because
 Inductor takes one or two seconds per layer.
 """
 
@@ -14,13 +15,16 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.rehearsal.deep_stack import is_deep
+from snugfit.rehearsal.rehearse import STEPS, record_steps
 from snugfit.rehearsal.splice import Part, SharedBlock, rehearse_passes, rehearse_update, splice
 from snugfit.rehearsal.trace.deepen import deepen, numbers_of
 from snugfit.rehearsal.trace.depth import Depth, depth_of, periodic_setup
 from snugfit.rehearsal.trace.grow import Entry, grow
-from snugfit.rehearsal.trace.relative import without_layer_numbers
+from snugfit.rehearsal.trace.relative import RelativeTrace, without_layer_numbers
+from snugfit.rehearsal.trace.repeat import repeat
 from snugfit.techniques.registry import hooks
 from snugfit.techniques.setup import Setup
+from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -55,7 +59,7 @@ class _Shallow(NamedTuple):
     decisions: list[Any]
 
 
-def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | None:
+def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy, *, loop: str = "plain") -> Trace | None:
     """Return the trace of this job's three steps from shallow models, equal to that of `rehearse`.
 
     Return None if equality is not certain, or if shallow models save no work.
@@ -63,6 +67,8 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
     is_one_program = _is_one_program(setup)
     if not is_one_program and not is_deep(job, DEEP):
         return None
+    if loop != "plain":
+        return _whole_steps_from_few_layers(job, setup, policy, loop)
     passes = passes_from_few_layers(job, setup, policy)
     if passes is None:
         return None
@@ -70,6 +76,19 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | 
     update = rehearse_update(job, setup, policy, passes.gradients, passes.shared)
     run = splice(passes, update, micro_batches=setup.micro_batches)
     return None if run is None else run.trace()
+
+
+def _whole_steps_from_few_layers(job: Job, setup: Setup, policy: Policy, loop: str) -> Trace | None:
+    """Return the trace of three steps of another loop, whose passes and update are extended together."""
+
+    def record(job: Job, setup: Setup, policy: Policy) -> Part:
+        recording = record_steps(job, setup, policy, loop)
+        return Part(RelativeTrace.of(recording.trace, recording.marks), (), recording.varies)
+
+    # Several processes exchange gradients in buckets, whose number is not linear in the depth.
+    steps = passes_from_few_layers(job, setup, policy, record) if ranks_of(setup) == 1 else None
+    run = steps and repeat(steps.trace, steps=STEPS, micro_batches=setup.micro_batches)
+    return run.trace() if run else None
 
 
 def _is_one_program(setup: Setup) -> bool:

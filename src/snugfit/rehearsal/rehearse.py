@@ -23,7 +23,7 @@ from snugfit.rehearsal.deep_stack import DEEP_LAYERS, is_deep, run_on_deep_stack
 from snugfit.rehearsal.missing_gradients import MissingGradients
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
-from snugfit.rehearsal.trace.repeat import repeat, short_run
+from snugfit.rehearsal.trace.repeat import ShortRun, repeat, short_run
 from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
@@ -94,11 +94,12 @@ def rehearse(
             job, lambda one: open_it(one, setup), lambda step, count: record_step(step, policy, count), steps
         )
         return whole_trace
-    late = _recorder_class(setup).micro_batches_to_settle(setup)
-    # Only the plain loop is snugfit's own, without hidden counters or logs between steps.
-    short = short_run(job, setup, steps, steady=steady, late=late) if loop == "plain" else None
+    # A user's own Trainer may have counters, so its steps are recorded in full.
+    short = _short_run(job, setup, loop, steps, steady=steady) if trainer_class is None else None
     if short is not None:
-        trace, marks, varies, _ = record_step(open_it(short.job, short.setup), policy, short.steps)
+        step = open_it(short.job, short.setup)
+        step.skips_micro_batches = short.skips
+        trace, marks, varies, _ = record_step(step, policy, short.steps)
         # A run that varies with its values, or has no steady state, is recorded again in full.
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=short.micro_batches) if not varies else None
@@ -107,6 +108,22 @@ def rehearse(
     if setup.records_graphs:
         return _record_until_played(lambda: open_it(job, setup), policy, steps)
     return record_step(open_it(job, setup), policy, steps).trace
+
+
+def record_steps(job: Job, setup: Setup, policy: Policy, loop: str) -> Recording:
+    """Record the steps of this loop from which `repeat` makes `STEPS` steps with all micro-batches."""
+    import torch
+
+    import_peft()
+    short = _short_run(job, setup, loop, STEPS) or ShortRun(job, setup, STEPS, setup.micro_batches)
+    step = open_step(short.job, short.setup, loop, torch.device("meta"))
+    step.skips_micro_batches = short.skips
+    return record_step(step, policy, short.steps)
+
+
+def _short_run(job: Job, setup: Setup, loop: str, steps: int, *, steady: bool = False) -> ShortRun | None:
+    late = _recorder_class(setup).micro_batches_to_settle(setup)
+    return short_run(job, setup, steps, loop=loop, steady=steady, late=late)
 
 
 def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int) -> Trace:
@@ -243,13 +260,19 @@ def _without_collector() -> Iterator[None]:
     trace.
 
     Nothing is collected at the end. A collection takes longer than a small simulation, and the enabled
-    collector frees the cycles later.
+    collector frees the cycles later. The Trainer and accelerate call the collector themselves: it then
+    traverses the objects of the simulation alone.
     """
-    enabled = gc.isenabled()
+    enabled, thaws = gc.isenabled(), not gc.get_freeze_count()
     gc.disable()
+    # The heap of torch and transformers takes about a second to traverse, and has no tensor of the step.
+    if thaws:
+        gc.freeze()
     try:
         yield
     finally:
+        if thaws:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 

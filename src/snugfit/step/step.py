@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 PHASES = ("build", "load", "forward", "backward", "clip", "update")
+SKIPPED = "skipped"
+"""Phase of a micro-batch whose passes a short simulation skips."""
+
 LOOPS = ("plain", "accelerate", "trainer")
 """Names of the loops; `open_step.py` maps each to its Step."""
 
@@ -112,6 +115,12 @@ class Step(ABC):
 
     keep_gradients = False
     """Zero gradients in place after a step instead of dropping them (torch's habit before 2.0)."""
+
+    skips_micro_batches = False
+    """Skip the passes of each step's micro-batches from the third to the last but one, in the Trainer's loop.
+
+    A simulation inserts those of the second one in their place.
+    """
 
     trainer_class: type[Any] | None = None
     """Subclass of `transformers.Trainer` that the Trainer's loop runs instead of it; None for `Trainer`

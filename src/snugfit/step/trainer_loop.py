@@ -26,7 +26,7 @@ from snugfit.step.applier import (
 )
 from snugfit.step.batches import collator, dataset
 from snugfit.step.build import build_model, build_optimizer
-from snugfit.step.step import Step
+from snugfit.step.step import SKIPPED, Step
 from snugfit.step.transformers_internals import arguments_class, place_state, placed_on
 from snugfit.techniques.several_gpus import ranks_of
 
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.step.step import Observer
     from snugfit.techniques.setup import Setup
+
+FIRST_SKIPPED = 2
+"""Index of the first micro-batch that can be skipped. The first allocates the gradients, the second
+accumulates into them."""
 
 
 class TrainerStep(Step):
@@ -78,6 +82,9 @@ class TrainerStep(Step):
         )
         trainer.observer, trainer.losses = observer, [] if self.keep_losses else None
         trainer.setup = self.setup
+        if self.skips_micro_batches:
+            # The last micro-batch runs, since the Trainer then exchanges the gradients and steps.
+            trainer.skipped_micro_batches = range(FIRST_SKIPPED, self.pieces - 1)
         for unwanted in (transformers.PrinterCallback, transformers.ProgressCallback):
             trainer.remove_callback(unwanted)
         place_state(trainer.accelerator, self.device)
@@ -132,16 +139,29 @@ def observe(trainer_class: type[Any]) -> type[Any]:
         observer: Observer
         losses: list[torch.Tensor] | None
         setup: Setup
+        skipped_micro_batches = range(0)
+        """Indices of the micro-batches of a step whose passes are skipped."""
+        micro_batch_index = 0
+        loss_before_skipped: Any = None
+        """The loss of a micro-batch whose successor is skipped."""
 
         def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
             """Begin a step: the Trainer calls this first, before its callbacks."""
             self.observer.step_begins(self.state.global_step)
             self.observer.phase("load")
+            self.micro_batch_index = 0
             return super().get_batch_samples(*arguments, **keywords)
 
         def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-            self.observer.phase("forward")
-            loss = super().training_step(*arguments, **keywords)
+            if self.micro_batch_index in self.skipped_micro_batches:
+                self.observer.phase(SKIPPED)
+                loss = self.loss_before_skipped
+            else:
+                self.observer.phase("forward")
+                loss = super().training_step(*arguments, **keywords)
+            self.micro_batch_index += 1
+            # A reference beyond the skipped micro-batches would keep the loss for longer than the Trainer.
+            self.loss_before_skipped = loss if self.micro_batch_index in self.skipped_micro_batches else None
             # Until its next callback the Trainer at most clips.
             self.observer.phase("clip")
             if self.losses is not None:

@@ -7,7 +7,7 @@ is the whole batch, and not one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -102,14 +102,24 @@ def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ..
 def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, Any] | None:
     """Return the counterpart's arguments for this technique with its settings; None if it has no argument for
     a setting."""
-    named = {value.name for value in counterpart.arguments.values() if isinstance(value, Setting)}
+    named = {value.name for value in _flat(counterpart.arguments) if isinstance(value, Setting)}
     for declared in fields(technique):
         value = getattr(technique, declared.name)
         implied = counterpart.settings.get(declared.name, declared.default)
         # The arguments imply another value than the technique has.
         if declared.name not in named and value != implied:
             return None
-    return {
-        key: getattr(technique, value.name) if isinstance(value, Setting) else value
-        for key, value in counterpart.arguments.items()
-    }
+    return {key: _with_settings(value, technique) for key, value in counterpart.arguments.items()}
+
+
+def _flat(arguments: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the values of nested mappings."""
+    for value in arguments.values():
+        yield from _flat(value) if isinstance(value, Mapping) else (value,)
+
+
+def _with_settings(value: Any, technique: Technique) -> Any:
+    """Return a value with each `Setting` replaced by the technique's."""
+    if isinstance(value, Mapping):
+        return {key: _with_settings(part, technique) for key, part in value.items()}
+    return getattr(technique, value.name) if isinstance(value, Setting) else value

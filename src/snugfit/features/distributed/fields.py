@@ -29,6 +29,10 @@ class ShardingWish(SeveralProcesses):
     weights: str = "none"
     """Place of weights until a module uses them (stage 3): `none`, `cpu` or `nvme`."""
 
+    bucket: int | None = None
+    """Elements of the buffer in which gradients are averaged (`reduce_bucket_size`); None for the size that
+    `auto` gives, the square of the width of the hidden states."""
+
     dtype: str = "float32"
     """Dtype of modules' weights and computation, by torch's name. The updated weights are always fp32."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GPUS, BY, STAGE, OFFLOAD = "job.gpus", "parallel.by", "sharding.stage", "sharding.offload"
+BUCKET = "sharding.bucket"
 PER_HOST, HOSTS, COPIES, SHARDS = (
     "parallel.per_host",
     "parallel.hosts",
@@ -33,10 +34,7 @@ OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
 
 NO_MESH = "without FSDP (version 2) a mesh of processes spreads nothing"
 IN_THE_CONFIG = "the file of accelerate launch decides the sharding. Give that file instead"
-OWN_BUCKETS = (
-    "on several GPUs accelerate leaves DeepSpeed its own buckets, of half a billion elements each, which are "
-    "not predicted. Give a DeepSpeed file with sizes of auto instead (deepspeed_config_file)"
-)
+WITHOUT_STAGE = "on several GPUs DeepSpeed is predicted with a zero_stage of 2 or 3"
 TWO_BUCKETS = "on one GPU there is nothing to overlap, and its second bucket is not predicted"
 FIRST_STAGE = (
     "DeepSpeed's first stage on several GPUs has no counterpart: ddp is without it, and zero2 is the next"
@@ -98,10 +96,10 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
         _read_fsdp(processes, gpus, numbers)
     elif numbers.get(SHARDS, 1) > 1:
         processes.refused.append((SHARDS, NO_MESH))
-    elif by == "deepspeed" and processes.gpus > 1:
-        processes.refused.append((BY, OWN_BUCKETS))
     elif ZERO in arguments and STAGE not in arguments:
         _read_zero(processes, arguments[ZERO])
+    elif by == "deepspeed" and processes.gpus > 1 and STAGE not in arguments:
+        processes.refused.append((BY, WITHOUT_STAGE))
     elif by == "ddp" and gpus is None:
         processes.refused.append((BY, NOT_SAID))
     elif processes.gpus > 1 and STAGE not in arguments:

@@ -26,6 +26,7 @@ from snugfit.features.exchange.dialect import Dialect, as_word, dialect, flatten
 from snugfit.features.exchange.document import Document, open_documents
 from snugfit.features.exchange.module_names import RANKS, TRAINED, read_names
 from snugfit.features.exchange.processes import (
+    BUCKET,
     BY,
     COPIES,
     GPUS,
@@ -340,11 +341,19 @@ class _Reader:
         origin = origins.get(processes.asked_by) or counted or ("gpus", self.gpus)
         self.arguments |= processes.words
         self.origins |= dict.fromkeys(processes.words, origin)
-        if BY not in processes.words:  # other keys about it have no effect
-            for key in [key for key in self.arguments if key.startswith("parallel.")]:
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        """Drop the arguments of parallel techniques that these processes do not use."""
+        for prefix, decides in (("parallel.", BY), (BUCKET, STAGE)):
+            idle = [key for key in self.arguments if key.startswith(prefix) and decides not in self.arguments]
+            for key in idle:
                 self.arguments.pop(key)
                 if key in self.origins:
                     self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
+        # JSON files write a number of elements as 5e8.
+        if isinstance(bucket := _number(self.arguments.get(BUCKET)), float) and bucket.is_integer():
+            self.arguments[BUCKET] = int(bucket)
 
     def _recipe(self) -> set[str]:
         """Set the recipe in the settings, and return the names of the arguments that determined it."""

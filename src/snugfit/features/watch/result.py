@@ -97,6 +97,10 @@ class WatchResult:
         )
         return f"<table>{rows}</table>"
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """Print the lines as IPython's plain text; `repr` is the short form inside other objects."""
+        printer.text(str(self))
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as a JSON object."""
         return {

@@ -281,7 +281,8 @@ class SearchState:
         def stands(other: int) -> bool:
             if self._worth_listing(self.bounds[other].needed_bytes) > needed:
                 return False
-            return self.fits(self.judged[other].needed_bytes) or not self.fits(self._least_beside(number, other))
+            fits_too = self.fits(self._least_beside(number, other))
+            return self.fits(self.judged[other].needed_bytes) or not fits_too
 
         return stands
 

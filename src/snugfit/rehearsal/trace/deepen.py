@@ -6,6 +6,7 @@ numbers. Such numbers are layer numbers in a module's name, and a free's counts 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -119,6 +120,7 @@ def _is_open(alloc: Alloc) -> bool:
     return alloc.phase == "forward" and alloc.kind in (Kind.ACTIVATIONS, Kind.TEMPORARIES)
 
 
+@functools.lru_cache(maxsize=1 << 17)
 def _pile_of(alloc: Alloc) -> Alloc:
     stack = alloc.stack
     # In a program, a buffer reuses the place of another that a different operator allocated.
@@ -192,6 +194,8 @@ class _Written:
 
     def __init__(self, grows: set[Hashable]) -> None:
         self.grows = grows
+        self._sized: dict[int, bool] = {}
+        """True for the moves, by id, whose sizes count as numbers."""
         self._written: list[int | Move] = []
         """Moves, and the numbers of freed blocks."""
         self._allocs: list[int] = []
@@ -206,7 +210,10 @@ class _Written:
         if type(like) is _Placed:
             return self._free(like, grown)
         if isinstance(like, (Alloc, Kernel)):
-            like = _with_numbers(like, iter(grown.numbers), sized=_kind(like) in self.grows)
+            # The same move is copied once per period, so its kind is computed once.
+            if (sized := self._sized.get(id(like))) is None:
+                sized = self._sized[id(like)] = _kind(like) in self.grows
+            like = _with_numbers(like, iter(grown.numbers), sized=sized)
         if type(like) is PhaseStart:
             # Blocks that live until the next phase are activations, as in `Allocations`.
             for number in self._made_forward:
@@ -265,8 +272,16 @@ class _Written:
             yield move
 
 
+@functools.cache
+def _around_numbers(module: str) -> tuple[str, ...]:
+    """Return the parts of a dotted name around its layer numbers."""
+    return tuple(NUMBER.split(module))
+
+
 def _with_numbers(move: Alloc | Kernel, ahead: Iterator[int], *, sized: bool) -> Alloc | Kernel:
-    move = move._replace(module=NUMBER.sub(lambda match: str(next(ahead)), move.module))
+    first, *parts = _around_numbers(move.module)
+    if parts:
+        move = move._replace(module=first + "".join(f"{next(ahead)}{part}" for part in parts))
     if not sized:
         return move
     if type(move) is Kernel:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart, RelativeTrace, TraceWriter
 from snugfit.rehearsal.trace.trace import Kernel, Mark, MarkKind, Trace
+from snugfit.step.step import SKIPPED
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -37,16 +38,19 @@ class ShortRun(NamedTuple):
     steps: int
     micro_batches: int
     """Micro-batches of a step of the long run."""
+    skips: bool = False
+    """True if the run has all micro-batches, and skips the passes of most."""
 
 
 def short_run(
-    job: Job, setup: Setup, steps: int, *, steady: bool = False, late: float = 0
+    job: Job, setup: Setup, steps: int, *, loop: str = "plain", steady: bool = False, late: float = 0
 ) -> ShortRun | None:
     """Return the short run that represents one with many micro-batches of the same size, or None.
 
     Return None for few micro-batches, unless the steps are known to be `steady`. If the recording is not
     periodic, the run is recorded again in full. If `late` micro-batches more than usual precede those that
-    are alike, steps may settle late too, and all of them are recorded.
+    are alike, steps may settle late too, and all of them are recorded. The Trainer's loop loads all
+    micro-batches of a step at its start, so it runs all of them and skips passes.
     """
     recorded = RECORDED_MICRO_BATCHES + late
     many = setup.micro_batches > recorded
@@ -57,11 +61,14 @@ def short_run(
     if job.model.module is not None or not (many or (steady and steps > RECORDED_STEPS)):
         return None
     count = int(min(setup.micro_batches, recorded))
+    skips = loop == "trainer"
+    if skips and late:
+        return None
     # The batch shrinks with the micro-batches, so that each has its size in the long run.
-    small, few = setup.in_pieces(count, job)
+    small, few = (job, setup) if skips else setup.in_pieces(count, job)
     # If micro-batches settle late, steps may too, so all of them are recorded.
     recorded_steps = steps if late else min(steps, RECORDED_STEPS)
-    return ShortRun(small, few, recorded_steps, setup.micro_batches)
+    return ShortRun(small, few, recorded_steps, setup.micro_batches, skips and many)
 
 
 class Piece(NamedTuple):
@@ -165,10 +172,16 @@ def split_steps(moves: Sequence[Move]) -> SplitSteps:
 
 
 def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
-    """Return the indices at which micro-batches begin: at the load phase before a forward pass."""
+    """Return the indices at which micro-batches begin: at the load phase before a forward pass.
+
+    The Trainer loads once a step. Its later micro-batches begin at the forward pass after the `clip` phase,
+    or where that pass is skipped.
+    """
     starts = [(at, move.phase) for at, move in enumerate(moves) if isinstance(move, PhaseStart)]
     return [
-        at for (at, phase), (_, following) in pairwise(starts) if (phase, following) == ("load", "forward")
+        at if phase == "load" else forward
+        for (at, phase), (forward, following) in pairwise(starts)
+        if phase in ("load", "clip") and following in ("forward", SKIPPED)
     ]
 
 
@@ -180,7 +193,7 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
     """
     starts = micro_batch_starts(moves)
     if len(starts) == micro_batches:
-        return [Piece(moves)]
+        return _fill_skipped(moves, starts)
     # Without the last micro-batch but one, the moves fit one micro-batch fewer.
     if len(starts) < RECORDED_MICRO_BATCHES or micro_batches < len(starts) - 1:
         return None
@@ -189,6 +202,21 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
         return None
     further = micro_batches - len(starts) + 1
     return [Piece(moves[:before_last]), Piece(moves[before_last:last], further), Piece(moves[last:])]
+
+
+def _fill_skipped(moves: Sequence[Move], starts: Sequence[int]) -> Sequence[Piece] | None:
+    """Return a step's moves with each skipped micro-batch replaced by the last one before them.
+
+    Return None if these micro-batches are not periodic.
+    """
+    phases = [move.phase if isinstance(move := moves[at], PhaseStart) else "" for at in starts]
+    skipped = [number for number, phase in enumerate(phases) if phase == SKIPPED]
+    if not skipped:
+        return [Piece(moves)]
+    like, first, end = (starts[number] for number in (skipped[0] - 1, skipped[0], skipped[-1] + 1))
+    if not (_leaves_as_many(moves[like:first]) and _leaves_as_many(moves[first:end])):
+        return None
+    return [Piece(moves[:like]), Piece(moves[like:first], 1 + len(skipped)), Piece(moves[end:])]
 
 
 def _leaves_as_many(moves: Sequence[Move]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from snugfit.documents import stdout_of_documents
 from snugfit.errors import CONTROL
 
 PIPE_WIDTH = 120
@@ -52,9 +53,10 @@ def _columns(stream: TextIO) -> int:
 
 def show_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document on stdout. A value that JSON cannot represent (NaN) raises `ValueError`."""
+    stdout = stdout_of_documents()
     # A replaced letter would change a value, so narrow encodings get ASCII with escapes.
-    narrow = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    print(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=narrow))
+    narrow = not (stdout.encoding or "utf-8").lower().startswith("utf")
+    print(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=narrow), file=stdout)
 
 
 def as_text(content: RenderableType, *, width: int = 110) -> str:

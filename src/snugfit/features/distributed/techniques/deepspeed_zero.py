@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.features.distributed.fields import ShardingWish
 from snugfit.step.wishes.own_attention import own_attentions
-from snugfit.techniques.counterpart import Counterpart
+from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot, TechniqueBySlot
@@ -18,11 +18,14 @@ from snugfit.versions import version_of
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-READ = "buckets are as large as `auto` makes them, and overlap_comm is off on one GPU"
+READ = "overlap_comm is off on one GPU"
 """Note on the settings of a DeepSpeed configuration that no recipe has."""
 
 ADAMW = "torch.optim:AdamW"
 """Import path of the optimizer that accelerate replaces by DeepSpeed's for states on the host."""
+
+LARGEST_BUCKET = 10**11
+"""Largest number of elements in a bucket, which no GPU has memory for (chosen)."""
 
 NEEDS = ("deepspeed>=0.18",)
 
@@ -69,14 +72,15 @@ DISK = "/local_nvme"
 
 
 def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) -> dict[str, Any]:
-    """Return DeepSpeed's section `zero_optimization`. `sizes` has a number or `auto` for each bucket; a
-    disk's files are in `folder`."""
+    """Return DeepSpeed's section `zero_optimization`. `sizes` has a number or `auto` for each bucket without
+    a size of its own; a disk's files are in `folder`."""
     section: dict[str, Any] = {
         "stage": wish.stage,
         # On one GPU there is no exchange to overlap.
         "overlap_comm": wish.ranks > 1,
         "contiguous_gradients": True,
         **{name: size for name, size in sizes.items() if wish.stage == 3 or not name.startswith("stage3_")},
+        **({} if wish.bucket is None else {"reduce_bucket_size": wish.bucket}),
     }
     for name, where in (("offload_optimizer", wish.states), ("offload_param", wish.weights)):
         if where != "none":
@@ -100,10 +104,14 @@ def counterparts(stage: int) -> tuple[Counterpart, ...]:
             "deepspeed.zero_allow_untested_optimizer": True,
             **{f"deepspeed.{name}": "auto" for name in FROM_ARGUMENTS},
         }
-        read = {"sharding.stage": stage, "sharding.offload": offload}
+        sized = written["deepspeed.zero_optimization"] | {"reduce_bucket_size": Setting("bucket")}
+        read = {"sharding.stage": stage, "sharding.offload": offload, "sharding.bucket": Setting("bucket")}
         settings = {"offload": offload}
         named += [
             Counterpart(arguments=written, settings=settings),
+            Counterpart(
+                arguments=written | {"deepspeed.zero_optimization": sized}, settings=settings, used="to write"
+            ),
             Counterpart(arguments=read, settings=settings, note=READ),
         ]
     return tuple(named)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from snugfit.features.distributed.fields import ShardingWish
 from snugfit.features.distributed.techniques import deepspeed_zero
+from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
@@ -42,10 +43,15 @@ class Zero3(Technique):
     temporary files), `none` the GPU. The host reads the disk's files part by part to update.
     """
 
+    bucket: int | None = between(1, deepspeed_zero.LARGEST_BUCKET, default=None)
+    """Number of elements of the buffer in which gradients are averaged (`reduce_bucket_size`). The
+    default is the square of the model's width, as for `auto`; DeepSpeed's own is 500000000.
+    """
+
     def install(self, setup: Setup) -> Setup:
         """Set the Setup's `sharding` field, so that DeepSpeed's engine runs the steps."""
         return deepspeed_zero.with_engine(
-            setup, ShardingWish(stage=3, states=self.offload, weights=self.offload)
+            setup, ShardingWish(stage=3, states=self.offload, weights=self.offload, bucket=self.bucket)
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

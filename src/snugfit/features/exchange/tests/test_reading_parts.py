@@ -362,7 +362,26 @@ def test_ray_s_workers_are_gpus_and_zero_assumes_one(tmp_path: Path) -> None:
     zero["zero_optimization"] |= {"stage": 2, "reduce_bucket_size": 5e8}
     reading = read(tmp_path, zero)
     assert ["one is assumed" in line.says for line in reading.unread] == [True]
-    assert "zero_optimization.reduce_bucket_size" in {line.key for line in reading.differs}
+    assert "zero_optimization.reduce_bucket_size" in {line.key for line in reading.ignored}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_bucket_of_deepspeed_is_read_as_a_number_of_elements(stage: int, tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "train_batch_size": 8,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 5e8},
+    }  # fmt: skip
+    assert f"zero{stage}(offload=none, bucket=500000000)" in read(tmp_path, config).settings["recipe"]
+
+
+def test_accelerate_s_own_stages_have_deepspeed_s_default_bucket(tmp_path: Path) -> None:
+    config = {
+        "distributed_type": "DEEPSPEED", "num_processes": 4, "mixed_precision": "bf16",
+        "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "none"},
+    }  # fmt: skip
+    reading = read(tmp_path, config)
+    assert not reading.refused
+    assert "zero2(offload=none, bucket=500000000)" in reading.settings["recipe"]
 
 
 def test_a_model_from_another_file_is_listed() -> None:
@@ -530,7 +549,7 @@ def test_plans_for_several_gpus_repeat_what_was_not_read(
     for caller in ("plan", "gpus"):
         monkeypatch.setattr(f"snugfit.cli.{caller}.group_plans", lambda: plans)
     (tmp_path / "train.py").write_text(script("net.classifier = other(net.classifier)"))
-    assert run([*command.split(), "--arguments", "train.py", "--json"]) == 0
+    assert run([*command.split(), "--arguments", "train.py"]) == 0
     assert "train.py was not read in full" in capsys.readouterr().out
 
 

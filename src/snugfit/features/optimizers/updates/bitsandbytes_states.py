@@ -82,14 +82,13 @@ def doubt_about_pages(optimizer: Any) -> str:
     """Return a warning about states that the driver moves between host and GPU; empty without any."""
     states = optimizer.state.values() if optimizer is not None else ()
     # Only paged tensors have this attribute.
-    values = [value for state in states for value in state.values() if hasattr(value, "is_paged")]
-    if not values:
+    if not any(hasattr(value, "is_paged") for state in states for value in state.values()):
         return ""
-    nbytes = sum(value.nbytes for value in values)
+    # Without their number, which would differ between the few layers that are simulated for a deep model.
     return (
-        f"{nbytes:,} bytes of optimizer states are in managed memory, which torch does not count. They stay "
-        "on the GPU while there is room and go to the host when there is none, so whether the step fits is "
-        "answered without them; the seconds that moving them takes are not predicted."
+        "Optimizer states are in managed memory, which torch does not count. They stay on the GPU while "
+        "there is room and go to the host when there is none, so whether the step fits is answered without "
+        "them; the seconds that moving them takes are not predicted."
     )
 
 

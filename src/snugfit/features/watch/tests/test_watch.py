@@ -252,6 +252,15 @@ def test_what_was_seen_is_inert_in_a_notebook(cuda: FakeCuda) -> None:
     assert "&lt;script&gt;" in seen._repr_html_()
 
 
+def test_what_was_seen_is_printed_in_full_by_ipython(cuda: FakeCuda) -> None:
+    with Watch(3, None, machine()) as seen:
+        pass
+    lines: list[str] = []
+    seen._repr_pretty_(SimpleNamespace(text=lines.append), False)
+    assert lines == [str(seen)]
+    assert "GPU 0" in lines[0]
+
+
 def test_what_was_seen_as_json(cuda: FakeCuda) -> None:
     with Watch(3, None, machine()) as seen:
         pass
