@@ -359,8 +359,6 @@ def _serve(questions: Connection, make: Callable[[], Any]) -> None:
     """Run the main loop of a worker: answer questions until the pipe is closed. Ctrl-C and the parent's end
     stop it without a message."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
-    # Modules that the fork server imported are shared pages: a collection would copy them.
-    gc.freeze()
     gc.set_threshold(*FEW_COLLECTIONS)
     # Workers inherit an ignored Ctrl-C from the fork server.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -260,8 +260,8 @@ def _without_collector() -> Iterator[None]:
     trace.
 
     Nothing is collected at the end. A collection takes longer than a small simulation, and the enabled
-    collector frees the cycles later. The Trainer and accelerate call the collector themselves: it then
-    traverses the objects of the simulation alone.
+    collector frees the cycles later. The Trainer, accelerate and Dynamo call the collector
+    themselves: it then traverses the objects of the simulation alone.
     """
     enabled, thaws = gc.isenabled(), not gc.get_freeze_count()
     gc.disable()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -402,7 +401,6 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
     _NOW.append(compiler)
     try:
         with (
-            _collects_new_objects(),
             patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}),
             patch.object(compiling, "compiled_function", compiler.compiled_function),
             patch.object(torch._ops, "resolve_key", composed_as_elsewhere(torch._ops.resolve_key)),
@@ -420,20 +418,6 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
             torch._dynamo.reset()  # the number of compilations per layer is limited and belongs to the user
             _TRACED_FOR.clear()
         forget_traced_kernels()
-
-
-@contextlib.contextmanager
-def _collects_new_objects() -> Iterator[None]:
-    """Context in which garbage is collected among the objects that it creates.
-
-    Dynamo collects garbage after each compilation, which frees tensors. With the traces of a plan that takes
-    0.3 s.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _where_numbers_are_drawn(get_device: Callable[..., str | None]) -> Callable[..., str | None]:
