@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _refusals(why: str) -> Mapping[str, str]:
-    """Return `why` as the refusal of every loop but the plain one."""
+    """Return a mapping in which each training loop but the plain one is refused for the reason `why`."""
     own = "its loop is snugfit's own code"
     return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
 
@@ -34,7 +34,9 @@ _MADE_BEFORE = (
 
 
 class MastersHandler(Handler):
-    """Handler of the field `masters`: bfloat16 weights whose low bits the optimizer has."""
+    """Handler of the field `masters`: bfloat16 weights, the low bits of whose 32-bit masters the optimizer
+    stores.
+    """
 
     wish, slot, stage = MASTERS.name, Slot.PRECISION, InstallStage.CAST
     refused: ClassVar[Mapping[str, str]] = {
@@ -91,13 +93,16 @@ class CaptureHandler(Handler):
         return recorded_on_shapes if value is not None and on_gpu else None
 
     def around_run(self, value: CaptureWish | None) -> Context | None:
-        """Return a context in which all GPU work runs on one stream other than the default one. The default
-        stream cannot be recorded, and memory that one stream has freed cannot be used by another."""
+        """Return a context in which all GPU work runs on one stream other than the default one. CUDA graphs
+        cannot record the default stream, and streams cannot reuse each other's freed memory.
+        """
         return _on_own_stream if value is not None else None
 
 
 class FilledHandler(Handler):
-    """Handler of the field `filled`: batches padded as recorded steps need them, without graphs."""
+    """Handler of the field `filled`: batches padded as for steps that are recorded as CUDA graphs, without
+    graphs.
+    """
 
     wish, slot, stage = FILLED.name, Slot.ENGINE, InstallStage.STEP
     refused: ClassVar[Mapping[str, str]] = _refusals("only searches set it")
@@ -122,8 +127,9 @@ class FilledHandler(Handler):
 
 
 class ReleaseHandler(Handler):
-    """Handler of the field `release`: weights are updated as soon as their gradients exist
-    (`updates/passes.py`)."""
+    """Handler of the field `release`: each weight is updated as soon as its gradient exists
+    (`updates/passes.py`).
+    """
 
     wish, slot, stage = RELEASE.name, Slot.GRADIENTS, InstallStage.STEP
     refused: ClassVar[Mapping[str, str]] = _refusals(
@@ -132,7 +138,8 @@ class ReleaseHandler(Handler):
     )
 
     def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner | None:
-        """Return the runner of passes that update weights, as CUDA graphs if the Setup is captured."""
+        """Return the runner of backward passes that update weights, as CUDA graphs if the Setup records them.
+        """
         if not value:
             return runner
         from snugfit.features.engine.updates.passes import ReleasedPasses

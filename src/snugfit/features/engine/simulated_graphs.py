@@ -32,7 +32,7 @@ WAITS = "its code waits for the device, to read a number from it"
 
 @final
 class RehearsedGraphs(Graphs):
-    """A recorder of simulated CUDA graphs."""
+    """Records steps as simulated CUDA graphs on tensors without data."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -44,9 +44,8 @@ class RehearsedGraphs(Graphs):
         return self._recorder.memory.allocating(Memory.GRAPHS)
 
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
-        """Run the work once in the graphs' memory, and return its replay.
-
-        Raise `NotRecorded` if it waits for the device.
+        """Run `work` once in the graphs' memory, and return a function that replays it. Raises `NotRecorded`
+        if it waits for the device.
         """
         import torch
 
@@ -106,7 +105,7 @@ def simulated_graphs(policy: Policy, recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_on_shapes() -> Iterator[None]:
-    """Context in which torch's optimizers treat `meta` as a device that supports recording."""
+    """Context in which torch's optimizers treat `meta` as a device that can record CUDA graphs."""
     import torch
 
     known = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices

@@ -41,12 +41,12 @@ UNIT = 1 << 8
 
 
 def lower_bits(residual: torch.Tensor | None) -> int:
-    """Return the bits of a low half: 16 or 8, and 0 without one."""
+    """Return the number of bits in a weight's low half: 16 or 8, and 0 without one."""
     return 0 if residual is None else 8 * residual.dtype.itemsize
 
 
 def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 numbers that have these halves, bfloat16 and int16 or int8."""
+    """Return the fp32 numbers whose high halves are in bfloat16 and low halves in int16 or int8."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     unit = UNIT if residual.dtype is torch.int8 else 1
     return bits.add_(residual, alpha=unit).view(torch.float32)
@@ -78,8 +78,9 @@ def split_by_chance(
 
 
 def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a low half converted to int16 or int8. In 8 bits it is the nearest, but never beyond the middle
-    between two bfloat16s. So the first half does not change."""
+    """Return the low half of master weights converted to int16 or int8. In 8 bits it is the nearest, but
+    never beyond the middle between two bfloat16s. So the first half does not change.
+    """
     if residual.dtype is dtype:
         return residual
     # 8 bits widened are exact.

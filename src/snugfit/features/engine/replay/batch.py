@@ -115,4 +115,4 @@ def _has_values(tensor: Any = None) -> bool:
 
 
 def _not_packed(position_ids: Any) -> None:
-    """Return None: the replacement of transformers' check for several sequences in a row."""
+    """Return None, in place of transformers' check for several sequences in a row."""

@@ -359,14 +359,14 @@ FOLDERS_OF_THIS_PROCESS: set[Path] = set()
 
 
 def forget_finished(root: Path) -> None:
-    """Remove the result of a finished run before a run continues or starts in this folder."""
+    """Remove the stored result of a finished `train()` before a run continues or starts in this folder."""
     FOLDERS_OF_THIS_PROCESS.add(root.resolve())
     with suppress(OSError):
         (root / FINISHED_RUN).unlink()
 
 
 def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: Any) -> None:
-    """Write the result of `train()`, if a checkpoint contains its final weights."""
+    """Store the result of `train()` in the run's folder, if a checkpoint contains its final weights."""
     best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
     step = best or trainer.state.global_step
     if not (root / f"checkpoint-{step}").is_dir():
@@ -502,7 +502,7 @@ def with_global_batch(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _code(trainer: Any) -> Facts:
-    """Return facts about the user's functions in a step: collator, loss, and the methods of a subclass."""
+    """Return facts about the user's code in a step: collator, loss, and the methods of a Trainer subclass."""
     # Methods that `fit` inserts are not the user's code.
     kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("snugfit.")]
     methods = {

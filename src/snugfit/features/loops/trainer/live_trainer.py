@@ -28,7 +28,7 @@ def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
 
 
 def restore_callbacks(trainer: Any) -> None:
-    """Give the trainer's callbacks the states that its own state holds of them."""
+    """Restore the trainer's stateful callbacks from the states in its `TrainerState`."""
     trainer._load_callback_state()
 
 
@@ -64,7 +64,7 @@ def has_users_schedule(trainer: Any) -> bool:
 
 
 def replace_model(trainer: Any, model: Any) -> None:
-    """Another model takes the place of the trainer's, where it is another."""
+    """Replace the trainer's model by this one, unless it is the same object."""
     if trainer.model is model:
         return
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
@@ -86,8 +86,8 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
 
 
 def _set_precision(trainer: Any, mixed: str) -> None:
-    """Set the precision of its accelerator, which autocasts and scales gradients. accelerate keeps one state
-    for the process, which is made again.
+    """Set the mixed precision of the trainer's accelerator. accelerate's state of the process is created
+    again.
     """
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
@@ -142,6 +142,6 @@ def without_loader_record(trainer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading_batches_of(trainer: Any, samples: int) -> Iterator[None]:
-    """Make loaders of the trainer return batches of this many samples."""
+    """Context in which the trainer's loaders return batches of this many samples."""
     with patch.object(trainer, "_train_batch_size", samples):
         yield

@@ -59,7 +59,8 @@ class TrainerParts:
         """Free whole weights that a forward pass has gathered, and keep this process's shards."""
 
     def check(self, state: TrainState) -> None:
-        """Check the optimizer and the schedule before the first step. Raises `SnugfitError`."""
+        """Raise `SnugfitError` before the first step for an optimizer or a schedule that the run cannot use.
+        """
         check_packable(state)
 
     def snapshot(
@@ -87,6 +88,6 @@ class TrainerParts:
 
 
 def trainer_parts(trainer: Any) -> TrainerParts:
-    """Return the operations for this trainer's kind of sharding."""
+    """Return the operations on model and checkpoints for this trainer's kind of sharding."""
     parts: TrainerParts = state_parts().of_trainer(trainer) or TrainerParts(trainer)
     return parts

@@ -101,7 +101,7 @@ class StateFiles:
 
     @cached_property
     def _extra_state(self) -> dict[str, Any]:
-        """Return the state that the Trainer's own state file does not contain."""
+        """Return the run's state that is not in the Trainer's own state file."""
         if self.folder is None:
             return {}
         rows = self._trainer.args.per_device_train_batch_size

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def logger_for(trainer: Any, journal: Journal) -> StepLogger:
-    """Return the logger of one call of `train()`; DDP or FSDP2 with a user's own model is not predicted."""
+    """Return the logger of one `train()` call's steps. It has no prediction for DDP or FSDP2 with a user's
+    own model.
+    """
     device = trainer.args.device
     unknown = brings_optimizer(trainer) or trainer.args.world_size > 1
     predict = predict_nothing if unknown else run_predictor(device)
@@ -90,7 +92,7 @@ class StepTimer:
         self._unwritten = bool(batches)
 
     def write(self, trainer: Any, logger: StepLogger, step: StepState, learning_rate: float | None) -> bool:
-        """Write the line of the step that just ended; return False without one."""
+        """Write the journal's line on the step that just ended; return False without one."""
         if not self._unwritten or step.figures is None or step.pending_micro_batches:
             return False
         self._unwritten = False
