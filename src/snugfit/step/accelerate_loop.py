@@ -129,6 +129,6 @@ class AccelerateStep(Step):
 
 
 def _without_end(batches: Any) -> Iterator[Any]:
-    """Yield the batches of a loader without end, starting over after each epoch."""
+    """Yield a loader's batches without end, starting over after each epoch."""
     while True:
         yield from batches

@@ -128,7 +128,7 @@ def import_code(setup: Setup) -> None:
 
 
 def model_arguments(setup: Setup) -> dict[str, Any]:
-    """Return the arguments of the model's constructor that this Setup sets."""
+    """Return the keyword arguments of the model's constructor that this Setup sets, as a dict."""
     return _merge(handler.model_arguments(value) for handler, value in _wishes(setup))
 
 
@@ -191,7 +191,9 @@ def step_passes(
 
 
 def engine_of(setup: Setup) -> StepEngine | None:
-    """Return the engine that runs the steps in place of a loop's, or None."""
+    """Return another library's engine that runs the optimizer steps in place of the training loop; None
+    without one.
+    """
     return _first(handler.engine(value) for handler, value in _used(setup))
 
 
@@ -222,7 +224,7 @@ def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | No
 
 
 def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
-    """Return arguments of torch's `DataLoader`."""
+    """Return the keyword arguments of torch's `DataLoader` under this Setup, as a dict."""
     return _merge(handler.loader_arguments(value, device) for handler, value in _wishes(setup))
 
 
@@ -371,12 +373,12 @@ def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -
 def training_arguments(
     setup: Setup, job: Job, device: torch.device, skip: Collection[Slot] = ()
 ) -> dict[str, Any]:
-    """Return the `TrainingArguments` of this Setup, by name."""
+    """Return the keyword arguments of `TrainingArguments` under this Setup, as a dict."""
     return _merge(handler.training_arguments(value, job, device) for handler, value in _wishes(setup, skip))
 
 
 def accelerator_arguments(setup: Setup) -> dict[str, Any]:
-    """Return the arguments of accelerate's `Accelerator` for this Setup, by name."""
+    """Return the keyword arguments of accelerate's `Accelerator` under this Setup, as a dict."""
     return _merge(handler.accelerator_arguments(value) for handler, value in _wishes(setup))
 
 
@@ -388,7 +390,7 @@ def setup_for_accelerate(setup: Setup) -> Setup:
 
 
 def accelerate_context(setup: Setup, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context around all of accelerate's work, entered within `placed_on`."""
+    """Return the context around all of accelerate's work on this device; enter it within `placed_on`."""
     return _join(handler.around_accelerate(value, device) for handler, value in _used(setup))
 
 

@@ -62,7 +62,9 @@ class Slabs:
         return extent
 
     def give_back(self) -> None:
-        """Release an extent; after the last one, allocation starts over at the first slab."""
+        """Release an extent of page-locked memory; after the last one, allocation starts over at the first
+        slab.
+        """
         self._used -= 1
         if not self._used:
             self._slab = self._end = 0

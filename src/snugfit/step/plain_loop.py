@@ -280,4 +280,4 @@ def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _ignore_loss(total: torch.Tensor) -> None:
-    """Ignore the losses: the default of `computed`."""
+    """Ignore the losses of a step: the default of the callback `computed`."""

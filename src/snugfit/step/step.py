@@ -72,8 +72,9 @@ class StepPasses(Protocol):
 
 
 class StepEngine(Protocol):
-    """Another library's code, such as DeepSpeed's engine, that runs the optimizer steps in place of a
-    loop's."""
+    """Another library's code, such as DeepSpeed's engine, that runs the optimizer steps in place of the
+    training loop.
+    """
 
     @property
     def training_step(self) -> type[Any]:

@@ -29,7 +29,7 @@ JOURNAL = "journal.jsonl"
 
 
 def open_journal(path: Path) -> BinaryIO:
-    """Open the file for appending and for reading its end.
+    """Open a run's journal file for appending and for reading its end.
 
     A symbolic link is refused: in a folder with files of another user it may lead to any file of this one.
     """

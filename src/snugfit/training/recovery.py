@@ -84,12 +84,12 @@ class Exhausted:
 
 
 def short_of_memory() -> Exhausted:
-    """Return the shortage that a boundary reports when steps are slow."""
+    """Return a record of exhausted memory for steps that are slow because the allocator retries."""
     return Exhausted(cause=THRASHING, phase=STEP_BOUNDARY, message=f"{RETRIES_IN_A_ROW} steps in a row")
 
 
 def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) -> OutOfMemory:
-    """Return the error that ends a run in the step after `step`."""
+    """Return the error for memory that ran out in the step after `step`, which ends the run."""
     return OutOfMemory(
         f"Memory ran out in step {step + 1} ({exhausted.phase}, {exhausted.cause}) under '{recipe}'."
         f" {advice} {exhausted.message.splitlines()[0]}"
@@ -97,8 +97,8 @@ def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) 
 
 
 def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
-    """Yield a warning if this recipe, chosen by the user, cuts a batch that gives other gradients in
-    pieces."""
+    """Yield a warning if the user's recipe has micro-batches whose gradients differ from the whole batch's.
+    """
     cut = recipe[Slot.BATCHING]
     if recipe.pieces > 1 and (why := cut.planning_objection(job)):
         cure = f" {CURE}" if job.mixes_samples or job.unclear_cut else ""
@@ -169,7 +169,7 @@ class Recovery:
             self._journal.warn_once(warning["text"])
 
     def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **more: str | int) -> None:
-        """Write the event of a change of recipe before step `step` into the journal."""
+        """Write a change of the recipe, made before step `step`, as an event into the journal."""
         self._journal.tell(
             "replanned",
             step=step,

@@ -82,7 +82,7 @@ def rng_states_to_json(states: HostRngStates) -> list[Any]:
 
 
 def rng_states_from_json(document: list[Any]) -> HostRngStates:
-    """Return the states of a document from `rng_states_to_json`."""
+    """Return the host generators' states from the JSON values of `rng_states_to_json`."""
     import numpy
     import torch
 

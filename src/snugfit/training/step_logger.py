@@ -111,7 +111,7 @@ class StepLogger:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def note(self, *, step: int, seconds: float, samples: int, tokens: int, **fields: Any) -> None:
-        """Store a finished step (the first is 1); `write` writes it."""
+        """Store the figures of a finished step (numbered from 1), until `write` adds the gradients' norm."""
         # The prediction is computed while the run trains, and no step waits for it.
         if self._awaited is not None and self._awaited.done():
             self._log_prediction(self._awaited.result())
@@ -131,7 +131,9 @@ class StepLogger:
         }
 
     def write(self, norm: float | None) -> None:
-        """Write the last noted step with its gradients' norm, unless it is written already."""
+        """Write the journal's line on the last noted step, with its gradients' norm, unless it is written
+        already.
+        """
         if self._noted:
             self._journal.tell("step", **self._noted, norm=norm)
             self._noted = {}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
-    """Compile the layers or the whole model in place, as `wish` specifies."""
+    """Compile the model's layers, or the whole model, in place with `torch.compile`, as `wish` specifies."""
     if wish.is_one_program:
         _compile_model(model, wish)
     else:

@@ -34,8 +34,8 @@ _MADE_BEFORE = (
 
 
 class MastersHandler(Handler):
-    """Handler of the field `masters`: bfloat16 weights, the low bits of whose 32-bit masters the optimizer
-    stores.
+    """Handler of the field `masters`: bfloat16 weights; the optimizer stores the low bits of their 32-bit
+    masters.
     """
 
     wish, slot, stage = MASTERS.name, Slot.PRECISION, InstallStage.CAST

@@ -111,7 +111,7 @@ class Checked:
     """Arguments that a script computes while it runs: they are not checked."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the findings as the document of `snugfit check --json`."""
+        """Return the findings as the JSON object that `snugfit check --json` prints."""
         return {"schema": 1, "what": "check", **asdict(self)}
 
 
@@ -121,7 +121,7 @@ def check(path: Path) -> Checked:
 
 
 def check_document(document: Document) -> Checked:
-    """Return the findings of a file that has been read."""
+    """Return the findings on a configuration file that is read already."""
     facts = _facts(document.dialect)
     values = document.values
     findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
@@ -288,7 +288,7 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
 
 
 def _defaults_of(name: str) -> dict[str, Any]:
-    """Return the defaults of arguments in a file of this dialect."""
+    """Return the default values of the arguments in a configuration file of this library."""
     if name in ("sft", "llamafactory"):
         return dict(_OF_EVALUATION)
     if name != "trainer":

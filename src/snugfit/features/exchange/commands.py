@@ -69,15 +69,17 @@ FOUND = 3
 
 
 def _every_job(*, arguments_file: ArgumentsFile = None, trainer_arguments: TrainerArguments = None) -> None:
-    """Declare the options of each command about a job."""
+    """Declare in this signature the options that each command about a job gets."""
 
 
 def _one_answer(*, export: Into = None) -> None:
-    """Declare the option of commands whose result is one recipe."""
+    """Declare in this signature the option `--export` of commands whose result is one recipe."""
 
 
 def options(command: str) -> list[inspect.Parameter]:
-    """Return the further options of a command about a job; `export` takes a recipe, and `guide` no job."""
+    """Return the options that this feature adds to a command, as parameters. `export` takes a recipe, and
+    `guide` no job.
+    """
     added: list[Callable[..., None]] = [] if command in ("export", "guide") else [_every_job]
     added += [_one_answer] if command in ("plan", "predict") else []
     return [one for owner in added for one in inspect.signature(owner, eval_str=True).parameters.values()]
@@ -161,7 +163,7 @@ def _check_folder(job: Job, target: str, folder: Path) -> None:
 
 
 def write_export(flags: Mapping[str, Any], answer: Plan | Prediction) -> None:
-    """Write the recipe of an answer to the target and folder of `--export`."""
+    """Write the recipe in a command's result to the target and folder of its option `--export`."""
     if not flags.get("export"):
         return
     from snugfit.features.exchange.export import export as write

@@ -155,7 +155,9 @@ def dialect(name: str) -> Dialect:
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:
-    """Return the dialect of a file with these top-level keys; None when no dialect has them."""
+    """Return the dialect (the library) of a configuration file with these top-level keys; None if no library
+    has them.
+    """
     return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
 
 
@@ -189,7 +191,7 @@ def _matches(key: str, patterns: list[str]) -> bool:
 
 @cache
 def load_table(name: str) -> Any:
-    """Return the content of a file of `dialects/`, which is read once."""
+    """Return the content of a JSON file in the folder `dialects/`, which is read once per process."""
     file = files("snugfit.features.exchange").joinpath("dialects", f"{name}.json")
     return json.loads(file.read_text(encoding="utf-8"))
 

@@ -118,7 +118,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
 
 @dataclass
 class _Reader:
-    """Builds a `Reading` from the files of one run."""
+    """Builds the settings and the account of each key (`Reading`) from the configuration files of one run."""
 
     documents: Sequence[Document]
     """The launcher's files first; the last one is the run's own."""
@@ -177,7 +177,7 @@ class _Reader:
         )
 
     def _read(self, document: Document) -> None:
-        """Translate the keys of one file to the common vocabulary."""
+        """Translate the keys of one configuration file to the arguments that all libraries share."""
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
         of_commands = dialect("script").unsaid if document.format == "shell" else {}
@@ -229,7 +229,9 @@ class _Reader:
             self._line(self.ignored, *origin, "the micro-batch and the accumulation set the batch")
 
     def _loop(self, loop: str) -> None:
-        """Set the loop. DeepSpeed's engine on several GPUs is predicted in the plain one only."""
+        """Set the training loop in the settings. DeepSpeed's engine on several GPUs is predicted in the plain
+        loop only.
+        """
         if self.gpus > 1 and STAGE in self.arguments and loop != "plain":
             key = self.origins.get(STAGE, (STAGE, ""))
             self._line(self.differs, *key, f"predicted in snugfit's own loop, not in that of the {loop}")
@@ -237,7 +239,9 @@ class _Reader:
         self.settings.setdefault("loop", loop)
 
     def _statements(self) -> None:
-        """Add a script's statements that are not read or not predicted, and the defaults of its options."""
+        """Add to the account a script's statements that are not read or not predicted, and its options'
+        defaults.
+        """
         for line, text in self.document.unread:
             self.unread.append(Line(key=f"line {line}", value=text, says="it has no counterpart here"))
         for line, text, why in self.document.refused:
@@ -254,7 +258,9 @@ class _Reader:
     def _translate(
         self, key: str, value: Any, table: Dialect, given: Mapping[str, Any], *, of_script: bool = False
     ) -> None:
-        """Add a key to the common vocabulary, or to one of the accounts."""
+        """Add a key of a configuration file to the arguments that all libraries share, or to a list of the
+        account.
+        """
         if key in self.options:
             self.settings[key] = value
             self._line(self.took, key, value, f"{key} of the run")
@@ -468,7 +474,7 @@ class _Reader:
             self._unknown(table, key, name, given)
 
     def _unknown(self, table: Dialect, key: str, name: str, given: Any) -> None:
-        """Add a key of no table to the account. One whose name speaks of memory is refused."""
+        """Add a key that is in no table to the account. One whose name mentions memory is refused."""
         known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
         near = nearest(key, known, cutoff=MISSPELT) if key not in known else []
         guess = did_you_mean(key, near or known) if key not in known else ""
@@ -498,7 +504,7 @@ class _Reader:
 
 
 def _assumptions(reading: Reading, given: Mapping[str, Any]) -> Iterator[Line]:
-    """Yield the sizes that neither the files of a run nor the user gave, with the assumed ones."""
+    """Yield the sizes that snugfit assumes because neither a run's files nor the user gave them."""
     task = str(given.get("task") or reading.settings.get("task") or "")
     sizes = (
         ("sequence_length", bool(task) and has_sequence(task), "tokens", "lengths"),

@@ -62,8 +62,9 @@ class Patch:
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
-    """Give supported modules of this model our forward passes, and return the names of their classes, once
-    each."""
+    """Replace the forward passes of this model's supported modules by snugfit's; return their class names,
+    once each.
+    """
     seeds, changed = Seeds(), dict[str, None]()
     # The number of a module is its call site, so each draws other numbers of dropout.
     for number, module in enumerate(model.modules()):

@@ -50,8 +50,9 @@ _MESSAGE_LINES = 20
 
 
 def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tuple[Measurement, str]:
-    """Return the measurement of one request, one process on each target, and the end of the processes'
-    output."""
+    """Run a requested measurement in one process per GPU; return its result, and the end of the processes'
+    output.
+    """
     baselines = _baselines(targets)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
@@ -330,7 +331,7 @@ class RankRun:
     """For each of its steps: True if it was not disturbed (`quiet_on_all`)."""
 
     def footprint(self) -> Footprint | None:
-        """Return its bytes at their peak; None without a result."""
+        """Return the bytes of the rank's process at their peak; None without a result."""
         peak = None
         if self.baseline and self.sampler:
             # After `peaks_at` the ranks run further steps with a profiler, whose bytes do not count.
@@ -338,20 +339,23 @@ class RankRun:
         return measured_footprint(self.result, peak)
 
     def timing(self) -> Timing | None:
-        """Return the seconds of its steps, in each of which all ranks together process a global batch."""
+        """Return the seconds of the rank's steps, in each of which all ranks together process a global batch.
+        """
         return timing_of(self.result.seconds, self.request.job.batch_size, self.quiet)
 
     def clock(self) -> GpuClock | None:
-        """Return its GPU's clock while its steps were timed; None on a CPU, and where NVML does not report
-        it."""
+        """Return the clock of the rank's GPU while its steps were timed; None on a CPU, and where NVML does
+        not report it.
+        """
         if self.target.card is None or self.sampler is None:
             return None
         result = self.result
         return clock_between(self.sampler.clocks, self.target.card, result.timed_from, result.timed_until)
 
     def contamination(self) -> str | None:
-        """Return the reason why its GPU was shared, or could not be proven clean; None for a clean GPU.
-        Memory of the process group belongs to the run."""
+        """Return the reason why the rank's GPU was shared, or could not be proven clean; None for a clean
+        GPU. Memory of the process group belongs to the run.
+        """
         target, result = self.target, self.result
         if target.card is None or self.baseline is None or self.sampler is None:
             doubt = target.doubt

@@ -107,8 +107,8 @@ def _technique_for(recipe: Recipe, slot: Slot) -> Technique:
 
 
 class Handler:
-    """The effects of one field of `Setup`. The methods here do nothing; a handler overrides those that its
-    field needs.
+    """Base class that applies one field of `Setup` to models, loops and exported scripts. The methods here do
+    nothing; a handler overrides those that its field needs.
 
     Methods for the code, distribution and passes of a model are called only where the value differs from the
     plain loop's (`applier._used`).
@@ -142,7 +142,7 @@ class Handler:
         """Import libraries that must be imported before a simulation or a measurement begins."""
 
     def model_arguments(self, value: Any) -> dict[str, Any]:
-        """Return arguments of the model's constructor."""
+        """Return keyword arguments of the model's constructor, as a dict."""
         return {}
 
     def replace_model(self, value: Any, model: Any) -> Any:
@@ -174,7 +174,9 @@ class Handler:
         the context of the forward pass."""
 
     def engine(self, value: Any) -> StepEngine | None:
-        """Return another library's engine that runs the steps in place of a loop's, or None."""
+        """Return another library's engine that runs the optimizer steps in place of the training loop; None
+        without one.
+        """
 
     def refuse_training(self, value: Any, recipe: Recipe) -> None:
         """Raise `UsageError` for a value that can be predicted and measured, but not trained."""
@@ -193,7 +195,7 @@ class Handler:
         """Return the gradient scaler, or None without one."""
 
     def loader_arguments(self, value: Any, device: torch.device) -> dict[str, Any]:
-        """Return arguments of torch's `DataLoader`."""
+        """Return keyword arguments of torch's `DataLoader`, as a dict."""
         return {}
 
     # ---- a step of the plain loop ----
@@ -233,7 +235,7 @@ class Handler:
         """Run the field's work after an evaluation's forward passes."""
 
     def around_run(self, value: Any) -> Context | None:
-        """Return the context around all steps of a run, or None."""
+        """Return the context around all steps of a run; None if the field needs none."""
 
     def around_rehearsal(self, value: Any, *, on_gpu: bool) -> Context | None:
         """Return the context of a simulated step, in which compiled code computes shapes instead of data; or
@@ -250,11 +252,11 @@ class Handler:
     # ---- other libraries ----
 
     def training_arguments(self, value: Any, job: Job, device: torch.device) -> dict[str, Any]:
-        """Return the `TrainingArguments` that express this value."""
+        """Return the keyword arguments of `TrainingArguments` that express this value, as a dict."""
         return {}
 
     def accelerator_arguments(self, value: Any) -> dict[str, Any]:
-        """Return the arguments of accelerate's `Accelerator` for this value."""
+        """Return the keyword arguments of accelerate's `Accelerator` for this value, as a dict."""
         return {}
 
     def setup_for_accelerate(self, value: Any, setup: Setup) -> Setup:
@@ -262,7 +264,7 @@ class Handler:
         return setup
 
     def around_accelerate(self, value: Any, device: torch.device) -> Context | None:
-        """Return the context around all of accelerate's work, or None."""
+        """Return the context around all of accelerate's work; None if the field needs none."""
 
     def build_for_accelerate(self, value: Any, setup: Setup, build: Callable[..., Any]) -> Any:
         """Return the model that is passed to accelerate, or None for the usual one. `build` takes further

@@ -38,7 +38,7 @@ class AttentionHandler(Handler):
             own.register.run()
 
     def model_arguments(self, value: str) -> dict[str, Any]:
-        """Return the attention as an argument of `instantiate`."""
+        """Return the attention implementation as a keyword argument of `instantiate`, in a dict."""
         self.import_code(value)
         return {"attention": value}
 
@@ -122,7 +122,7 @@ class WeightsDtypeHandler(Handler):
     wish, slot, stage = "weights_dtype", Slot.PRECISION, InstallStage.BUILD
 
     def model_arguments(self, value: str | None) -> dict[str, Any]:
-        """Return the dtype as an argument of `instantiate`."""
+        """Return the weights' dtype as a keyword argument of `instantiate`, in a dict."""
         return {"dtype": value}
 
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
@@ -167,7 +167,7 @@ class CheckpointHandler(Handler):
     wish, slot, stage = "checkpoint", Slot.CHECKPOINTING, InstallStage.RECOMPUTE
 
     def wrap(self, value: CheckpointWish | None, model: Any) -> None:
-        """Wrap the chosen layers for checkpointing, after the modules inside are final."""
+        """Wrap the chosen layers for activation checkpointing, after the modules inside are final."""
         if value is not None:
             checkpoint_layers(model, value)
 
@@ -182,7 +182,9 @@ class CheckpointHandler(Handler):
             yield f"activations are those of {live.technique(self.slot)}"
 
     def script(self, value: CheckpointWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return a call of the model's own checkpointing switch, which supports single layers only."""
+        """Return a call of the model's own checkpointing switch, as text for an exported script. It supports
+        single layers only.
+        """
         if value is None or context.trainer:
             return {}
         if value.layers_per_span != 1:

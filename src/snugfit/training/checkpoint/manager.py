@@ -46,7 +46,7 @@ class Writable(Protocol):
 
     @property
     def bytes(self) -> int:
-        """The size of its files in bytes."""
+        """The size of the snapshot's files in bytes."""
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint's files into `folder`."""

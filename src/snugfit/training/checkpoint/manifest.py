@@ -47,7 +47,7 @@ prove nothing about the checkpoint."""
 
 
 class BrokenCheckpoint(SnugfitError):
-    """Error: the folder is not a whole checkpoint; the message names the file and its fault."""
+    """Error: the folder is not a complete checkpoint; the message names the file and its fault."""
 
 
 class NewerCheckpoint(SnugfitError):

@@ -70,7 +70,9 @@ class StateParts:
         `folder`."""
 
     def of_trainer(self, trainer: Any) -> Any:
-        """Return the parts of each process of a user's Trainer; None if each has all of the model."""
+        """Return the checkpoint operations for a Trainer with sharded weights; None if each process has the
+        whole model.
+        """
 
 
 @functools.cache

@@ -94,7 +94,7 @@ class ActiveRun:
 
     @property
     def progress(self) -> RunProgress:
-        """The progress of the run."""
+        """The run's counts, such as finished steps, and its best metric."""
         return self.state.progress
 
     def first_samples(self) -> dict[str, torch.Tensor]:

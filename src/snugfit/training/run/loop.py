@@ -349,7 +349,8 @@ class TrainingStep(PlainStep):
     def _raise_if_non_finite(
         self, state: TrainState, trained: list[torch.nn.Parameter], loss: float, *, has_norm: bool
     ) -> None:
-        """Raise `NonFinite` for bad gradients; waits for them, or for their norm."""
+        """Raise `NonFinite` if gradients contain NaN or infinity; wait for the gradients, or for their norm.
+        """
         self.unread, length = False, self._check.norm() if has_norm else None
         # Without a clip, the norm is only that of the check, and is not logged.
         self.norm = length if self.job.clip else None
@@ -387,7 +388,7 @@ class TrainingStep(PlainStep):
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if no tensor has a NaN or an infinity; waits for the device."""
+    """Return True if no tensor contains NaN or infinity; wait for the device."""
     # The largest absolute value is NaN or infinite if any value is, and needs a single reduction.
     parts = tensor_parts()
     largest = parts.whole(parts.total_norm(tensors, norm_type=float("inf")))

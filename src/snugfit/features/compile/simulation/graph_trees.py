@@ -88,7 +88,9 @@ class GraphTrees:
         self._calls += 1
 
     def call(self, function: GraphFunction, arguments: list[Any]) -> Any:
-        """Run a program: with kernels the first time, then recorded, then as a replay."""
+        """Run a compiled program: with kernels the first time, then recorded as a CUDA graph, then as a
+        replay.
+        """
         self._start()
         out = self._run(function, arguments)
         # Between a forward pass and its backward pass no new step can begin.
@@ -135,7 +137,7 @@ class GraphTrees:
 
     @property
     def _last(self) -> _Node:
-        """Return the program that ran last in this step."""
+        """Return the compiled program that ran last in this step."""
         return self._path[-1] if self._path else self._roots
 
     def _try_to_end(self) -> None:
@@ -156,7 +158,7 @@ class GraphTrees:
                     yield (depth, number), storage
 
     def _places(self, function: GraphFunction, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the origin of each input.
+        """Return the origin of each input of a compiled program: a live output of another one, or an address.
 
         A static input that is no weight is assumed to have the same address in each step.
         """

@@ -67,7 +67,7 @@ _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward
 
 @dataclass
 class _Program:
-    """One program of those that torch.compile makes of a graph."""
+    """One of the programs that torch.compile generates from a graph."""
 
     call: Callable[[list[Any]], Any]
     strides: list[tuple[int, ...] | None]
@@ -154,7 +154,7 @@ class Compiler:
             time_padding(self._policy, products, self._padded)
 
     def play(self, function: GraphFunction, arguments: list[Any]) -> Any:
-        """Run a program as a simulated CUDA graph, with the copies of its inputs."""
+        """Run a compiled program as a simulated CUDA graph, with the copies of its inputs."""
         with self._inside():
             return self._trees.call(function, arguments)
 

@@ -46,7 +46,7 @@ _CHOICES = {"flash_attention_for_cpu": "flash_for_cpu"}
 
 
 def attention_in(text: str) -> tuple[str, ...]:
-    """Return the attention kernels in a program, by their names in a trace."""
+    """Return the attention kernels in a compiled program, by their names in a trace."""
     names = dict.fromkeys(_ATTENTION.findall(text))
     return tuple(_CHOICES.get(name, name) for name in names)
 
@@ -58,7 +58,7 @@ def as_boxed(run: Run) -> Run:
 
 
 def load(text: str, launch: Launch, choose: Choose) -> Run:
-    """Return a function that runs this program on a list of inputs, which it empties."""
+    """Return a function that runs this compiled program on a list of inputs, which it empties."""
     tree = ast.parse(text)
     names = _namespace()
     program: list[ast.stmt] = []
@@ -79,7 +79,8 @@ _BESIDES = ("get_args", "benchmark_compiled_module")
 
 
 def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
-    """Return name and source of a compiled kernel, or None for another statement."""
+    """Return name and source of the compiled kernel in a program's statement, or None for another statement.
+    """
     call, target = statement.value, statement.targets[0]
     if not (
         isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and isinstance(target, ast.Name)
@@ -110,7 +111,7 @@ class _GeneratedKernel:
             self._roles = [name for name, _ in _PARAMETER.findall(signature[1])]
 
     def run(self, *arguments: Any, stream: Any = None, **_: Any) -> None:
-        """Record a launch of the kernel."""
+        """Record a launch of the kernel, without running it."""
         import torch
 
         reads, writes, changes = [], [], []
@@ -162,7 +163,7 @@ _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_tensor_me
 
 
 def _namespace() -> dict[str, Any]:
-    """Return the namespace of a program, for tensors on `meta`."""
+    """Return the global names with which a compiled program runs on tensors on `meta`."""
     import math
     import random
 

@@ -72,7 +72,9 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
 
 
 def told_to_accelerate(setup: Setup) -> Setup:
-    """Return the same Setup, with the dtype of gathered weights as accelerate's mixed precision."""
+    """Return the Setup with the dtype of gathered weights moved to autocast, which sets accelerate's mixed
+    precision.
+    """
     wish = PARALLEL.of(setup)
     if wish is None or wish.dtype is None:
         return setup

@@ -179,7 +179,9 @@ class ParallelHandler(Handler):
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
     def setup_for_accelerate(self, value: ParallelWish, setup: Setup) -> Setup:
-        """Return the Setup with the dtype of gathered weights as accelerate's mixed precision."""
+        """Return the Setup with the dtype of gathered weights moved to autocast, which sets accelerate's
+        mixed precision.
+        """
         return by_accelerate.told_to_accelerate(setup)
 
     def around_accelerate(self, value: ParallelWish, device: torch.device) -> Context | None:
@@ -227,7 +229,7 @@ class ParallelHandler(Handler):
                     module.reshard()
 
     def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the values of a script's template that distribute the model."""
+        """Return the values with which an exported script's template distributes the model."""
         return {} if value is None else parallel_fields(value, context)
 
 
@@ -377,8 +379,9 @@ def _imports(wish: ParallelWish) -> tuple[str, ...]:
 
 
 def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any]:
-    """Return the values of a script's template. Raises `RecipeError` for a setting that the script does not
-    support."""
+    """Return the values with which an exported script's template distributes the model. Raises `RecipeError`
+    for a setting that the script does not support.
+    """
     cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
     if cuts_more:
         raise context.refusal(
@@ -413,7 +416,7 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
 
 
 def _why_not(wish: ParallelWish, target: str) -> str:
-    """Return why no script of this target is written; empty if one is."""
+    """Return the reason why no script is exported for this target; empty if one is."""
     if target == "torch":
         return ""
     if target == "deepspeed":

@@ -82,7 +82,7 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
 
 
 def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return copies of the model's inputs before they are cut, since torch cuts them in place."""
+    """Return copies of the model's inputs, since torch cuts the originals in place."""
     import torch
 
     ids = batch["input_ids"].clone()

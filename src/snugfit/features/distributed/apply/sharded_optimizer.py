@@ -19,8 +19,9 @@ _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """Return an optimizer of torch with states sharded over the processes; `numbers` (learning rate and
-    others) override the recipe's."""
+    """Return an optimizer of torch with states sharded over the processes; the hyperparameters `numbers`
+    (learning rate and others) override the recipe's.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kind: Any = wish.factory.resolve()

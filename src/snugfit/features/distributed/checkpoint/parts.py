@@ -48,7 +48,7 @@ class SpreadState(StateParts):
         load_model_state(model, folder)
 
     def of_trainer(self, trainer: Any) -> Any:
-        """Return the code for a Trainer by DDP, or by FSDP2 where it is configured."""
+        """Return the checkpoint operations for a Trainer with DDP, or with FSDP2 where it is configured."""
         from snugfit.features.distributed.trainer.sharded import DdpTrainer, ShardedTrainer
 
         return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)

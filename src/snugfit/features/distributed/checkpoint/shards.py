@@ -560,7 +560,7 @@ def put_parts(
 
 
 def _batches(known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the metadata in batches, whose states are read at once."""
+    """Yield the metadata of saved optimizer states in groups that are read at once."""
     some: dict[str, Any] = {}
     total = 0
     for name, part in known.items():

@@ -63,8 +63,9 @@ STEPS = 2
 
 
 class _StageFigures(NamedTuple):
-    """Figures of one GPU's pipeline stages on one kind of GPU; all but the first grow linearly with
-    layers."""
+    """Predicted figures of one GPU's pipeline stages on one kind of GPU; all but the first grow linearly with
+    layers.
+    """
 
     unused_bytes: float
     """Bytes that the allocator reserves without use, plus bytes outside the allocator."""
@@ -78,12 +79,12 @@ class _StageFigures(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Return all figures in one sequence."""
+        """Return all figures of the stages as one flat sequence of numbers."""
         return (*self[:-1], *self.passes)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _StageFigures:
-        """Return the figures from one sequence."""
+        """Return the figures of the stages from a flat sequence of numbers."""
         unused, allocated, after, model, *passes = numbers
         return cls(unused, allocated, after, model, tuple(passes))
 

@@ -61,7 +61,7 @@ _PASSES = frozenset({FORWARD, BACKWARD})
 
 
 class Pass(NamedTuple):
-    """A GPU's unit of work for one micro-batch."""
+    """A pass of a pipeline schedule: one GPU's unit of work for one micro-batch."""
 
     kind: str
     """Kind of the pass, one of `KINDS`."""
@@ -82,7 +82,7 @@ def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
 
 
 def stand_in(position: int, wish: ParallelWish, layers: int) -> int:
-    """Return the simulated position that represents this one."""
+    """Return the position of the simulated rank that represents the rank at this position."""
     kind = _kind(position, wish, layers)
     return next(one for one in stages_to_rehearse(wish, layers) if _kind(one, wish, layers) == kind)
 

@@ -57,7 +57,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return "meta"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return an empty context."""
+        """Return an empty context, since there is only one device."""
         return contextlib.nullcontext()
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -114,7 +114,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         self._recorder.empty_cache()
 
     def _no_memory(self, *arguments: Any) -> int:
-        """Return 0; no decision depends on it."""
+        """Return 0 bytes of memory; no decision of DeepSpeed depends on it."""
         return 0
 
     get_rss = reset_rss = memory_allocated = max_memory_allocated = _no_memory

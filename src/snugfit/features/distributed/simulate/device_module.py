@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ShapesModule:
-    """A replacement of `torch.cuda` for tensors on `meta`, for a machine of `devices` devices."""
+    """A replacement of `torch.cuda` for tensors on `meta`, which simulates `devices` GPUs."""
 
     def __init__(
         self,
@@ -134,16 +134,16 @@ class ShapesStream:
         self._before: list[ShapesStream] = []
 
     def wait_stream(self, other: ShapesStream) -> None:
-        """Wait for all work that the other stream has now."""
+        """Let this stream wait for all work that the other stream has now."""
         order = self._module.order
         order.wait(self.stream_id, order.moment(other.stream_id))
 
     def wait_event(self, event: ShapesEvent) -> None:
-        """Wait for the event."""
+        """Let this stream wait for the event."""
         event.wait(self)
 
     def record_event(self, event: ShapesEvent | None = None) -> ShapesEvent:
-        """Return an event of the current position."""
+        """Return an event that marks the current position of this stream."""
         event = event or ShapesEvent(self._module)
         event.record(self)
         return event

@@ -96,7 +96,7 @@ LOCKED: set[int] = set()
 
 
 class FileOperator:
-    """A replacement for DeepSpeed's builder, and for the module that it compiles."""
+    """Replacement of DeepSpeed's builder of the file operator, and of the module that it compiles."""
 
     def __init__(self, host: HostTensors) -> None:
         self._host = host
@@ -106,7 +106,7 @@ class FileOperator:
         return self
 
     def aio_handle(self, **settings: Any) -> FileHandle:
-        """Return a handle; its settings change no byte count."""
+        """Return a simulated reader and writer of files; its settings change no byte count."""
         return FileHandle(self._host)
 
 

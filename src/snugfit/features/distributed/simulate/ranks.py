@@ -403,7 +403,7 @@ def averaged_buckets(recorder: RankRecorder) -> Patch:
 
 
 def _count_calls(method: Callable[..., Any], recorder: RankRecorder, hooks: int) -> Callable[..., Any]:
-    """Return a method of FSDP2 that first records `hooks` hooks of the host."""
+    """Return a replacement of a method of FSDP2, which first records `hooks` hooks on the host."""
 
     @functools.wraps(method)
     def count_and_run(*arguments: Any, **keywords: Any) -> Any:

@@ -76,7 +76,7 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
-    """Yield why several GPUs cannot train this job under this recipe."""
+    """Yield the reasons why several GPUs cannot train this job under this recipe."""
     setup = setup_of(recipe[Slot.PRECISION], recipe[Slot.OPTIMIZER])
     if not job.trains:
         yield "it is about training only. Leave it out."

@@ -85,7 +85,7 @@ class DdpTrainer(TrainerParts):
             super().load_weights(model, folder, ranks)
 
     def restore(self, state: TrainState, folder: Path) -> None:
-        """Restore a whole or sharded state."""
+        """Restore a run's state from a whole or a sharded checkpoint."""
         super().restore(state, folder)
         # The restored states may be whole, and each process needs only its parts.
         if is_sharded(state):

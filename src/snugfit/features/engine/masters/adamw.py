@@ -60,7 +60,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Numbers:
-        """Return the scalars of step `number` (from 1) of a parameter group."""
+        """Return the scalars for a step of this parameter group; `step` counts from 1."""
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5,

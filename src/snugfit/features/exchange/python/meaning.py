@@ -85,9 +85,9 @@ class Script:
 
 
 def read_meaning(done: Evaluation, where: str, *, bfloat16: bool | None = None) -> Script:
-    """Return the meaning of an evaluated script, on a GPU with or without `bfloat16`.
-
-    Raises `UsageError` for one that is not read."""
+    """Return the arguments and facts of an evaluated script, on a GPU with or without `bfloat16`. Raises
+    `UsageError` for a script that snugfit cannot read.
+    """
     return _Meaning(done, where, bfloat16).read()
 
 
@@ -262,7 +262,7 @@ class _Meaning:
         )
 
     def _facts(self) -> str:
-        """Return a text with the model that the script names, for messages."""
+        """Return a text for messages on the model that the script names."""
         names = [
             call.positional[0]
             for call in self.calls
@@ -403,7 +403,7 @@ class _Meaning:
     # ---- statements ----------------------------------------------------------------------------------------
 
     def _read_event(self, event: ForeignCall | Assignment) -> None:
-        """Add the arguments that one statement means."""
+        """Add the training arguments that follow from one statement of the script."""
         read = self._read_call(event) if isinstance(event, ForeignCall) else self._read_assignment(event)
         if read is None:
             return
@@ -459,7 +459,9 @@ class _Meaning:
         return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
 
     def _of_stored_adapters(self, call: ForeignCall) -> dict[str, Any]:
-        """Refuse adapters of a checkpoint, whose files alone have their rank and targets."""
+        """Refuse adapters that a script loads from a checkpoint: only its files contain their rank and
+        targets.
+        """
         says = "the adapters are in files that are not read. Write lora(r=..., targets=...) instead"
         self.script.refused.append((call.line, call.text, says))
         return {}
@@ -621,7 +623,7 @@ class _Meaning:
             arguments.setdefault("gradient_accumulation_steps", of_loss[0])
 
     def _casts(self) -> None:
-        """Add the cast of adapters to float32, as TRL's scripts do it."""
+        """Record that the script casts adapters to float32, as TRL's scripts do."""
         widened = any(
             one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
             for one in self.done.assignments
@@ -696,7 +698,7 @@ class _Meaning:
     # ---- unread statements ---------------------------------------------------------------------------------
 
     def _account(self, event: ForeignCall | Assignment) -> None:
-        """List a statement as not read, if it may change the answer."""
+        """List a statement of the script as not read, if it may change the predicted step."""
         if id(event) in self.read_events:
             return
         if touches(event):

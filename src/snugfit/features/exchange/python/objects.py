@@ -167,7 +167,9 @@ def task_of_class(name: str) -> str | None:
 
 @cache
 def _classes() -> dict[str, str]:
-    """Return the tasks by class. If two tasks share a class (BART's), the masked one is left out."""
+    """Return the training task of each model class of transformers. If two tasks share a class (BART's), the
+    masked one is left out.
+    """
     # Later tasks override earlier ones, so the masked one is the first.
     tasks = sorted(heads(), key=lambda task: task != "masked-lm")
     return {

@@ -57,7 +57,7 @@ class _PaddingHooks:
         self._spread: tuple[torch.Size, torch.Tensor | None] | None = None
 
     def pack(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of the forward pass: one row without padding."""
+        """Return the arguments of the model's forward pass, with the batch as one row without padding."""
         import torch
 
         # A failed pass must not leave the shape of its batch.
@@ -77,7 +77,7 @@ class _PaddingHooks:
         return args, packed
 
     def unpack(self, model: Any, args: Any, given: Any, out: Any) -> Any:
-        """Return the output, with its logits in the batch's shape."""
+        """Return the model's output, with its logits in the original shape of the batch."""
         spread, self._spread = self._spread, None
         if spread is not None and getattr(out, "logits", None) is not None:
             (batch, length), places = spread

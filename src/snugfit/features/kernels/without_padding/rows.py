@@ -64,7 +64,7 @@ class RowRules:
 
 @dataclass(frozen=True)
 class Filling:
-    """Lengths to which rows are filled up."""
+    """The few lengths to which rows of concatenated sequences are padded."""
 
     multiple: int
     """Divisor of each row's length, in tokens."""

@@ -29,7 +29,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
 
     @abstractmethod
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Update the matrices of these groups, which have no others."""
+        """Update the parameters of these groups, all of which are matrices."""
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
         """Return True if the other update, and not AdamW, updates this parameter of the group."""
@@ -52,7 +52,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
             self.run(torch.optim.AdamW(rest, foreach=True))
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run a step of this optimizer with the states of `self`."""
+        """Run a step of the optimizer `optimizer` on the states of `self`."""
         # The state stays here, since an inner optimizer lives for one step.
         optimizer.state = self.state
         optimizer.step()
@@ -80,7 +80,7 @@ class ProjectedAndAdamW(MatricesAndAdamW):
 
     @torch.no_grad()
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Update one matrix after the other."""
+        """Update the matrices of these groups, one after the other."""
         # a profile shows this share by its own name, as it shows AdamW's and Muon's
         with torch.autograd.profiler.record_function(f"{type(self).__name__}.update_matrices"):
             for group in groups:

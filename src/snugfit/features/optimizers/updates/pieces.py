@@ -100,7 +100,7 @@ class AdamWInPieces(FusedAdamW):
 
     @abstractmethod
     def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
-        """Return a moment of these rows as one fp32 tensor, one part after the other."""
+        """Return a moment of these rows in fp32, as one tensor of all its parts."""
 
     @abstractmethod
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
@@ -167,7 +167,7 @@ def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy adjacent elements into these tensors, one tensor after the other."""
+    """Copy the values of one flat tensor into these tensors, one after the other."""
     torch._foreach_copy_(list(parts), _views(flat, parts))
 
 
