@@ -44,7 +44,7 @@ def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
 
 
 class _StandIn(UserDict[str, Any]):
-    """A stand-in for a sample, by the first one, whose real values it can compute. Not a `dict`, since a
+    """A substitute for a sample: the first sample, whose real values it can compute. Not a `dict`, since a
     Trainer would copy it to a plain one.
     """
 

@@ -97,7 +97,8 @@ def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) 
 
 
 def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
-    """Yield a warning if the user's recipe has micro-batches whose gradients differ from the whole batch's.
+    """Yield a warning if the user's recipe has micro-batches whose gradients differ from the
+    whole batch's.
     """
     cut = recipe[Slot.BATCHING]
     if recipe.pieces > 1 and (why := cut.planning_objection(job)):

@@ -35,7 +35,8 @@ class Compile(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which Inductor's programs for the policy's device run on tensors without data.
+        """Return a context in which Inductor's programs for the policy's device run on tensors
+        without data.
         """
         if COMPILE.of(setup) is None:
             return nullcontext()

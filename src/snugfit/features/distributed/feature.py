@@ -43,7 +43,8 @@ class Distributed(Feature):
     # ---- running a step ----
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers that apply the fields `parallel` and `sharding` of `Setup` to a training run.
+        """Return the handlers that apply the fields `parallel` and `sharding` of `Setup` to a
+        training run.
         """
         from snugfit.features.distributed.apply.parallel import ParallelHandler
         from snugfit.features.distributed.engine.sharding import ShardingHandler

@@ -138,7 +138,8 @@ class ReleaseHandler(Handler):
     )
 
     def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner | None:
-        """Return the runner of backward passes that update weights, as CUDA graphs if the Setup records them.
+        """Return the runner of backward passes that update weights, as CUDA graphs if the Setup
+        records them.
         """
         if not value:
             return runner

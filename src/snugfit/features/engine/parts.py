@@ -64,7 +64,8 @@ class CapturedParts(StepParts):
         return setup.with_fields(capture=None, filled_batches=fills)
 
     def refuse(self, setup: Setup, waits: int) -> None:
-        """Raise `UnsupportedStep` if forward or backward, to be recorded as CUDA graphs, wait for the device.
+        """Raise `UnsupportedStep` if forward or backward, to be recorded as CUDA graphs, wait
+        for the device.
         """
         # Work that waits for the device cannot be recorded.
         if waits and CAPTURE.of(setup) is not None:
@@ -91,7 +92,8 @@ class CapturedParts(StepParts):
 
 
 class ReleasedParts(CapturedParts):
-    """The parts of a step that updates weights within the backward pass, so that they cannot be joined later.
+    """The parts of a step that updates weights within the backward pass, so that they cannot be
+    joined later.
     """
 
     can_be_spliced = False
@@ -396,7 +398,8 @@ def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
 
 
 def _kernels_of(moves: Iterable[Move]) -> list[Move]:
-    """Return those events of forward and backward that a replayed step shows: kernels and starts of phases.
+    """Return those events of forward and backward that a replayed step shows: kernels and
+    starts of phases.
     """
     return [move for move in moves if type(move) in (Kernel, PhaseStart)]
 

@@ -52,7 +52,8 @@ TARGETS = tuple(FILES)
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """The files, such as scripts and configurations, that express a recipe for another library (the target).
+    """The files, such as scripts and configurations, that express a recipe for another library
+    (the target).
     """
 
     to: str

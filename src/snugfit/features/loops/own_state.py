@@ -53,12 +53,14 @@ class OwnState:
         self._numbers = {path: value for path, value in values.items() if _kind_of(value) is None}
 
     def look(self) -> None:
-        """Search the loader's objects again for random generators and counters, since they may have changed.
+        """Search the loader's objects again for random generators and counters, since they may
+        have changed.
         """
         self._held = dict(_attributes(self._loader))
 
     def state(self) -> State:
-        """Return the states of the random generators, and the counters that differ from their initial values.
+        """Return the states of the random generators, and the counters that differ from their
+        initial values.
         """
         values = {path: held.value() for path, held in self._held.items()}
         return {

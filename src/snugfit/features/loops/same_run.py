@@ -53,7 +53,8 @@ def refuse_another_run(
 
 
 def recipe_differences(before: str, now: str) -> tuple[list[str], list[str]]:
-    """Return the differences of two recipes in two lists: those that affect a run's states, and `FREE_SLOTS`.
+    """Return the differences of two recipes in two lists: those that affect a run's states, and
+    `FREE_SLOTS`.
     """
     try:
         old, new = Recipe.parse(before), Recipe.parse(now)

@@ -339,7 +339,8 @@ class RankRun:
         return measured_footprint(self.result, peak)
 
     def timing(self) -> Timing | None:
-        """Return the seconds of the rank's steps, in each of which all ranks together process a global batch.
+        """Return the seconds of the rank's steps, in each of which all ranks together process a
+        global batch.
         """
         return timing_of(self.result.seconds, self.request.job.batch_size, self.quiet)
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class MicroBatchesHandler(Handler):
-    """Handler of gradient accumulation: the global batch is computed in micro-batches, one after the other.
+    """Handler of gradient accumulation: the global batch is computed in micro-batches, one
+    after the other.
     """
 
     wish, slot, stage = "micro_batches", Slot.BATCHING, InstallStage.LOOP

@@ -349,7 +349,8 @@ class TrainingStep(PlainStep):
     def _raise_if_non_finite(
         self, state: TrainState, trained: list[torch.nn.Parameter], loss: float, *, has_norm: bool
     ) -> None:
-        """Raise `NonFinite` if gradients contain NaN or infinity; wait for the gradients, or for their norm.
+        """Raise `NonFinite` if gradients contain NaN or infinity; wait for the gradients, or
+        for their norm.
         """
         self.unread, length = False, self._check.norm() if has_norm else None
         # Without a clip, the norm is only that of the check, and is not logged.

@@ -79,7 +79,8 @@ _BESIDES = ("get_args", "benchmark_compiled_module")
 
 
 def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
-    """Return name and source of the compiled kernel in a program's statement, or None for another statement.
+    """Return name and source of the compiled kernel in a program's statement, or None for
+    another statement.
     """
     call, target = statement.value, statement.targets[0]
     if not (

@@ -35,7 +35,8 @@ class CompactTable(WeightTable):
 
     @classmethod
     def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
-        """Return the tensors that an update reads beside the weight: low half, both moments and both scales.
+        """Return the tensors that an update reads beside the weight: low half, both moments and
+        both scales.
         """
         return [*super().tensors_kept(state), *(state[name] for name in SCALES)]
 

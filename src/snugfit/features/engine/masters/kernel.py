@@ -40,7 +40,8 @@ def update_part(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update `BLOCK` elements by AdamW from `begin` at these addresses; with `MASKED`, only the first `left`.
+    """Update `BLOCK` elements by AdamW from `begin` at these addresses; with `MASKED`, only the
+    first `left`.
     """
     at = tl.arange(0, BLOCK)
     # Whole blocks need no mask.
@@ -206,7 +207,8 @@ def launch_update(
 
 
 def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
-    """Launch the kernel that writes sums of squares of this table's gradients, in fp32: one for each program.
+    """Launch the kernel that writes sums of squares of this table's gradients, in fp32: one for
+    each program.
     """
     sum_squares[(sums.numel(),)](
         table.places, table.owners, sums, table.blocks, HALVES=table.lower_bits > 0,
@@ -296,7 +298,8 @@ def launch_update_of_one(
 
 
 def launch_squares_of_one(gradient: torch.Tensor, sums: torch.Tensor) -> None:
-    """Launch the kernel that adds a gradient's squares to sums (programs,) in fp32, block by block in turn.
+    """Launch the kernel that adds a gradient's squares to sums (programs,) in fp32, block by
+    block in turn.
     """
     address, count, block = gradient.data_ptr(), gradient.numel(), SETTINGS.block
     add_squares[(min(sums.numel(), -(-count // block)),)](

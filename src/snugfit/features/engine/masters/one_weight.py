@@ -138,7 +138,8 @@ class MasterUpdates:
                 self._optimizer.make_states(weight)
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Increment the step counts of these weights on a GPU; an update in plain torch increments its own.
+        """Increment the step counts of these weights on a GPU; an update in plain torch
+        increments its own.
         """
         for weight in weights:
             # A recorded update runs again without its Python code, so the count is separate.

@@ -267,7 +267,8 @@ class CapturedStep(StepRunner):
     # ---- update ----------------------------------------------------------------------------------------
 
     def update(self, built: Built, norm: torch.Tensor | None = None) -> None:
-        """Clip the gradients of the last backward pass, by their norm if it is known, and update the weights.
+        """Clip the gradients of the last backward pass, by their norm if it is known, and
+        update the weights.
         """
         if self._loop.reads_gradients():  # of passes without graphs, in a job that does not clip
             built.observer.phase("update")

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 @final
 class ReleasedPasses(StepRunner):
-    """Runs the forward and backward passes of one loop's steps, with the weight updates in the backward pass.
+    """Runs the forward and backward passes of one loop's steps, with the weight updates in the
+    backward pass.
     """
 
     updates_within = True

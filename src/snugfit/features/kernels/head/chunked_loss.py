@@ -189,7 +189,8 @@ def _add(
     *,
     is_first: bool,
 ) -> None:
-    """Add a chunk's gradients to the sums over all chunks; the first chunk overwrites the uninitialised sums.
+    """Add a chunk's gradients to the sums over all chunks; the first chunk overwrites the
+    uninitialised sums.
     """
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:

@@ -395,7 +395,8 @@ class EvaluationWatch:
         self._loss = 0.0
 
     def watch(self, loss: float) -> None:
-        """After a step with this loss, detect forward passes of these modules that belong to an evaluation.
+        """After a step with this loss, detect forward passes of these modules that belong to an
+        evaluation.
         """
         if self._checkpoints is None:
             return

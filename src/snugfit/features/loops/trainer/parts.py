@@ -59,7 +59,8 @@ class TrainerParts:
         """Free whole weights that a forward pass has gathered, and keep this process's shards."""
 
     def check(self, state: TrainState) -> None:
-        """Raise `SnugfitError` before the first step for an optimizer or a schedule that the run cannot use.
+        """Raise `SnugfitError` before the first step for an optimizer or a schedule that the
+        run cannot use.
         """
         check_packable(state)
 

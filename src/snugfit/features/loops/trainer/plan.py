@@ -64,7 +64,8 @@ class Chosen:
 def choose(
     trainer: Any, job: Job, recipe: Recipe | str | None, gpu: str | None, fidelity: Fidelity | str
 ) -> Chosen:
-    """Return the recipe to train with: the named one, one planned for a GPU, or the trainer's own settings.
+    """Return the recipe to train with: the named one, one planned for a GPU, or the trainer's
+    own settings.
     """
     import torch
 
