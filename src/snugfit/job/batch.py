@@ -191,7 +191,9 @@ class BatchShapes:
         return {**inputs, "labels": labels}
 
     def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
-        """Return token ids (B, S), with their attention mask if there is padding, or a feature's inputs."""
+        """Return random token ids (B, S), with their attention mask if there is padding, or a feature's
+        inputs.
+        """
         import torch
 
         if self.other is not None:
@@ -235,7 +237,7 @@ class BatchShapes:
         return labels
 
     def ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Return random token ids of shape (B, `length`), int64."""
+        """Return random token ids of shape (B, `length`), int64, in the model's vocabulary."""
         import torch
 
         high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes its characters, and has none

@@ -25,7 +25,7 @@ ONE_A_SAMPLE = ("labels", "input_ids")
 
 
 class SampleRows(NamedTuple):
-    """The dimension of a tensor along which its samples are, and the rows of each."""
+    """The dimension along which a tensor's samples are, and the number of rows of each sample."""
 
     dimension: int
     """Index of the dimension along which samples follow each other."""
@@ -56,7 +56,7 @@ def map_leaves(
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The sample dimension of each tensor in batches like one example."""
+    """The sample dimension of each tensor in batches of the form of one example."""
 
     samples: int
     """Number of samples in the example; 1 where no tensor has any."""
@@ -71,7 +71,8 @@ class BatchLayout:
     def of(
         cls, example: Mapping[str, Any], named: BatchDims | None = None, *, samples: int | None = None
     ) -> Self:
-        """Return the layout of batches like this one, for jobs of `samples` samples if that is known.
+        """Return the sample dimensions of batches like this one, for jobs of `samples` samples if that is
+        known.
 
         Raises `JobError` for a name or a dimension that the example does not have.
         """
@@ -109,8 +110,9 @@ class BatchLayout:
         return max(lengths, default=1)
 
     def part(self, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return the batch of the samples from `start` up to `stop`. Tensors without samples are passed
-        whole."""
+        """Return a batch with the samples from `start` up to, not including, `stop`. Tensors without samples
+        are passed whole.
+        """
 
         def cut(name: str, value: Any) -> Any:
             if name not in self.rows or not _has_rows(value):
@@ -122,7 +124,7 @@ class BatchLayout:
         return map_leaves(batch, cut)
 
     def join(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join these parts into one batch. Tensors without samples are taken from the first part."""
+        """Join these micro-batches into one batch. Tensors without samples are taken from the first one."""
         import torch
 
         parts = [dict(leaves(sample)) for sample in samples]

@@ -37,8 +37,7 @@ OnLoaded = Callable[[LoadedWeights], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Construction:
-    """The construction of transformers' model, which a feature may replace, for example to quantize
-    weights."""
+    """Builds transformers' model. A feature may replace it, for example to quantize weights."""
 
     dtype: str
     """The dtype of weights, by torch's name."""
@@ -270,14 +269,14 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
 
 
 def _is_from(package: str, error: Exception) -> bool:
-    """Return True if this package's own code raised the error, rather than a library that it calls."""
+    """Return True if snugfit's own code raised the error, rather than a library that it calls."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # The last frame is the one that raised.
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(f"{package}.")
 
 
 def _key_of(value: object, config: Mapping[str, Any]) -> str | None:
-    """Return the key, or the dotted path to it, whose value is this text; None when there is none."""
+    """Return the config key, or the dotted path to it, whose value is this text; None when there is none."""
     for key, content in config.items():
         if isinstance(content, dict) and (inner := _key_of(value, content)):
             return f"{key}.{inner}"

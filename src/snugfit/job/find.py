@@ -246,7 +246,7 @@ def _download_config(name: str, *, online: bool) -> Path:
 
 
 def _fetch_config(name: str) -> str:
-    """Return the path, in the local cache, of a config from the hub.
+    """Fetch a model's config from the hub; return its path in the local cache.
 
     The request for its size comes first. It fails at once without a network, where a download would try again
     for 20 s.

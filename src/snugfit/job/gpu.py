@@ -40,7 +40,7 @@ PREFERRED_FORM = "SXM"
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One model of GPU, with the figures of its data sheet. None is an unknown figure."""
+    """One model of GPU, with the figures of its data sheet; a figure is None if it is unknown."""
 
     key: str
     """Short name, unique in the table: `H200-SXM`."""
@@ -161,7 +161,7 @@ class Gpu:
         return self.names[0]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; `Gpu.from_json` reads it back."""
+        """Return the GPU's figures as a JSON object; `Gpu.from_json` reads it back."""
         return asdict(self)
 
     @classmethod
@@ -237,8 +237,7 @@ def find_gpus(text: str) -> list[Gpu]:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Return the GPUs of the table whose model name matches the text, and whose memory and form factor do so
-    if given."""
+    """Return the GPUs of the table whose name, and memory and form factor if given, match the text."""
     lowered = text.lower().replace("_", " ")
     memory, form = _MEMORY.search(lowered), _FORM.search(lowered)
     # Memory and form are taken out, so that the rest is the model's name alone.
@@ -260,8 +259,8 @@ def _prefer_sxm(gpus: list[Gpu]) -> list[Gpu]:
 
 
 def _normalize(text: str) -> str:
-    """Return lower-case letters and digits only, without vendor words: `rtx4090` for `NVIDIA GeForce RTX
-    4090`.
+    """Return a GPU's name in lower-case letters and digits, without vendor words: `rtx4090` for `NVIDIA
+    GeForce RTX 4090`.
     """
     words = re.findall(r"[a-z0-9]+", text.lower())
     return "".join(word for word in words if word not in _VENDOR_WORDS)
@@ -272,7 +271,7 @@ def _exact_names(gpu: Gpu) -> set[str]:
 
 
 def _model_names(gpu: Gpu) -> set[str]:
-    """Return the model's name with and without its family: `4090`, `a6000`."""
+    """Return a GPU's model name with and without its family: `4090`, `a6000`."""
     model = _normalize(gpu.model)
     # People leave out `rtx`; a professional card keeps its letter (`a6000`).
     return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}

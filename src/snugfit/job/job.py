@@ -230,8 +230,9 @@ class Job:
         return self.model.transformers_config(self.task, self.labels)
 
     def config_to_read(self) -> Any:
-        """Return the job's transformers config as one shared, read-only object, since a rehearsal reads it
-        often."""
+        """Return the transformers config of the job's model as one shared, read-only object, since a
+        rehearsal reads it often.
+        """
         return _config_to_read(self.model, self.task, self.labels)
 
     def stated_dropout(self, of: str = "") -> str:
@@ -254,7 +255,7 @@ class Job:
         return type(module.get_base_model() if hasattr(module, "get_base_model") else module)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; `Job.from_json` reads it back."""
+        """Return the job as a JSON object; `Job.from_json` reads it back."""
         # Fields that do not compare are findings about the data, not the job.
         document = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
         return {**document, "model": self.model.to_json()}

@@ -45,8 +45,8 @@ architecture."""
 
 
 class Mixing(NamedTuple):
-    """Evidence on whether the samples of a batch depend on each other. Both fields are empty where they do
-    not.
+    """Evidence that the samples of a batch depend on each other, as by batch norm. Both fields are empty
+    where they do not.
     """
 
     reason: str = ""

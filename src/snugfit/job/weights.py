@@ -182,7 +182,7 @@ class LoadedWeights:
     """Tensors of the folder that the model does not use."""
 
     def lines(self, folder: Path) -> Iterator[str]:
-        """Yield a sentence on each difference."""
+        """Yield a sentence on each difference between the loaded model and the folder of its weights."""
         if self.new:
             yield f"{folder} has no {some_of(self.new)}, so they are newly initialised and must be trained."
         if self.unused:

@@ -50,7 +50,7 @@ _KNOWN = {
 
 
 def refusal(job: Job, error: Exception) -> SnugfitError:
-    """Return the one clear error for an exception that the simulation of this job raised."""
+    """Return one error with a cause and a remedy for an exception that the simulation of this job raised."""
     name = job.model.name
     # The architecture's code reads a key that the config does not have: an error of the config.
     if key := _lacking_key(error):
@@ -64,7 +64,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 
 
 def _reason(job: Job, error: Exception) -> str:
-    """Return the rest of the message: the cause, its meaning for a real step, and the next action."""
+    """Return the rest of the error message: the cause, its meaning for a real step, and a remedy."""
     cause, where, last = _first_line(error), _where(error), _frames(error)[-1]
     # Code for a missing device raises the same types as code whose shapes depend on data, so the text
     # decides.

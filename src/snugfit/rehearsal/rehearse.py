@@ -105,8 +105,8 @@ def rehearse(
 
 
 def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int) -> Trace:
-    """Return the trace of a run with CUDA graphs: at least one step more than `steps`, of which the last two
-    replay every graph.
+    """Return the trace of a simulated run with CUDA graphs: at least one step more than `steps`, of which the
+    last two replay every graph.
 
     The first replay allocates workspaces again, because the recording released them. So the allocator's
     cached memory is divided otherwise in the next step (gpt2 on an H100). Some models change in their first
@@ -124,7 +124,7 @@ def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int
 
 
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
-    """Run `steps` steps of a Step on `meta`, and record each."""
+    """Run `steps` optimizer steps on `meta` tensors, and return their recording."""
     record = partial(_record_step, step, policy, steps)
     return run_on_deep_stack(record) if is_deep(step.job, DEEP_LAYERS) else record()
 

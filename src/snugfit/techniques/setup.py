@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
-    """An optimizer's constructor, and its name in the HF Trainer."""
+    """The optimizer of a Setup: its constructor, and its name in the HF Trainer."""
 
     factory: Call
     """Constructor: `factory(parameters, lr=..., weight_decay=..., **arguments)` returns a
@@ -122,7 +122,7 @@ class LogitsWish:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderWish:
-    """Settings of the DataLoader."""
+    """Settings of torch's DataLoader: workers and pinned memory."""
 
     workers: int = 0
     """Processes that prepare batches; 0 prepares them in the training process."""
@@ -133,7 +133,9 @@ class LoaderWish:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSetup:
-    """The core's fields of `Setup`, each with the default of the plain loop."""
+    """The core's fields of the training loop's settings (`Setup`), each with the default of the
+    plain loop.
+    """
 
     weights_dtype: str | None = None
     """build: dtype of the model's floating-point weights, by torch's name; None leaves them as they are
@@ -214,7 +216,7 @@ class CoreSetup:
 
     @property
     def optimizer_path(self) -> str:
-        """Return the import path of the optimizer."""
+        """Return the import path of the optimizer's constructor."""
         return self.optimizer.factory.path
 
     def for_update(self) -> Self:
@@ -230,11 +232,11 @@ class CoreSetup:
         return self.autocast or self.created_dtype(job)
 
     def per_piece(self, count: int) -> int:
-        """Return the share of each micro-batch in a batch's count of samples or of kernels."""
+        """Return the share of one micro-batch in a batch's count of samples or of kernels."""
         return count // self.micro_batches
 
     def in_pieces(self, count: int, job: Job) -> tuple[Job, Self]:
-        """Return job and Setup with this number of micro-batches, which have their size under this Setup."""
+        """Return job and Setup with this number of micro-batches, each as large as the present ones."""
         small = replace(job, batch_size=self.per_piece(job.batch_size) * count)
         return small, self.with_fields(micro_batches=count)
 
@@ -249,7 +251,7 @@ class CoreSetup:
         return self.autocast, self.with_fields(autocast=None)
 
     def with_adamw(self, wish: OptimizerWish) -> Self:
-        """Return a copy with this AdamW; a feature whose field needs another one replaces it."""
+        """Return a copy of the Setup with this AdamW; a feature whose field needs another one replaces it."""
         # A feature with weights of another form needs its own AdamW for them.
         named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
         own = next(named, None)
@@ -265,7 +267,7 @@ class CoreSetup:
         return copy
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; `Setup.from_json` reads it back."""
+        """Return the settings as a JSON object; `Setup.from_json` reads it back."""
         return asdict(self)
 
     @classmethod

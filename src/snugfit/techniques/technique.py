@@ -180,7 +180,9 @@ class Technique(ABC):
 
     @property
     def value(self) -> Any:
-        """Return its value of the field in `FIELDS`; it overrides this or `install`."""
+        """Return the value that this technique sets in its field (`FIELDS`); a subclass overrides this or
+        `install`.
+        """
         return getattr(self.alone, FIELDS[self.slot])
 
     def install(self, setup: Setup) -> Setup:
@@ -330,7 +332,9 @@ class PlainTechnique(Technique):
 
 
 class TechniqueBySlot(Protocol):
-    """The techniques of a recipe by slot, as a protocol: `Recipe`, a layer above, implements it."""
+    """Protocol for the techniques of a recipe by slot; the class `Recipe`, of a layer above,
+    implements it.
+    """
 
     def __getitem__(self, slot: Slot | str) -> Technique:
         """Return the technique in this slot."""
@@ -338,7 +342,7 @@ class TechniqueBySlot(Protocol):
 
 
 def setup_of(*techniques: Technique) -> Setup:
-    """Return the plain Setup after these techniques, in order."""
+    """Return the settings of the plain training loop after these techniques change them, in order."""
     from snugfit.techniques.setup import Setup
 
     setup = Setup()

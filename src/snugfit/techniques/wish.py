@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A callable by its import path, with keyword arguments: code as data."""
+    """A callable as data: its import path and keyword arguments."""
 
     path: str
     """The import path, `package.module:name`."""
@@ -34,14 +34,13 @@ class Call:
         return function
 
     def run(self, *given: Any, **more: Any) -> Any:
-        """Call the function with its own and further arguments and return its result; `arguments` override
-        `more`."""
+        """Import and call the function, and return its result; its own `arguments` override `more`."""
         # The wish's own arguments are the recipe's, so they override the loop's.
         return self.resolve()(*given, **{**more, **self.arguments})
 
 
 class Lowering(Protocol):
-    """Field of `Setup` by which a compiler's programs replace the model's code."""
+    """Interface of a field of `Setup` by which a compiler's programs replace the model's code."""
 
     @property
     def is_one_program(self) -> bool:
@@ -86,12 +85,13 @@ class SeveralProcesses:
         return rank
 
     def counts(self, rank: int) -> float:
-        """Return the weight of this rank's loss in the sum over all ranks."""
+        """Return the weight of this rank's loss in the sum of losses over all ranks."""
         return 1.0
 
     def on(self, gpus: int) -> SeveralProcesses:
-        """Return a copy for this number of GPUs. Raises `UsageError` if they cannot share the model or the
-        batch."""
+        """Return these settings for another number of GPUs. Raises `UsageError` if they cannot share the
+        model or the batch.
+        """
         raise NotImplementedError
 
 
@@ -133,7 +133,7 @@ class Wish(Generic[T]):
     same elements."""
 
     def of(self, setup: Any) -> T:
-        """Return the value of this field in a `Setup`."""
+        """Return the value of this field in a `Setup` (training settings)."""
         return cast(T, getattr(setup, self.name))
 
 

@@ -24,7 +24,9 @@ one."""
 
 
 def run_kernel(choice: str, of: Operands) -> torch.Tensor:
-    """Run the attention operator that torch calls for `choice`, one of `choose_on_cuda`, on `meta`."""
+    """Run on `meta` the attention operator that torch calls for the chosen kernel (a result of
+    `choose_on_cuda`).
+    """
     out: torch.Tensor = _RUNNERS[choice](of)
     return out
 
@@ -208,7 +210,7 @@ def _expand(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
 
 
 def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the output, the log-sum-exp and the largest score per row of flex attention.
+    """Simulate flex attention: return its output, log-sum-exp and largest score per row.
 
     The output is (B, H, S, D) with D of the value, the other two are (B, H, S).
     """
@@ -224,7 +226,9 @@ def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 @functools.cache
 def _flex_function() -> Any:
-    """Return `flex_attention`'s kernels as an autograd function. It saves operands, output and row sums."""
+    """Return an autograd function that simulates `flex_attention`'s kernels. It saves operands, output and
+    row sums.
+    """
     import torch
     from torch.utils.flop_counter import register_flop_formula
 
@@ -261,7 +265,7 @@ def _flex_function() -> Any:
     register_flop_formula(operators.flex_attention_backward)(products_backward)
 
     class FlexAttention(torch.autograd.Function):
-        """Forward and backward of `flex_attention` on `meta`."""
+        """Simulated forward and backward of `flex_attention` on `meta` tensors."""
 
         @staticmethod
         def forward(context: Any, query: Any, key: Any, value: Any) -> Any:

@@ -116,7 +116,7 @@ class Autocasting:
 
 @functools.cache
 def _plain_kernel(name: str) -> Any:
-    """Return torch's own kernel of an operator, which is the same in every simulation."""
+    """Return the kernel that torch itself registers for an operator; it is the same in every simulation."""
     import torch
 
     return torch.library.get_kernel(f"aten::{name}", KEY)
@@ -163,7 +163,7 @@ def _to_fp32(value: Any) -> Any:
 def _switched_off(
     previous: Callable[..., Any], prepare: Callable[[Any, Any], _Arguments]
 ) -> Callable[..., Any]:
-    """Return a kernel that casts its arguments with `prepare` and calls `previous` with autocast off.
+    """Return an operator's kernel that casts arguments by `prepare`, then calls `previous` with autocast off.
 
     It does so while autocast is on. Every operator of a simulation passes through such a kernel, so it does
     no more than that.

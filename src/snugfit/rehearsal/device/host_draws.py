@@ -175,7 +175,7 @@ class _DrawnTensor(torch.Tensor):
         return tensor
 
     def item(self) -> Any:
-        """Return the drawn number, still marked as drawn."""
+        """Return the random number that this tensor contains, still marked as drawn."""
         return self.draw
 
     @classmethod

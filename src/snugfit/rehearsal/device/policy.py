@@ -34,7 +34,7 @@ class PoliciesDiffer(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Base class of the decisions that torch makes for a kind of device."""
+    """Base class for a device's policy: the kernels, buffers and dtypes that torch chooses on it."""
 
     autocast: ClassVar[autocast_lists.AutocastLists]
     """Operators that autocast casts on this device."""
@@ -79,11 +79,11 @@ class Policy(ABC):
 
     @abstractmethod
     def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """Return True if such a grouped product is one kernel."""
+        """Return True if such a product of experts' groups is one kernel."""
 
     @abstractmethod
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return the scratch of this operator's kernel: the temporary buffers that it allocates."""
+        """Return the temporary buffers that this operator's kernel allocates on the device (its scratch)."""
 
     def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:
         """Return the workspaces that a thread allocates once, at its first use of this operator."""
@@ -107,7 +107,7 @@ class ScratchSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CudaPolicy(Policy):
-    """The decisions of a CUDA GPU."""
+    """The policy of a CUDA GPU: the kernels, buffers and dtypes that torch chooses on it."""
 
     autocast = autocast_lists.CUDA
     fuses_dropout = True
@@ -148,7 +148,7 @@ class CudaPolicy(Policy):
 
     @property
     def attention_order(self) -> Sequence[str]:
-        """Priority in `sdp_utils.cpp` for this capability."""
+        """Names of torch's attention kernels in the order in which `sdp_utils.cpp` tries them on this GPU."""
         return self._attention_kernels.order
 
     @property
@@ -157,7 +157,7 @@ class CudaPolicy(Policy):
 
     @property
     def decisions(self) -> Hashable:
-        """Key that is equal for GPUs with the same kernels for all operands.
+        """Key that is equal for GPUs on which torch chooses the same kernels for all operands.
 
         Their workspaces and scratch may differ.
         """
@@ -173,13 +173,13 @@ class CudaPolicy(Policy):
 
     @property
     def scratch_size(self) -> ScratchSize:
-        """Sizes that determine this GPU's workspaces and scratch."""
+        """Sizes of this GPU that determine the temporary buffers of its kernels."""
         workspaces = sum(nbytes for _, nbytes in self.workspaces("aten::addmm"))
         return ScratchSize(workspaces, self.resident_threads)
 
     @property
     def resident_threads(self) -> int:
-        """Resident threads of the whole GPU."""
+        """Number of threads that the whole GPU can hold at once."""
         return self.multiprocessors * self.threads_per_multiprocessor
 
     @property
@@ -197,7 +197,7 @@ class CudaPolicy(Policy):
         return self.common(lambda one: is_fused and one.capability[0] in _FUSING_GROUPS)
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return the scratch of reductions, attention and embedding backward: see `scratch.py`."""
+        """Return the temporary buffers of reductions, attention and embedding backward: see `scratch.py`."""
         gpu = GpuSize(self.multiprocessors, self.threads_per_multiprocessor, self.capability)
         return cuda_scratch(operator, arguments, out, gpu)
 
@@ -220,7 +220,7 @@ class CudaPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPolicy(CudaPolicy):
-    """The decisions of one GPU, with a comparison to other GPUs' scratch and kernels.
+    """The policy of one GPU, which also compares its temporary buffers and kernels with other GPUs'.
 
     So one simulation is valid for all of them.
     """
@@ -254,7 +254,9 @@ class ComparedPolicy(CudaPolicy):
         return own
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return this GPU's scratch, and record that of the others."""
+        """Return the temporary buffers of an operator's kernel on this GPU, and record those on the other
+        GPUs.
+        """
         scratch = super().scratch(operator, arguments, out)
         for other in self.compared:
             if self.sizes[other] is not None:
@@ -263,7 +265,7 @@ class ComparedPolicy(CudaPolicy):
 
     @property
     def resident_threads(self) -> int:
-        """Resident threads of the whole GPU; GPUs with another number are marked as different.
+        """Number of threads that the GPU can hold at once. GPUs with another number are marked as different.
 
         A step's own buffers of this size belong to no kernel.
         """
@@ -286,7 +288,7 @@ class ComparedPolicy(CudaPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CpuPolicy(Policy):
-    """The decisions of the CPU, which mostly equal those of `meta`.
+    """The policy of the CPU: torch's choices on it, which mostly equal those of `meta`.
 
     Dropout is a random mask and products. Buffers of the CPU's kernels are not modelled.
     """
@@ -311,7 +313,7 @@ class CpuPolicy(Policy):
         return True
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return the scratch of operators that torch composes from others."""
+        """Return the temporary buffers of operators that torch composes from others."""
         return composed_scratch(operator, arguments, out)
 
 
@@ -332,8 +334,9 @@ def _mask_first(outputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _without_philox(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Return the outputs without seed and offset, which efficient attention stores on the host in eager
-    mode."""
+    """Return attention's outputs without seed and offset, which efficient attention stores on the host in
+    eager mode.
+    """
     return outputs[:2]
 
 

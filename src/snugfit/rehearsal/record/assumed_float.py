@@ -17,8 +17,9 @@ ABOUT_ONE = 1.0 + 2.0**-40
 
 
 class AssumedFloat(float):
-    """A float with an assumed value, which calls `decides` if a decision depends on it. Its value is added to
-    `known`."""
+    """A float whose value is assumed in a simulation. It calls `decides` if the model's code compares it. Its
+    value is added to `known`.
+    """
 
     __slots__ = ("_decides", "_known")
     _decides: Callable[[], None]
@@ -35,7 +36,9 @@ class AssumedFloat(float):
     __hash__ = float.__hash__
 
     def after_function(self, result: Any) -> Any:
-        """Return a function's result as an assumed number if it is a float; otherwise report a decision."""
+        """Return the result of a function on this number, as an assumed number if it is a float; otherwise
+        report a decision.
+        """
         if type(result) is float:
             return AssumedFloat(result, self._decides, self._known)
         self._decides()

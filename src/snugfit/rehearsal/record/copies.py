@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class HostCopies(Protocol):
-    """The weights and states that a simulation keeps on the host, and their copies to and from the device."""
+    """Interface for the weights and states that a simulation keeps on the host, and their copies to and from
+    the device.
+    """
 
     def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of an operator that copies to the host, or `NotImplemented` for any other."""
@@ -100,7 +102,7 @@ def _moving(nbytes: int, *, tensors: int = 1, dtype: str = "torch.uint8") -> Ker
 
 @contextlib.contextmanager
 def copies_heard(write: Write, wait: Callable[[], None]) -> Iterator[None]:
-    """Context in which `write` is called for each copy between host and device.
+    """Context in which the function `write` is called for each simulated copy between host and device.
 
     `wait` is called if the host waits for the device.
     """

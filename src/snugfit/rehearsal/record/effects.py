@@ -18,7 +18,9 @@ aten = torch.ops.aten
 
 
 class Effect(Enum):
-    """The relation between an operator's result and values."""
+    """The way in which an operator sets tracked values of tensors: it computes, fills, draws or
+    writes them.
+    """
 
     COMPUTES = "computes"
     """The result follows from the operands' values."""

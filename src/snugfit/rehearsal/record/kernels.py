@@ -74,7 +74,7 @@ KEEPS_CONTEXT = MATRIX_PRODUCTS | {
 
 
 class KernelCost(NamedTuple):
-    """The work of a kernel on the device: FLOPs, bytes and layout; the fields are those of `Kernel`."""
+    """The work of a kernel on the device: FLOPs, bytes and layout, with the fields of `Kernel`."""
 
     flops: int
     nbytes: int
@@ -164,7 +164,7 @@ def cost_of_generated(
 def _layout(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any], outputs: list[Any]
 ) -> str:
-    """Return the layout of the operands that selects the kernel: see `Kernel.layout`."""
+    """Return the layout of a kernel's operands, on which its speed depends: see `Kernel.layout`."""
     if "attention" in func._schema.name:
         return WITH_DROPOUT if _argument(func, args, kwargs, "dropout_p") else ""
     if torch.Tag.pointwise in func.tags or func._schema.name in _COPYING:
@@ -173,7 +173,7 @@ def _layout(
 
 
 def _leading(func: Any, inputs: list[Any], outputs: list[Any]) -> tuple[int, ...]:
-    """Return the leading dimensions of a product's matrices, or () for other operators."""
+    """Return the leading dimensions (strides) of a matrix product's operands, or () for other operators."""
     name = func._schema.name
     if name not in MATRIX_PRODUCTS:
         return ()
@@ -221,7 +221,8 @@ def reads_groups(func: Any, args: tuple[Any, ...], policy: Policy) -> bool:
 
 
 def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
-    """Return a grouped product's cost as the costs of one product per group, with groups of equal size.
+    """Return the cost of a product over groups (experts) as the costs of one product per group, with groups
+    of equal size.
 
     (M, K) by (G, K, N) is split by rows, (N, M) by (M, K) by the inner dimension.
     """
@@ -281,7 +282,9 @@ def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _arithmetic(func: Any, operand: torch.Tensor) -> str:
-    """Return the kernel's compute dtype: its operand's dtype, or TF32 for some products and convolutions."""
+    """Return the dtype in which a kernel computes: its operand's dtype, or TF32 for some products and
+    convolutions.
+    """
     if operand.dtype is torch.float32 and func._schema.name in PRODUCTS:
         backends: Any = torch.backends
         where = backends.cudnn.conv if "conv" in func._schema.name else backends.cuda.matmul

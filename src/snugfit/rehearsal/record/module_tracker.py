@@ -45,7 +45,7 @@ class ModuleTracker:
         self._with_kernels = 0  # active modules in which a kernel has run
 
     def name_modules(self, model: torch.nn.Module) -> None:
-        """Use the names of this model's modules; other modules are named by their class."""
+        """Name this model's modules by their dotted names; other modules are named by their class."""
         self._names = {id(module): name for name, module in model.named_modules()}
 
     @contextlib.contextmanager
@@ -81,7 +81,7 @@ class ModuleTracker:
         return self._calls[-1]
 
     def forget_counts(self) -> None:
-        """Set all counts to zero."""
+        """Set the counts of modules' kernels to zero."""
         self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:

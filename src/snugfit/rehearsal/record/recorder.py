@@ -121,7 +121,9 @@ class Recorder(TorchDispatchMode, Observer):
 
     @classmethod
     def micro_batches_to_settle(cls, setup: Setup) -> float:
-        """Return how many micro-batches more than usual precede those that are alike; infinite for none."""
+        """Return how many micro-batches more than usual precede the first that repeats; infinite if none
+        repeats.
+        """
         return 0
 
     @classmethod
@@ -210,7 +212,9 @@ class Recorder(TorchDispatchMode, Observer):
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Assign names and kinds to the storages of the built model and optimizer."""
+        """Assign names and kinds (weight, optimizer state, ...) to the memory of the built model and
+        optimizer.
+        """
         self._optimizer = optimizer
         self._modules.name_modules(model)
         for sentence in kernels_asked_for(model):
@@ -311,7 +315,7 @@ class Recorder(TorchDispatchMode, Observer):
         return out
 
     def _hand_on(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return NotImplemented for an operator on wrappers around tensors, or decompose a composite
+        """Return NotImplemented for an operator on tensors that wrap others, or decompose a composite
         operator.
 
         The operators that a wrapper runs on its inner tensors arrive here later. Wrappers run below autograd,
@@ -381,8 +385,9 @@ class Recorder(TorchDispatchMode, Observer):
         return numbers
 
     def _read_lists(self, indices: Sequence[torch.Tensor | None]) -> None:
-        """Set the shadow values of indices that the source code gives as lists, if number and shapes
-        match."""
+        """Set the tracked values of indices that the source code gives as lists, if number and
+        shapes match.
+        """
         unknown = [
             one for one in indices if one is not None and one.is_meta and self._shadows.of(one) is None
         ]
@@ -482,7 +487,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._played = False
 
     def _is_again(self, operator: str, flops: int) -> bool:
-        """Return True if this kernel recomputes a part of the forward pass."""
+        """Return True if this kernel recomputes a part of the forward pass in the backward pass."""
         if self._phase != "backward":
             # Eager recomputation has gradient mode on; a forward program in backward belongs to a checkpoint.
             return False
@@ -537,7 +542,7 @@ def _holds_tensors(kind: type[Any]) -> bool:
 
 
 def _last_steps_differ(blocks: Sequence[Block], steps: int) -> bool:
-    """Return True if the last two steps request different bytes, and both have all states."""
+    """Return True if the last two steps allocate different bytes, although both have all optimizer states."""
     by_step = [
         Counter((one.operator, one.nbytes) for one in blocks if one.step == step) for step in range(steps)
     ]

@@ -29,7 +29,7 @@ class Bf16Pure(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Create the weights in bfloat16 and use no autocast."""
+        """Set the Setup to create the weights in bfloat16 and to use no autocast."""
         return setup.with_precision(weights="bfloat16")
 
     @classmethod

@@ -26,7 +26,7 @@ class Fp32(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Create the weights in 32 bits and use no autocast."""
+        """Set the Setup to create the weights in 32 bits and to use no autocast."""
         return setup.with_precision(weights="float32")
 
     @classmethod

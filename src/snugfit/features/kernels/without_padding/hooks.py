@@ -96,7 +96,8 @@ def _layers_of(model: Any) -> torch.nn.Module:
     layers: torch.nn.Module | None = getattr(body, "encoder", None) or getattr(body, "transformer", None)
     if layers is None:
         raise RecipeError(
-            f"{PADDING_FREE} does not find the layers of {type(base).__name__}. Take 'sdpa' for it."
+            f"{PADDING_FREE} does not find the layers of {type(base).__name__}. Write 'sdpa' in place of "
+            f"'{PADDING_FREE}', the recipe's attention."
         )
     return layers
 
