@@ -119,7 +119,7 @@ class SyntheticDataset:
 
     @cached_property
     def _example(self) -> Batch:
-        """The user's example batch, on the host."""
+        """The user's example batch for a module from Python, on the host."""
         return map_leaves(
             self.job.model.example or {},
             lambda _, value: value.detach().to("cpu") if hasattr(value, "detach") else value,
@@ -157,7 +157,7 @@ class BatchShapes:
 
     @classmethod
     def of(cls, job: Job) -> BatchShapes:
-        """Return the shapes for this job."""
+        """Return the shapes of this job's batches."""
         if job.task is Task.CUSTOM:
             return cls(job=job)
         config = job.config_to_read()

@@ -47,7 +47,7 @@ class Construction:
 
     @property
     def loaded_dtype(self) -> str:
-        """The dtype in which transformers loads weights."""
+        """The dtype in which transformers loads the model's weights."""
         return self.dtype
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:

@@ -166,7 +166,7 @@ class Gpu:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the GPU that `to_json` wrote."""
+        """Return the GPU from the JSON object of `to_json`."""
         return decode_fields(cls, document)
 
 

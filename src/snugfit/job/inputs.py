@@ -53,13 +53,13 @@ class ModelInputs:
 
 @functools.cache
 def added_tasks() -> tuple[AddedTask, ...]:
-    """Return the tasks that all features add."""
+    """Return the tasks, such as image classification, that features add."""
     return tuple(feature_objects("tasks", AddedTask))
 
 
 @functools.cache
 def model_inputs() -> tuple[ModelInputs, ...]:
-    """Return the kinds of inputs that all features add."""
+    """Return the kinds of non-token inputs, such as pictures, that features add."""
     return tuple(feature_objects("inputs", ModelInputs))
 
 

@@ -213,7 +213,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """True if the job takes optimizer steps."""
+        """True if the job trains, so that it takes optimizer steps."""
         return self.phase is Phase.TRAIN
 
     @property
@@ -262,7 +262,9 @@ class Job:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """Return the job that `to_json` wrote. Raises `JobError` when the model existed only in Python."""
+        """Return the job from the JSON object of `to_json`. Raises `JobError` when the model existed only in
+        Python.
+        """
         if not isinstance(document, dict):
             raise JobError(
                 f"This is not a job document of snugfit, but of type {type(document).__name__}. Give "

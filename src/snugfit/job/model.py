@@ -201,7 +201,7 @@ class Model:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the model that `to_json` wrote.
+        """Return the model from the JSON object of `to_json`.
 
         Raises `JobError` when it existed only in Python, `ModelError` for any other document.
         """

@@ -15,7 +15,7 @@ from snugfit.results.measurement import GpuClock
 
 
 class ClockReading(NamedTuple):
-    """NVML's values at one moment."""
+    """The clock of a GPU and the reasons for a lower one, read from NVML at one moment."""
 
     moment: float
     """Seconds of the monotonic clock."""

@@ -37,7 +37,7 @@ class NvmlUnavailable(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of one GPU at one moment."""
+    """The used and total memory of one GPU at one moment, in bytes."""
 
     total_bytes: int
 

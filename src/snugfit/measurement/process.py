@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ChildExit:
-    """The exit of a child process."""
+    """The exit code or signal of a child process, with its last output."""
 
     returncode: int
     """Exit code, or minus the signal's number."""

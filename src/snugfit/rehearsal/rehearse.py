@@ -272,7 +272,7 @@ def sets_in_order(job: Job) -> Iterator[None]:
 
 
 def _code_of(job: Job) -> ModuleType | None:
-    """Return the module of the model's code.
+    """Return the Python module of transformers that defines the job's model.
 
     Return None for a user's model, and if transformers has no class for it. Building the model reports the
     second case.

@@ -107,7 +107,7 @@ def _host(device: torch.device) -> Iterator[None]:
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move the model: `model.to(device)`.
+    """Move the model to the device, as `model.to(device)`.
 
     On `meta` that would do nothing, so each tensor is made again in the order of `Module._apply`. A tied
     weight, which `_apply` meets twice, is made once. Tensors that a feature holds next to a weight are made

@@ -87,7 +87,7 @@ class Recipe:
     from_json = parse
 
     def to_json(self) -> str:
-        """Return the recipe's text, its form in JSON documents."""
+        """Return the recipe's text, its form in JSON output."""
         return str(self)
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Recipe:
         return iter(self.techniques)
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """Return the technique in this slot."""
+        """Return the recipe's technique in this slot."""
         return self.techniques[_INDICES[Slot(slot)]]
 
     def with_(self, technique: Technique) -> Recipe:
@@ -112,7 +112,7 @@ class Recipe:
 
     @property
     def pieces(self) -> int:
-        """Number of micro-batches of the global batch."""
+        """Number of micro-batches into which the recipe splits the global batch."""
         count: int = self[Slot.BATCHING].value
         return count
 

@@ -65,7 +65,7 @@ def techniques() -> tuple[type[Technique], ...]:
     if twice := {name for name in names if names.count(name) > 1}:
         raise RosterError(
             f"Two techniques have one name: {sorted(twice)}. Names of techniques must differ, also in "
-            "different slots. Rename the file and the class of one of them."
+            "different slots. Rename the file of one of them."
         )
     order = list(Slot)
     return tuple(sorted(classes, key=lambda kind: (order.index(kind.slot), not kind.plain, kind.name)))
@@ -271,13 +271,13 @@ class ForeignNames:
 
 @functools.cache
 def foreign_names() -> ForeignNames:
-    """Return the table, read once a process."""
+    """Return the table of other libraries' names, read once a process."""
     text = files("snugfit.techniques").joinpath("foreign_names.json").read_text(encoding="utf-8")
     return ForeignNames(**json.loads(text))
 
 
 def advice(word: str) -> str | None:
-    """Return the technique that replaces another library's name `word` in a recipe; None for an
+    """Return advice on another library's name `word` in a recipe, as a clause of an error; None for an
     unknown name.
     """
     names = foreign_names()

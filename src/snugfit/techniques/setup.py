@@ -272,7 +272,7 @@ class CoreSetup:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the Setup that `to_json` wrote."""
+        """Return the settings from the JSON object of `to_json`."""
         return decode_fields(cls, document)
 
 

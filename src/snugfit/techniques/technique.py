@@ -327,7 +327,7 @@ class PlainTechnique(Technique):
     counterparts: ClassVar[tuple[Counterpart, ...]] = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Return the Setup unchanged."""
+        """Return the Setup unchanged: the plain technique of a slot has no effect."""
         return setup
 
 
@@ -337,7 +337,7 @@ class TechniqueBySlot(Protocol):
     """
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """Return the technique in this slot."""
+        """Return the recipe's technique in this slot."""
         ...
 
 

@@ -192,7 +192,7 @@ class TrainOptions:
 
     @property
     def order_seed(self) -> int:
-        """The seed of the data's order."""
+        """The random seed of the order of the training data."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
@@ -203,7 +203,7 @@ class TrainOptions:
         return () if tuple(named) == ("none",) else tuple(named)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object of all fields."""
+        """Return the run's options as a JSON object."""
         return asdict(self)
 
 

@@ -116,7 +116,7 @@ class Ranks:
 
     @property
     def are_many(self) -> bool:
-        """True if there are several processes."""
+        """True if the run has several processes."""
         return self.size > 1
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
@@ -201,7 +201,7 @@ class Ranks:
         return error if self.is_first else ToldElsewhere(str(error), error.exit_code)
 
     def wait(self) -> None:
-        """Wait until all processes call this."""
+        """Wait until all processes of the run call this."""
         self.sum([0.0])
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CompileHandler(Handler):
-    """Handler of the field `compile`."""
+    """Handler of the field `compile`: it compiles layers or the model with `torch.compile`."""
 
     wish, slot, stage = COMPILE.name, Slot.ENGINE, InstallStage.COMPILE
 

@@ -52,7 +52,7 @@ class MastersHandler(Handler):
         return {"dtype": "float32"} if value else {}
 
     def wrap(self, value: bool, model: Any) -> None:
-        """Split trained weights in two halves."""
+        """Convert trained weights to bfloat16, each with its low bits in a second tensor."""
         if value:
             from snugfit.features.engine.masters.halves import split_weights
 
@@ -114,7 +114,7 @@ class FilledHandler(Handler):
     def prepare_pieces(
         self, value: int, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the micro-batches padded to one length."""
+        """Return a step's micro-batches, padded to one length."""
         from snugfit.features.engine.replay.batch import fill_up, longest_sequence
 
         return fill_up(pieces, value, longest_sequence(loop.job)) if value else pieces

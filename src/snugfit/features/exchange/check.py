@@ -65,7 +65,7 @@ exponent."""
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """Changes to make in a configuration file."""
+    """The changes that repair one problem of a configuration file."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """New values by dotted key."""

@@ -89,7 +89,7 @@ class Dialect:
 
     @property
     def of_trainer(self) -> bool:
-        """Return True if most keys are `TrainingArguments`."""
+        """Return True if most keys of this library's configuration are `TrainingArguments`."""
         return self is dialect("trainer") or bool(self.extends)
 
     def translate(self, key: str, value: Any) -> dict[str, Any] | None:

@@ -137,7 +137,7 @@ def _other_tool(values: Mapping[str, Any]) -> str | None:
 
 
 def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
-    """Read the file at `path`.
+    """Read a user's configuration file, script or notebook at `path`.
 
     `bfloat16` is the named GPU's support for it, on which scripts depend; None if no GPU is named. Raises
     `UsageError` when it is not a file, or when no supported library reads such files.

@@ -108,7 +108,7 @@ class LogitsHandler(Handler):
     }
 
     def wrap(self, value: LogitsWish | None, model: Any) -> None:
-        """Make the head return deferred logits."""
+        """Make the model's head return deferred logits, which are computed in chunks with the loss."""
         from snugfit.features.kernels.head.deferred_logits import defer_logits
 
         if value is not None:

@@ -23,7 +23,7 @@ reading pictures takes time."""
 
 
 def loader_facts(loader: Any) -> Facts:
-    """Return facts about a loader's sampler, dropped batches, collator and dataset."""
+    """Return facts about a loader's sampler, dropped batches, collator and dataset, to compare runs."""
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
     facts = {

@@ -34,7 +34,7 @@ def run_kernel(choice: str, of: Operands) -> torch.Tensor:
 def attention_by(
     policy: Policy, note: Callable[[str], object] = str, *, trains: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Return `scaled_dot_product_attention` for this policy's device.
+    """Return a replacement of `scaled_dot_product_attention` that simulates this policy's device.
 
     `note` is called with the name of each chosen kernel. With `trains`, a backward pass always follows, even
     if no operand requires a gradient.
@@ -124,7 +124,7 @@ def _is_aligned(mask: torch.Tensor) -> bool:
 
 
 def _math(of: Operands) -> Any:
-    """Run the math path of attention.
+    """Run unfused attention on `meta`, torch's math path.
 
     It repeats `_scaled_dot_product_attention_math`. While the recorder is active, torch's own adds the mask
     out of place (`areAnyTensorSubclassLike`). That needs one matrix of scores more than on a device.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _nothing(*about: object) -> None:
-    """Ignore the arguments: the default of callbacks."""
+    """Ignore the arguments: the default of callbacks for decisions."""
 
 
 @dataclass(frozen=True)

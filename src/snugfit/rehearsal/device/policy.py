@@ -75,7 +75,7 @@ class Policy(ABC):
     @property
     @abstractmethod
     def uses_grouped_mm(self) -> bool:
-        """True if products of experts use `grouped_mm`."""
+        """True if the device multiplies groups of rows by experts' weights with `grouped_mm`."""
 
     @abstractmethod
     def fuses_groups(self, dtype: torch.dtype) -> bool:
@@ -184,7 +184,7 @@ class CudaPolicy(Policy):
 
     @property
     def uses_grouped_mm(self) -> bool:
-        """True from Ampere on: `_can_use_grouped_mm`, transformers' `integrations/moe.py`."""
+        """True from Ampere on, as transformers decides in `_can_use_grouped_mm` (`integrations/moe.py`)."""
         return self.capability >= (8, 0)
 
     def fuses_groups(self, dtype: torch.dtype) -> bool:
@@ -305,7 +305,7 @@ class CpuPolicy(Policy):
 
     @property
     def uses_grouped_mm(self) -> bool:
-        """True, in torch 2.11 and later."""
+        """True for torch 2.11 and later, which have `grouped_mm` on the CPU."""
         return True
 
     def fuses_groups(self, dtype: torch.dtype) -> bool:

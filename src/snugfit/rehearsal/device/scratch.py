@@ -209,7 +209,7 @@ def _fused_attention_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) 
 
 
 def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the buffers of flash attention's backward for concatenated sequences (N, H, D).
+    """Return the temporary buffers of flash attention's backward for concatenated sequences (N, H, D).
 
     `mha_varlen_bwd` (`cuda/flash_attn/flash_api.cpp`) leaves 128 rows between two sequences. The rule comes
     from the source, and was measured on no GPU.
@@ -231,7 +231,7 @@ def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> 
 
 
 def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the buffers of efficient attention's backward.
+    """Return the temporary buffers of efficient attention's backward.
 
     In 32 bits, other kernels first sum the gradient times the output (`delta`). In 16 bits, the kernel itself
     does so (`kKernelComputesDelta`, `mem_eff_attention/kernel_backward.h`). In 16 bits with heads wider than

@@ -193,7 +193,7 @@ class Allocations:
         self._workspaces.clear()
 
     def live_bytes(self) -> int:
-        """Return the requested bytes of live blocks."""
+        """Return the requested bytes of all live memory blocks."""
         sizes = (self._blocks[abs(event) - 1][0] * (1 if event > 0 else -1) for event in self.events)
         return sum(sizes)
 

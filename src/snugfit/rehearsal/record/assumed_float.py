@@ -26,7 +26,7 @@ class AssumedFloat(float):
     _known: set[float]
 
     def __new__(cls, value: float, decides: Callable[[], None], known: set[float]) -> AssumedFloat:
-        """Return a number of this value."""
+        """Return an assumed float with this value."""
         number = super().__new__(cls, value)
         number._decides, number._known = decides, known
         if not (4 * value).is_integer():  # 0 is the result of many computations, so it identifies none

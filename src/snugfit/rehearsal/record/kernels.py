@@ -106,7 +106,7 @@ def name_of_call(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @functools.lru_cache(maxsize=8192)
 def group_of(operator: str) -> str:
-    """Return the operator group of an operator.
+    """Return the class of an operator by the kind of its work.
 
     The classes are those of "Data Movement Is All You Need" (Ivanov et al., arXiv 2007.00072): contractions,
     statistical normalisations, element-wise.
@@ -320,7 +320,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Return the FLOPs of a grouped product.
+    """Return the FLOPs of a product over groups (experts).
 
     The groups divide a dimension (rows, columns or inner dimension) if an operand has no group dimension.
     Those are (M, K) by (G, K, N), (G, M, K) by (K, N), and (M, K) by (K, N). In (G, M, K) by (G, K, N), each

@@ -50,7 +50,7 @@ class ModuleTracker:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Track modules and checkpoints inside the context."""
+        """Context in which the running module and its activation checkpoints are tracked."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
         with contextlib.ExitStack() as undo:

@@ -190,16 +190,16 @@ class Recorder(TorchDispatchMode, Observer):
     # ---- methods of the observer ---------------------------------------------------------------------
 
     def step_begins(self, index: int) -> None:
-        """Record the start of optimizer step `index`."""
+        """Record in the trace that optimizer step `index` begins."""
         self._step = index
         self.phase("load")
 
     def step_ends(self, index: int) -> None:
-        """Record the end of optimizer step `index`."""
+        """Record in the trace that optimizer step `index` ends."""
         self._mark(MarkKind.STEP_END)
 
     def phase(self, name: str) -> None:
-        """Record the start of a phase, to which all later events belong."""
+        """Record in the trace that a phase begins; all later events belong to that phase."""
         # Before an update all gradients exist; the update or `zero_grad` may free them.
         if name == "update":
             self._claim_gradients()
@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode, Observer):
         self.memory.claim(tensor, kind, module)
 
     def current_phase(self) -> str:
-        """Return the current phase of the step."""
+        """Return the current phase of the recorded step."""
         return self._phase
 
     def doubt(self, sentence: str) -> None:
@@ -461,7 +461,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def program(self, again: Counter[int] | None = None, *, lowered: bool = True) -> Iterator[None]:
-        """Record a compiled program inside the context.
+        """Context in which the kernels of a compiled program are recorded as such.
 
         `again` is None for a forward pass. For a backward pass it counts recomputed contractions by FLOPs. A
         program that is not `lowered` runs torch's operators.
@@ -479,7 +479,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def played_back(self) -> Iterator[None]:
-        """Mark kernels inside the context as parts of one CUDA graph, which the host launches as a whole."""
+        """Context whose kernels are marked as parts of one CUDA graph, which the host launches as a whole."""
         self._played = True
         try:
             yield

@@ -78,7 +78,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        """Return the geometry of this tensor."""
+        """Return size, strides, offset and dtype of this tensor in its storage."""
         nbytes, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
         return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, nbytes)
 

@@ -190,7 +190,7 @@ class StreamKernels:
         self._streams: dict[int, list[int]] = defaultdict(list)
 
     def add(self, kernel: Kernel) -> None:
-        """Add a launched kernel."""
+        """Add a launched kernel to those of its stream."""
         numbers = self._streams[kernel.stream]
         self._of.append((kernel.stream, len(numbers)))
         numbers.append(len(self._of) - 1)

@@ -33,7 +33,7 @@ class AttentionHandler(Handler):
     wish, slot, stage = "attention", Slot.ATTENTION, InstallStage.BUILD
 
     def import_code(self, value: str) -> None:
-        """Register a feature's attention in transformers."""
+        """Register a feature's attention function in transformers."""
         if own := own_attentions().get(value):
             own.register.run()
 
@@ -117,7 +117,7 @@ class AttentionHandler(Handler):
 
 
 class WeightsDtypeHandler(Handler):
-    """Handler of the dtype of floating-point weights."""
+    """Handler of the dtype of floating-point weights: it casts models and writes the dtype into scripts."""
 
     wish, slot, stage = "weights_dtype", Slot.PRECISION, InstallStage.BUILD
 
@@ -162,7 +162,7 @@ def dtype_of(model: Any) -> str:
 
 
 class CheckpointHandler(Handler):
-    """Handler of activation checkpointing."""
+    """Handler of activation checkpointing: it wraps layers so that the backward pass recomputes them."""
 
     wish, slot, stage = "checkpoint", Slot.CHECKPOINTING, InstallStage.RECOMPUTE
 

@@ -42,7 +42,7 @@ class Writable(Protocol):
 
     @property
     def step(self) -> int:
-        """The number of finished optimizer steps."""
+        """The number of optimizer steps finished before the snapshot."""
 
     @property
     def bytes(self) -> int:

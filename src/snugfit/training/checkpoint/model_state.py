@@ -79,7 +79,7 @@ class ModelState:
     """The tensors of `extra`, by their names there."""
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all saved tensors."""
+        """Yield all tensors of the model's state that are saved."""
         yield from self.tensors.values()
         yield from self.extra_tensors.values()
 

@@ -291,7 +291,7 @@ def _optimized_names(state: TrainState) -> list[str]:
 
 @contextlib.contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """Context for reading a checkpoint's files.
+    """Context for reading a checkpoint's files, in which errors name their content as foreign.
 
     Raises `SnugfitError` for content that snugfit does not write: the checksums are right, so another program
     has made it.

@@ -103,7 +103,7 @@ class WeightsNonFinite(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of an optimizer step."""
+    """The mean loss of one optimizer step, and a flag for its update of the weights."""
 
     loss: float
     """Mean over the global batch."""
@@ -119,12 +119,12 @@ class PhaseTracker(Observer):
         self.now = "build"
 
     def phase(self, name: str) -> None:
-        """Set the current phase."""
+        """Set the current phase of the step, for error messages."""
         self.now = name
 
 
 def _nothing() -> None:
-    """Do nothing: the default of a callback."""
+    """Do nothing: the default of callbacks of a training step."""
 
 
 class TrainingStep(PlainStep):
@@ -416,7 +416,7 @@ class FiniteCheck:
             self._loss_known.record()
 
     def loss(self) -> float:
-        """Return the step's loss; waits for the forward pass alone."""
+        """Return the step's loss; wait for the forward pass alone."""
         if self._loss_known is not None:
             self._loss_known.synchronize()
         return self._loss.item()
@@ -434,7 +434,7 @@ class FiniteCheck:
         return self._gradients_known is None or bool(self._gradients_known.query())
 
     def norm(self) -> float:
-        """Return the recorded norm; waits for it."""
+        """Return the recorded gradient norm; wait for the device to compute it."""
         if self._gradients_known is not None:
             self._gradients_known.synchronize()
         return self._norm.item()

@@ -56,7 +56,7 @@ FINGERPRINT_SAMPLES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """A dataset with its collate function."""
+    """A dataset of training samples with its collate function."""
 
     samples: Sequence[Mapping[str, Any]]
     """A map-style dataset: `len`, and a sample for each index.

@@ -285,11 +285,11 @@ class _Driver:
         return 0
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """Return CUDA's default stream."""
+        """Return the number of CUDA's default stream for generated code."""
         return 0
 
     def get_active_torch_device(self) -> Any:
-        """Return the only device of torch."""
+        """Return torch's name of the only device, for generated code."""
         import torch
 
         return torch.device("cuda", 0)

@@ -96,7 +96,7 @@ def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
 
 
 class _GeneratedKernel:
-    """A replacement for a compiled kernel."""
+    """A replacement for a generated kernel that records launches instead of running."""
 
     def __init__(self, name: str, source: str, launch: Launch, choose: Choose) -> None:
         self.name, self._source, self._launch, self._choose = name, source, launch, choose

@@ -35,7 +35,7 @@ class MeshParts(TensorParts):
     """Operations on tensors that are whole, or sharded over meshes of ranks."""
 
     def is_part(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is sharded."""
+        """Return True if the tensor is sharded over a mesh of ranks."""
         return mesh(tensor) is not None
 
     def own(self, tensor: Any) -> torch.Tensor:

@@ -69,7 +69,7 @@ class ParallelHandler(Handler):
         return by_accelerate.why_refused(value, front_end)
 
     def import_code(self, value: ParallelWish) -> None:
-        """Import torch's own code before any measurement."""
+        """Import torch's code for several processes before any measurement."""
         import torch.distributed.fsdp
         import torch.distributed.optim
         import torch.distributed.pipelining
@@ -198,7 +198,9 @@ class ParallelHandler(Handler):
         return model
 
     def set_accelerator(self, value: ParallelWish, accelerator: Any, model: Any) -> None:
-        """Pass the layers' classes to accelerate's FSDP2."""
+        """Pass the classes of the model's layers to accelerate's FSDP2, which shards each layer
+        as a group.
+        """
         if value.weights == "sharded":
             by_accelerate.name_layers(accelerator, model)
 

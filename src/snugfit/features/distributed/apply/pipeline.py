@@ -254,11 +254,11 @@ class StagesInTurn:
 
     @property
     def training(self) -> bool:
-        """Return True in training mode."""
+        """Return True if the pipeline's stages are in training mode."""
         return bool(self._passes.model.training)
 
     def train(self, mode: bool = True) -> None:
-        """Set training or evaluation mode."""
+        """Set the pipeline's stages to training or evaluation mode."""
         self._passes.model.train(mode)
 
     def eval(self) -> None:
@@ -301,7 +301,7 @@ def _stage_class() -> type[PipelineStage]:
         hidden: Any
 
         def forward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """Run a forward pass of one micro-batch."""
+            """Run the forward pass of one micro-batch in this pipeline stage."""
             self.observer.phase("forward")
             try:
                 with self.around():
@@ -319,8 +319,9 @@ def _stage_class() -> type[PipelineStage]:
             return out
 
         def backward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """Run the backward pass of one micro-batch, whole or only for the gradient of the stage's
-            inputs."""
+            """Run the backward pass of one micro-batch in this pipeline stage, whole or only for the gradient
+            of its inputs.
+            """
             self.observer.phase("backward")
             return super().backward_one_chunk(*given, **more)
 

@@ -61,7 +61,7 @@ def _elsewhere() -> Any:
                 self.weight = weight
 
         def forward(self, hidden_states: Any, *arguments: Any, **keywords: Any) -> Any:
-            """Return the hidden states unchanged."""
+            """Return the hidden states unchanged, in place of a layer of another pipeline stage."""
             return hidden_states
 
     return Elsewhere

@@ -170,11 +170,11 @@ class _Slice(io.RawIOBase):
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
-        """Return True: the slice can be read."""
+        """Return True: this part of a file can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Return True: the slice has `seek`."""
+        """Return True: this part of a file supports `seek`."""
         return True
 
     def seek(self, at: int, whence: int = io.SEEK_SET) -> int:

@@ -97,7 +97,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def _inner(self) -> Any:
-        """Return the engine's optimizer of the partitions."""
+        """Return DeepSpeed's inner optimizer, which updates the partitions."""
         return self.engine.optimizer.optimizer
 
     def _flat_weights(self) -> list[torch.Tensor]:

@@ -147,5 +147,5 @@ class DeepSpeed:
         return start_engine(job, setup, model, optimizer)
 
     def stop(self, runs: Any) -> None:
-        """Remove the engine's hooks from the model."""
+        """Remove the hooks of DeepSpeed's engine from the model."""
         runs.destroy()

@@ -85,7 +85,7 @@ def is_async(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def group_of(func: Any, args: tuple[Any, ...]) -> Any:
-    """Return the process group of an operator."""
+    """Return the process group in which a collective operator exchanges tensors."""
     return CollectiveOp.get_process_group(func, args)
 
 

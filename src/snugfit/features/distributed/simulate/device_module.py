@@ -54,7 +54,7 @@ class ShapesModule:
         return self._order
 
     def current_stream(self, *device: Any) -> ShapesStream:
-        """Return the current stream."""
+        """Return the simulated stream that is current."""
         return self._streams[self._order.current]
 
     def default_stream(self, *device: Any) -> ShapesStream:
@@ -62,7 +62,7 @@ class ShapesModule:
         return self._streams[DEFAULT_STREAM]
 
     def set_stream(self, stream: ShapesStream) -> None:
-        """Set the current stream."""
+        """Set the current simulated stream."""
         self._order.use(stream.stream_id)
 
     def stream(self, stream: ShapesStream | None) -> contextlib.AbstractContextManager[Any]:
@@ -73,11 +73,11 @@ class ShapesModule:
         """Return None: a tensor on `meta` has a device without an index."""
 
     def device_count(self) -> int:
-        """Return one device per rank."""
+        """Return the number of simulated devices: one per rank."""
         return self._devices
 
     def is_initialized(self) -> bool:
-        """Return True: there is nothing to initialize."""
+        """Return True, since a simulated device needs no initialization."""
         return True
 
     is_available = is_initialized
@@ -88,7 +88,7 @@ class ShapesModule:
     set_device = synchronize = manual_seed = manual_seed_all = set_rng_state = _do_nothing
 
     def get_rng_state(self, *device: Any) -> torch.Tensor:
-        """Return the state of an unused generator."""
+        """Return a random state; the simulated device draws no numbers."""
         import torch
 
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
@@ -119,7 +119,7 @@ class ShapesEvent:
             self._module.wait()
 
     def query(self) -> bool:
-        """Return True: the event has occurred."""
+        """Return True: simulated events have always occurred."""
         return True
 
 
@@ -156,7 +156,7 @@ class ShapesStream:
         self._module.wait()
 
     def query(self) -> bool:
-        """Return True: all work is finished."""
+        """Return True: the work of a simulated stream is always finished."""
         return True
 
     def __enter__(self) -> ShapesStream:

@@ -83,7 +83,7 @@ class FileHandle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's page-locked bytes as freed."""
+        """Subtract a freed tensor's bytes from the page-locked host memory."""
         LOCKED.discard(tensor.untyped_storage()._cdata)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ class StreamOrder:
         self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # kernels for which its next one waits
 
     def make(self) -> int:
-        """Return the number of a new stream."""
+        """Return the number of a newly created stream."""
         self._made += 1
         return self._made
 
@@ -50,7 +50,7 @@ class StreamOrder:
         self._awaited[stream] |= moment - {self._last.get(stream, -1)}
 
     def place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the stream of the kernel with this index, and the kernels for which it waits."""
+        """Return the stream in which the kernel with this index runs, and the kernels for which it waits."""
         awaited = tuple(sorted(self._awaited.pop(self.current, ())))
         self._last[self.current] = number
         return self.current, awaited

@@ -63,7 +63,9 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
 class DdpTrainer(TrainerParts):
-    """Trainer with the whole model in each process (DDP), which may also read shards."""
+    """Operations on a Trainer's model and checkpoints under DDP: whole weights in each process. Checkpoints
+    may be sharded.
+    """
 
     @property
     def configured(self) -> ParallelWish:
@@ -95,7 +97,7 @@ class DdpTrainer(TrainerParts):
 
 
 class ShardedTrainer(DdpTrainer):
-    """Trainer whose weights FSDP2 shards."""
+    """Operations on a Trainer's model and checkpoints if FSDP2 shards its weights."""
 
     word = "fsdp"
     is_spread = True

@@ -77,7 +77,7 @@ class RecordableUpdate:
             self._optimizer.step()
 
     def run(self) -> None:
-        """Run the update without a graph."""
+        """Run the optimizer's update without a CUDA graph."""
         if self._is_torchs:
             self._count_on_device()
             self.prepare()

@@ -43,7 +43,7 @@ class WeightUpdates(Protocol):
         """Create, where possible, the optimizer states that these weights' first updates would create."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update one weight by its gradient."""
+        """Update one weight by its gradient, with the optimizer."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
         """Increment the optimizer's step counts of these weights."""
@@ -110,7 +110,7 @@ class TorchUpdates:
         """Do nothing: the optimizer's own step increments the step counts."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update one weight by its gradient, which is scaled in place if it is clipped."""
+        """Update one weight by its gradient with torch's optimizer; clipping scales the gradient in place."""
         if self._coefficient is not None:
             gradient.mul_(self._coefficient)
         weight.grad = gradient

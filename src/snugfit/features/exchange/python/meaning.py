@@ -71,7 +71,7 @@ OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 
 @dataclass
 class Script:
-    """Arguments and facts of a training script."""
+    """The training arguments and the facts of the job that follow from a user's script."""
 
     dialect: str
     """`trainer`, `sft`, `accelerate` or `loop`."""
@@ -371,7 +371,7 @@ class _Meaning:
         return facts
 
     def _of_trainer(self, call: ForeignCall, old_sft: bool) -> None:
-        """Read the arguments of the trainer's constructor."""
+        """Read the arguments of the trainer's constructor in the script."""
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)

@@ -44,7 +44,7 @@ class Name:
 
     @property
     def last(self) -> str:
-        """The last word of the name."""
+        """The last word of a dotted name."""
         return self.dotted.rpartition(".")[2]
 
 
@@ -124,7 +124,7 @@ class Parser:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A function that the script defines."""
+    """A function that the user's script defines."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     environment: Environment
@@ -133,7 +133,7 @@ class Function:
 
 @dataclass(frozen=True, eq=False)
 class Class:
-    """A class that the script defines."""
+    """A class that the user's script defines."""
 
     node: ast.ClassDef
     bases: tuple[Any, ...]

@@ -94,7 +94,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         tokens: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Compute the loss, and save its gradients."""
+        """Compute the cross-entropy chunk by chunk, and save its gradients."""
         given = (hidden, weight, bias)
         wide = torch.promote_types(dtype, torch.float32)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)

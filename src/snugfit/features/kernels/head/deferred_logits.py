@@ -161,7 +161,7 @@ class DeferredLogits(torch.Tensor):
         return functools.reduce(lambda value, function: function(value), self.functions, logits)
 
     def compute(self) -> torch.Tensor:
-        """Return all logits, and keep them."""
+        """Compute the logits of all tokens, store and return them."""
         if self.whole is None:
             (weight, bias), dtype = self.head[:2], self.head.dtype
             offset = None if bias is None else bias.to(dtype)

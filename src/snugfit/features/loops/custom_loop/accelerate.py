@@ -235,14 +235,14 @@ def _with_loss(model: Any, loss: LossOf) -> Any:
     import torch
 
     class WithLoss(torch.nn.Module):
-        """The user's model with a forward pass that returns a loss."""
+        """A wrapper of the user's model whose forward pass returns a loss."""
 
         def __init__(self) -> None:
             super().__init__()
             self.model = model
 
         def forward(self, **batch: Any) -> Any:
-            """Return the user's loss of this batch, a scalar tensor."""
+            """Return the loss of a batch by the user's loss function, a scalar tensor."""
             return loss(self.model, batch)
 
     return WithLoss()
@@ -289,14 +289,14 @@ class NoSchedule:
     """Schedule of a loop that sets the learning rate itself, or leaves it constant."""
 
     def step(self) -> None:
-        """Leave the learning rate unchanged."""
+        """Leave the learning rate unchanged: this schedule does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
+        """Return an empty state, since this schedule stores nothing."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore the state, which is empty."""
+        """Ignore the saved state of this schedule, which is empty."""
 
 
 # ---- model, optimizer and loader --------------------------------------------------------------------------
@@ -307,7 +307,7 @@ WRAPPED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 
 
 def device_of_model(model: Any, optimizer: Any) -> torch.device:
-    """Return the device of the whole model.
+    """Return the device on which the whole model is.
 
     Raises `UsageError` for a wrapped model, one spread over devices, or an optimizer of other parameters.
     """

@@ -152,7 +152,7 @@ class RunCheckpoints:
         return True
 
     def wait(self) -> None:
-        """Block until all writes are done."""
+        """Block until all checkpoints are written."""
         self._manager.wait()
 
     def close(self) -> None:

@@ -104,12 +104,12 @@ class HandRun:
 
     @property
     def model(self) -> Any:
-        """The model that was passed in."""
+        """The user's model, as it was passed to `accelerate`."""
         return self._state.model
 
     @property
     def optimizer(self) -> Any:
-        """The user's optimizer, or the recipe's replacement."""
+        """The run's optimizer: the user's, or the recipe's replacement."""
         return self._state.optimizer
 
     @property

@@ -239,7 +239,7 @@ class TrainerCheckpoints:
             self._manager.go_back_to(self.resumed)
 
     def check_first_update(self) -> None:
-        """Check the optimizer's states (`CheckpointManager.check_first_update`)."""
+        """After the first update, raise `SnugfitError` for optimizer states that no checkpoint can store."""
         self._manager.check_first_update(lambda: train_state_of(self._trainer))
 
     def save(self, go_on: Callable[[], None] = lambda: None) -> bool:
@@ -287,7 +287,7 @@ class TrainerCheckpoints:
         return bool(self._manager.saved_step == self._trainer.state.global_step)
 
     def _snapshot(self, staging: Staging) -> Writable | None:
-        """Return the snapshot that this process writes.
+        """Return the copy of the run's state that this process writes.
 
         The first process writes for all; the others send it their random states and write nothing. With
         spread weights each writes its own parts.
@@ -306,7 +306,7 @@ class TrainerCheckpoints:
         return self._parts.snapshot(state, staging, random=random, is_stopped=is_stopped, **beside)
 
     def wait(self) -> None:
-        """Block until all writes are done."""
+        """Block until all checkpoints are written."""
         self._manager.wait()
 
     def finish(self, output: Any) -> None:

@@ -53,7 +53,7 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
 
 @final
 class StepTimer:
-    """Times successive steps, in seconds."""
+    """Measures the seconds of successive training steps."""
 
     def __init__(self, device: torch.device, processes: int = 1) -> None:
         import torch
@@ -77,7 +77,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Context that adds its time to the seconds of fetching micro-batches."""
+        """Context whose duration counts as time for fetching micro-batches."""
         began = time.perf_counter()
         yield
         # A fetch delays nothing while the device still computes.

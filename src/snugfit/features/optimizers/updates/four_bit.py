@@ -107,7 +107,7 @@ def _scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def tables_of(values: Sequence[float], device: torch.device) -> CodeTables:
-    """Return the tables of sixteen ascending values.
+    """Return the sixteen values of the 4-bit codes on this device, ascending.
 
     They are filled on the device, so that it waits for no copy.
     """

@@ -43,7 +43,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         added[MATRICES] = [at for at, weight in enumerate(added["params"]) if self.takes(weight, added)]
 
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters that have a gradient."""
+        """Run one optimizer step on all parameters that have a gradient."""
         refuse_closure(self, closure)
         if matrices := self._shares(of_matrices=True):
             self.update_matrices(matrices)

@@ -45,7 +45,7 @@ class FusedAdamW(OwnAdamW, ABC):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all weights that have a gradient."""
+        """Run one optimizer step on all weights that have a gradient."""
         refuse_closure(self, closure)
         for group in self.param_groups:
             # An empty weight has no update, and no piece.
@@ -159,7 +159,7 @@ class AdamWInPieces(FusedAdamW):
 
 
 def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return these tensors concatenated in fp32."""
+    """Return these tensors as one flat tensor in fp32."""
     flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.float32, device=parts[0].device)
     # One launch copies and casts all parts.
     torch._foreach_copy_(_views(flat, parts), list(parts))
