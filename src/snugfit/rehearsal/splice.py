@@ -111,7 +111,7 @@ class Part:
 
     @cached_property
     def cut(self) -> Sequence[SplitUpdate]:
-        """The steps of the part, each split where its backward pass ends."""
+        """The steps of a simulated part of a run, each split where its backward pass ends."""
         return [*map(split_update, self.split.steps)]
 
     @cached_property

@@ -219,7 +219,7 @@ def refuse_training(recipe: Recipe, setup: Setup) -> None:
 
 
 def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return the gradient scaler, or None without one."""
+    """Return the gradient scaler of the training loop, or None without one."""
     return _first(handler.make_scaler(value, device) for handler, value in _wishes(setup))
 
 

@@ -191,7 +191,9 @@ class PlainStep(OptimizerLoop):
         return bool(self.job.clip)
 
     def reads_gradients(self) -> bool:
-        """Return whether the host reads the next step's gradients, which a replay does not show."""
+        """Return True if the host reads the next step's gradients, which a replayed CUDA graph
+        does not show.
+        """
         return False
 
     def _clip_and_update(self, built: Built) -> None:

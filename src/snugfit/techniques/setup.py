@@ -189,7 +189,9 @@ class CoreSetup:
 
     @property
     def records_graphs(self) -> bool:
-        """Return whether CUDA graphs are recorded, so that the first steps differ from later ones."""
+        """Return True if steps are recorded as CUDA graphs, so that the first steps differ from
+        later ones.
+        """
         recorded = any(wish.records_graphs for wish in used_wishes(self))
         lowering = self.lowering
         return recorded or (lowering is not None and lowering.records_graphs)

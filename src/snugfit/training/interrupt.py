@@ -178,12 +178,14 @@ class Stops:
 
     @property
     def flags(self) -> list[float]:
-        """The signals of this process, as numbers to be summed. Reading it consumes a checkpoint request."""
+        """The signals and requests that this process has received, as numbers to be summed over processes.
+        Reading it consumes a checkpoint request.
+        """
         own = self._own.stopping
         return [float(number == own) for number in _SIGNALS] + [float(self._own.wants_checkpoint())]
 
     def hear(self, summed: Sequence[float]) -> None:
-        """Store the signals of all processes, from the sums of their flags."""
+        """Store the signals of all processes, given the sums of the processes' flags."""
         *signals, wants = summed
         # Processes may have received different signals; all take the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)
@@ -213,7 +215,9 @@ class Stops:
             raise EvaluationStopped
 
     def agree(self) -> None:
-        """Exchange the signals of all processes, at a step boundary without another exchange."""
+        """Exchange the received signals between all processes, at a step boundary without
+        another exchange.
+        """
         if self._ranks.are_many:
             self.hear(self._ranks.sum(self.flags))
 

@@ -196,8 +196,9 @@ class Ranks:
         return answer
 
     def alike(self, error: SnugfitError) -> SnugfitError:
-        """Return the error to raise in this process when all end together: the first process gets `error`,
-        the others `ToldElsewhere`."""
+        """Return the error with which this process ends, when all processes of a run end together: the first
+        process gets `error`, the others `ToldElsewhere`.
+        """
         return error if self.is_first else ToldElsewhere(str(error), error.exit_code)
 
     def wait(self) -> None:
@@ -210,7 +211,7 @@ ALONE = Ranks()
 
 
 def _broadcast(values: list[Any], group: Any) -> None:
-    """Replace the values in every process by those of the first, in place."""
+    """Copy the values of the first process to every other process, in place."""
     import torch.distributed as dist
 
     with talking():

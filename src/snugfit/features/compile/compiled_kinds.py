@@ -84,8 +84,9 @@ class CompiledKinds(LoweredKinds):
 
     @staticmethod
     def is_left(operator: str) -> bool:
-        """Return whether this operator remains a library call in compiled code. The compiler never recomputes
-        its outputs, so outputs that the backward pass reads are kept."""
+        """Return True if this operator remains a library call in compiled code. The compiler never recomputes
+        its outputs, so outputs that the backward pass reads are kept.
+        """
         return operator in STAYS or any(name in operator for name in LIBRARIES)
 
     def __contains__(self, number: int) -> bool:

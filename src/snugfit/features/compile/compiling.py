@@ -155,7 +155,7 @@ def compile_arguments(wish: CompileWish) -> dict[str, Any]:
 
 
 def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
-    """Return a forward pass compiled with these options."""
+    """Return a module's forward pass compiled by `torch.compile` with these options."""
     import torch
 
     # Only torch's defaults need no backend of our own.
@@ -206,8 +206,8 @@ def autocast_begins(where: str) -> Iterator[None]:
 def _in_training(
     layer: torch.nn.Module, forward: Callable[..., Any], wish: CompileWish
 ) -> Callable[..., Any]:
-    """Return a forward pass that runs compiled in training, without a cache; evaluation, with batches of any
-    length, runs uncompiled.
+    """Return a replacement of a forward pass that runs compiled code in training, without a cache;
+    evaluation, with batches of any length, runs uncompiled.
     """
     compiled = compiled_function(forward, wish)
 

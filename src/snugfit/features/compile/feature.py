@@ -27,7 +27,7 @@ class Compile(Feature):
     surrounds_policy: ClassVar[bool] = True
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handler that compiles a model's parts."""
+        """Return the handler that compiles a model's layers or the model (field `compile`)."""
         from snugfit.features.compile.handler import CompileHandler
 
         return (CompileHandler(),)

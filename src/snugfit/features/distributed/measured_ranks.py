@@ -58,7 +58,7 @@ class RankGroup:
         self.exchange()
 
     def exchange(self) -> None:
-        """Sum one number over all ranks, and wait for it."""
+        """Sum one number over all ranks, and wait for the result."""
         import torch
         import torch.distributed as dist
 

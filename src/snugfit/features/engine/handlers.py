@@ -120,7 +120,9 @@ class FilledHandler(Handler):
         return fill_up(pieces, value, longest_sequence(loop.job)) if value else pieces
 
     def around_pass(self, value: int, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
-        """Return a context in which attention masks depend on shapes alone."""
+        """Return a context in which transformers builds attention masks from shapes alone, without reading
+        values.
+        """
         from snugfit.features.engine.replay.batch import is_packed, masks_by_shape
 
         return functools.partial(masks_by_shape, packed=is_packed([batch])) if value else None
@@ -154,7 +156,9 @@ def _can_record(loop: Any) -> bool:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return one stream for all runs of a process on this GPU: cuBLAS keeps some 70 MB for each stream."""
+    """Return the CUDA stream for all runs of a process on this GPU: cuBLAS keeps some 70 MB for
+    each stream.
+    """
     import torch
 
     return torch.cuda.Stream(device)

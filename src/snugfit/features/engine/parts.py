@@ -418,7 +418,8 @@ CASTS_SHARE = Kernel("aten::_to_copy", "", "forward", 1, 6, ((),), "torch.float3
 
 
 def played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> tuple[Kernel, ...]:
-    """Return the kernels of passes marked as replayed by CUDA graphs: the host launches each pass as one.
+    """Return the kernels of forward and backward, marked as replayed by CUDA graphs: the host launches each
+    pass as one.
 
     Kernels that are already replayed stay unchanged. With shares, one is written to the device per
     micro-batch.

@@ -40,7 +40,7 @@ class RehearsedGraphs(Graphs):
         self._batches: list[dict[str, Any]] = []  # kept alive, because recorded work reads them
 
     def own_memory(self) -> AbstractContextManager[None]:
-        """Return a context that allocates from the graphs' pool."""
+        """Return a context that allocates from the simulated memory pool of the CUDA graphs."""
         return self._recorder.memory.allocating(Memory.GRAPHS)
 
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
@@ -93,7 +93,7 @@ class RehearsedGraphs(Graphs):
 
 @contextlib.contextmanager
 def simulated_graphs(policy: Policy, recorder: Recorder) -> Iterator[None]:
-    """Context in which this simulation of a GPU records steps as graphs. A CPU records none."""
+    """Context in which a simulated GPU records training steps as CUDA graphs. A CPU records none."""
     from snugfit.rehearsal.device.policy import CudaPolicy
 
     token = REHEARSED.set(partial(RehearsedGraphs, recorder) if isinstance(policy, CudaPolicy) else None)

@@ -199,7 +199,7 @@ def _find_removed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
 
 
 def _find_old_values(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield values that were renamed, and numbers that YAML reads as text."""
+    """Yield a finding for each renamed value of a configuration, and each number that YAML reads as text."""
     for key, meanings in facts["values"].items():
         value = document.values.get(key)
         if isinstance(value, str) and value in meanings:
@@ -243,8 +243,9 @@ def _find_wrong_batches(document: Document) -> Iterator[Finding]:
 
 
 def _batches(document: Document) -> list[int]:
-    """Return DeepSpeed's three numbers: samples of a step, of a micro-batch, and their count. Empty without
-    them."""
+    """Return the three batch sizes of a DeepSpeed configuration: samples of a step, of a micro-batch, and
+    their count. Empty without them.
+    """
     numbers = [one for one in map(document.values.get, _BATCHES) if type(one) is int and one > 0]
     return numbers if document.dialect == "deepspeed" and len(numbers) == len(_BATCHES) else []
 
@@ -313,7 +314,7 @@ def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
 
 
 def _is_times(value: Any, other: Any, factor: int) -> bool:
-    """Return True if a number is at least `factor` times another one."""
+    """Return True if a setting is at least `factor` times another one."""
     return type(value) is int and type(other) is int and 0 < other * factor <= value
 
 

@@ -93,7 +93,9 @@ class Dialect:
         return self is dialect("trainer") or bool(self.extends)
 
     def translate(self, key: str, value: Any) -> dict[str, Any] | None:
-        """Return the arguments that a key with this value means; None if the table has no entry for it."""
+        """Return the arguments that a configuration key with this value means; None if the table has no entry
+        for it.
+        """
         meaning = self.becomes.get(key)
         if isinstance(meaning, str):
             return {meaning: value}
@@ -106,7 +108,9 @@ class Dialect:
         return {key: value} if is_grouped else None
 
     def difference(self, key: str, value: Any) -> str | None:
-        """Return the difference in meaning of a key with this value; `*` is any value that is not empty."""
+        """Return the difference between a configuration key's meaning in its library and in snugfit; `*` is
+        any value that is not empty.
+        """
         notes = self.differs.get(key, {})
         return notes.get(as_word(value)) or (notes.get("*") if value else None)
 
@@ -123,11 +127,11 @@ class Dialect:
         return None
 
     def reason_to_ignore(self, key: str) -> str | None:
-        """Return the reason why this key may be ignored; None when it may not."""
+        """Return the reason why snugfit may ignore this configuration key; None when it may not."""
         return next((why for why, keys in self.ignored.items() if _matches(key, keys)), None)
 
     def refusal(self, key: str) -> Mapping[str, Any] | None:
-        """Return the entry of `refused` for this key."""
+        """Return the reason for refusing this configuration key, an entry of `refused`."""
         return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:

@@ -140,7 +140,7 @@ class _Reader:
 
     @property
     def document(self) -> Document:
-        """The run's own file, the last of `documents`."""
+        """The configuration file of the run itself, the last of `documents`."""
         return self.documents[-1]
 
     def reading(self) -> Reading:
@@ -549,7 +549,7 @@ _COMPUTED = "it is computed while the script runs. Set it with a flag, or write 
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the text of `optim_args` split into its parts.
+    """Return transformers' arguments with the text of `optim_args` split into its settings.
 
     transformers stores `momentum=0.9,nesterov=true` in one text.
     """
@@ -564,8 +564,9 @@ def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Return the number that a text contains: PyYAML reads `1e-5` as text, and the libraries convert it
-    later."""
+    """Convert a configuration's text to a number: PyYAML reads `1e-5` as text, and the libraries convert it
+    later.
+    """
     if not isinstance(value, str):
         return value
     try:

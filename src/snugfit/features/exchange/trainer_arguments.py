@@ -109,7 +109,9 @@ def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why_unsaid(technique: Technique) -> str:
-    """Return the reason why no arguments mean this technique: there are none, or their meaning differs."""
+    """Return the reason why no Trainer arguments express this technique: there are none, or their meaning
+    differs.
+    """
     notes = [counterpart.note for counterpart in technique.counterparts]
     return notes[0] if notes and all(notes) else "TrainingArguments have no setting for it"
 

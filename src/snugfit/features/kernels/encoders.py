@@ -34,7 +34,7 @@ BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "G
 
 @dataclass
 class Site:
-    """Source of random numbers for a module's dropout."""
+    """A module's source of random numbers for dropout in snugfit's kernels."""
 
     seeds: Seeds
     number: int

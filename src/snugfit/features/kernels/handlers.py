@@ -42,7 +42,7 @@ class FusedHandler(KernelsHandler):
             import snugfit.features.kernels.fused_model  # noqa: F401
 
     def wrap(self, value: FusedWish | None, model: Any) -> None:
-        """Replace the forward passes of the model's modules."""
+        """Replace forward passes of the model's modules by snugfit's kernels."""
         if value is not None:
             from snugfit.features.kernels.fused_model import use_fused
 

@@ -70,7 +70,7 @@ def _same_twice(dataset: Any, index: int) -> list[tuple[str, str]]:
 
 
 def _sample(dataset: Any, index: int) -> Any:
-    """Return a sample, read with the host's generators in a fixed state."""
+    """Return a dataset's sample, read while the host's random generators have a fixed state."""
     import numpy
     import torch
 

@@ -344,7 +344,7 @@ def _states_of(saved: Mapping[str, Any], now: str) -> dict[str, DataRngStates]:
 
 @final
 class _WatchedLoader:
-    """A wrapper of a loader whose epochs begin at the run's position."""
+    """A wrapper of a data loader whose epochs begin at the run's position in the data."""
 
     def __init__(self, loader: Any, batches: Callable[[Any], Iterator[Any]]) -> None:
         self._loader, self._batches = loader, batches

@@ -207,7 +207,7 @@ def _kinds() -> dict[str, type[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a numpy generator's state with its arrays as lists."""
+    """Return the state of a numpy random generator, with its arrays as lists."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

@@ -293,7 +293,7 @@ def _arithmetic(func: Any, operand: torch.Tensor) -> str:
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
-    """Return the FLOPs by torch's registry, or None if it has no formula.
+    """Return an operator's FLOPs by torch's registry, or None if it has no formula.
 
     The registry has no grouped products. Its formulas for attention do not support grouped queries: keys and
     values then count once per query head that uses them. They also count the half that a causal mask skips,

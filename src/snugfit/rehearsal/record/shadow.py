@@ -83,7 +83,7 @@ class Geometry(NamedTuple):
         return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, nbytes)
 
     def within(self, contents: torch.UntypedStorage) -> torch.Tensor:
-        """Return a CPU tensor with this geometry over the storage `contents`."""
+        """Return a CPU tensor with this size, strides and dtype over the storage `contents`."""
         empty = torch.empty(0, dtype=self.dtype, device=_CPU)
         return empty.set_(contents, self.offset, self.shape, self.stride)
 

@@ -183,7 +183,7 @@ def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: Str
 
 
 class StreamKernels:
-    """The kernels of one step so far, by stream, to convert between indices and relative positions."""
+    """The kernels of a trace's step so far, by stream, to convert between indices and relative positions."""
 
     def __init__(self) -> None:
         self._of: list[tuple[int, int]] = []  # each kernel's stream and its index there

@@ -133,13 +133,15 @@ class Handler:
     """True if every loop implements the field itself and reads it from the Setup."""
 
     def why_refused(self, value: Any, front_end: str) -> str:
-        """Return why a front-end that implements the field cannot implement this value; empty if it can."""
+        """Return the reason why a loop that implements the field cannot implement this value; empty if it
+        can.
+        """
         return ""
 
     # ---- a model ----
 
     def import_code(self, value: Any) -> None:
-        """Import libraries that must be imported before a simulation or a measurement begins."""
+        """Import libraries of the field that must be imported before a simulation or a measurement."""
 
     def model_arguments(self, value: Any) -> dict[str, Any]:
         """Return keyword arguments of the model's constructor, as a dict."""
@@ -153,8 +155,9 @@ class Handler:
         """Change modules of a model that is on its device, for example by wrapping layers."""
 
     def distribute(self, value: Any, model: Any) -> Any:
-        """Return the module to call instead of the wrapped model, by which this process trains it with
-        others."""
+        """Return the module to call in place of the wrapped model, such as DDP, for training in several
+        processes.
+        """
         return model
 
     def built_on(self, value: Any, job: Job) -> str:
@@ -179,20 +182,20 @@ class Handler:
         """
 
     def refuse_training(self, value: Any, recipe: Recipe) -> None:
-        """Raise `UsageError` for a value that can be predicted and measured, but not trained."""
+        """Raise `UsageError` for a field's value that can be predicted and measured, but not trained."""
 
     def objections(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Yield reasons why a live model cannot train with this value."""
+        """Yield reasons why a live model cannot train with the field's new value."""
         return iter(())
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Apply this value to a live model, and yield a line of text for each change."""
+        """Apply the field's new value to a live model, and yield a line of text for each change."""
         return iter(())
 
     # ---- a scaler, a loader ----
 
     def make_scaler(self, value: Any, device: torch.device) -> torch.amp.GradScaler | None:
-        """Return the gradient scaler, or None without one."""
+        """Return the gradient scaler of the training loop, or None without one."""
 
     def loader_arguments(self, value: Any, device: torch.device) -> dict[str, Any]:
         """Return keyword arguments of torch's `DataLoader`, as a dict."""
@@ -207,7 +210,7 @@ class Handler:
     def prepare_pieces(
         self, value: Any, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the host micro-batches of a step, changed as this value needs it."""
+        """Return the host micro-batches of a step, changed as the field requires, such as without padding."""
         return pieces
 
     def step_runner(self, value: Any, loop: Any, runner: StepRunner | None) -> StepRunner | None:

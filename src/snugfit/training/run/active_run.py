@@ -208,7 +208,9 @@ class ActiveRun:
         self._checkpoints.save(self.progress.step, self._snapshot, best=best)
 
     def _snapshot(self, staging: Staging) -> Writable | None:
-        """Return this process's part of a snapshot; None if another process saves all of it."""
+        """Return this process's part of a copy of the run's state; None if another process
+        saves all of it.
+        """
         ranks = self._run.ranks
         random = ranks.gather(all_rng_states(self._run.device)) if ranks.are_many else []
         if self._is_sharded:

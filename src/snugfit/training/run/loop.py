@@ -249,7 +249,7 @@ class TrainingStep(PlainStep):
         return super().needs_norm() or self.sync_before_update
 
     def reads_gradients(self) -> bool:
-        """Return whether updates wait for the gradients, and not for their norm alone."""
+        """Return True if an update must wait for the gradients' values, and not for their norm alone."""
         # With a clip, a finite norm proves that all gradients are finite.
         return self.sync_before_update and not self.job.clip
 
@@ -304,7 +304,7 @@ class TrainingStep(PlainStep):
         self._asked_of_loss()
 
     def read_norm(self, state: TrainState) -> None:
-        """Read the last step's norm if it is unread.
+        """Read the last step's gradient norm from the device, if it is unread.
 
         Raises `WeightsNonFinite` if it is not finite: the update has then made NaN weights.
         """
@@ -328,7 +328,7 @@ class TrainingStep(PlainStep):
                 raise WeightsNonFinite
 
     def _is_so_in_all_stages(self, is_so: bool) -> bool:
-        """Return True if `is_so` is True in all processes of a pipeline, each with its own layers.
+        """Return True if the condition `is_so` holds in all processes of a pipeline.
 
         Without a pipeline every process has the same result.
         """

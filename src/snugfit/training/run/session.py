@@ -113,7 +113,9 @@ class Session:
             self._checkpoints.wait()  # no thread may write here after the folder is released
 
     def _begin(self, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-        """Build the run under this recipe. Raises `OutOfMemory` if the model cannot even be built."""
+        """Build the run's model and optimizer under this recipe. Raises `OutOfMemory` if the model cannot
+        even be built.
+        """
         try:
             self._open(recipe, checkpoint)
         except (SnugfitError, RuntimeError, MemoryError) as fault:

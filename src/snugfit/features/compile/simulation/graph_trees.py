@@ -62,7 +62,7 @@ class _Node:
 
 
 class _State(Enum):
-    """State of a program after its last run in this step: run with kernels, recorded, or replayed."""
+    """The way in which a compiled program last ran in this step: run with kernels, recorded, or replayed."""
 
     NOTHING = auto()
     FIRST_RUN = auto()
@@ -99,7 +99,7 @@ class GraphTrees:
         return out
 
     def _start(self) -> None:
-        """Create the graphs' memory pool at the first call."""
+        """Create the memory pool of the simulated CUDA graphs at the first call of a program."""
         import torch
 
         if not self._generator:
@@ -151,7 +151,7 @@ class GraphTrees:
         self._path, self._state = [], _State.NOTHING
 
     def _live(self) -> Iterator[tuple[Place, Any]]:
-        """Yield the live outputs of the programs of this step, with their positions."""
+        """Yield the live outputs of the compiled programs of this step, with their positions."""
         for depth, node in enumerate(self._path):
             for number, reference in enumerate(node.outputs):
                 if reference is not None and (storage := reference()) is not None:
@@ -226,8 +226,9 @@ class GraphTrees:
         return out
 
     def _copy_inputs(self, node: _Node, arguments: list[Any]) -> list[Any]:
-        """Return the inputs, with those of changing addresses copied to the recorded addresses. Empty the
-        given list."""
+        """Return a CUDA graph's inputs, with those of changing addresses copied to the recorded addresses.
+        Empty the given list.
+        """
         import torch
 
         given = list(arguments)

@@ -167,7 +167,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
-        """Context in which a program of this simulation is recorded."""
+        """Context in which the kernels of a compiled program are recorded for this simulation."""
         import torch
 
         # A program inside an operator's dispatch does not count: there Dynamo compiles torch's own Python.
@@ -380,7 +380,7 @@ def _surroundings() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> Iterator[None]:
-    """Context in which the compiled layers of a Setup are compiled for the policy's device.
+    """Context in which a Setup's compiled layers are compiled for the simulated device.
 
     Their programs and kernels go to the recorder.
     """

@@ -243,7 +243,7 @@ def _interface(policy: CudaPolicy) -> Any:
     )
 
     class Described(CudaInterface):
-        """torch's device interface of a machine with this GPU."""
+        """Replacement of torch's device interface, which describes a machine with this GPU."""
 
         Worker: Any = SimpleNamespace(  # read by processes that compile
             set_device=lambda device: None,

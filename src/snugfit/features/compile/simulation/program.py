@@ -246,7 +246,7 @@ class _Cuda:
 
     @staticmethod
     def set_device(index: int) -> None:
-        """Do nothing, because it is the current device already."""
+        """Do nothing: the only simulated device is current already."""
 
     class _DeviceGuard:
         def __init__(self, index: int) -> None:

@@ -205,13 +205,13 @@ class ParallelHandler(Handler):
             by_accelerate.name_layers(accelerator, model)
 
     def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
-        """Return the arguments of `Accelerator` for several processes."""
+        """Return the keyword arguments of `Accelerator` for several processes, as a dict."""
         return by_accelerate.accelerator_arguments(value) if value is not None else {}
 
     def training_arguments(
         self, value: ParallelWish | None, job: Job, device: torch.device
     ) -> dict[str, Any]:
-        """Return the `TrainingArguments` for several processes."""
+        """Return the `TrainingArguments` for several processes, as a dict."""
         return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish, model: Any, step: int) -> None:

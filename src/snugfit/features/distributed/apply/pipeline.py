@@ -37,7 +37,7 @@ EACH = ("attention_mask", "position_ids")
 
 
 class StagePasses:
-    """The forward and backward passes of this process's stages."""
+    """Runs the forward and backward passes of this process's pipeline stages."""
 
     def __init__(
         self, wish: ParallelWish, runs: Any, model: Any, around: Callable[[], AbstractContextManager[Any]]
@@ -61,12 +61,12 @@ class StagePasses:
 
     @property
     def is_first(self) -> bool:
-        """Return True if this process has the first stage, which takes token ids."""
+        """Return True if this process has the first pipeline stage, which takes token ids."""
         return 0 in self._parts
 
     @property
     def is_last(self) -> bool:
-        """Return True if this process has the last stage, which computes the loss."""
+        """Return True if this process has the last pipeline stage, which computes the loss."""
         return self._wish.all_stages - 1 in self._parts
 
     def accumulate(
@@ -91,7 +91,7 @@ class StagePasses:
         return total
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a batch that this process's stages need."""
+        """Return the inputs of a batch that this process's pipeline stages need."""
         named = (*EACH, *(["input_ids"] if self.is_first else []), *(["labels"] if self.is_last else []))
         return {name: value for name, value in batch.items() if name in named}
 

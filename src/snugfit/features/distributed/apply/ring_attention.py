@@ -39,7 +39,7 @@ SEQUENCE = 2
 
 
 def register() -> None:
-    """Register this attention by its name in transformers. It has no mask among transformers' masks, so
+    """Register ring attention by its name in transformers. It has no mask among transformers' masks, so
     models make none. torch's ring is extended to CPUs too.
     """
     import torch
@@ -178,7 +178,7 @@ def attend(
 
 
 def _dtype_of(query: torch.Tensor) -> str:
-    """Return the dtype of attention: autocast's where it is on, or that of the query."""
+    """Return the dtype in which ring attention computes: autocast's where it is on, or that of the query."""
     import torch
 
     device = query.device.type

@@ -34,6 +34,8 @@ def spreads_states(optimizer: Any) -> bool:
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer with this process's states: the inner one if states are sharded, else itself."""
+    """Return the optimizer that has this process's states: the inner one if states are sharded,
+    else itself.
+    """
     local: Any = optimizer
     return local.optim if spreads_states(optimizer) else local  # type: ignore[no-any-return]

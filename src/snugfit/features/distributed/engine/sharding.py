@@ -131,7 +131,7 @@ class DeepSpeed:
     def context(
         self, device: torch.device, tell: Callable[[str], None]
     ) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a run, in which DeepSpeed has a process group."""
+        """Return the context around a run with DeepSpeed's engine, in which a process group exists."""
         from snugfit.features.distributed.engine.loop import in_process_group
 
         return in_process_group(device, tell)

@@ -90,7 +90,7 @@ class _StageFigures(NamedTuple):
 
 
 class StagesStep(NamedTuple):
-    """Predicted bytes of the GPUs with the largest stage, and seconds of a step."""
+    """Predicted bytes of the GPUs with the largest pipeline stage, and seconds of a step."""
 
     needed_bytes: int
     step_seconds: float
@@ -234,7 +234,7 @@ class StagesQuestion:
     def _deep(
         self, stage: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> _StageFigures:
-        """Return the figures of one stage of the whole model, with all micro-batches."""
+        """Return the predicted figures of one pipeline stage of the whole model, with all micro-batches."""
         kind, pieces = _place(stage, self._wish), self._setup.micro_batches
         layers = len(layers_at(stage, self._wish, self._part.model.layers))
         # A GPU has `chunks` stages of so many layers.

@@ -83,7 +83,7 @@ class ShapesModule:
     is_available = is_initialized
 
     def _do_nothing(self, *arguments: Any, **keywords: Any) -> None:
-        """Do nothing, because the device computes nothing and draws no random numbers."""
+        """Do nothing: a simulated device neither computes nor draws random numbers."""
 
     set_device = synchronize = manual_seed = manual_seed_all = set_rng_state = _do_nothing
 

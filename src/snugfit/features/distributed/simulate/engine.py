@@ -42,7 +42,7 @@ class CpuAdam:
         return self
 
     def create_adam(self, *arguments: Any) -> None:
-        """Do nothing, because there is no compiled optimizer."""
+        """Do nothing: a simulation has no compiled CPU optimizer."""
 
     destroy_adam = create_adam
 
@@ -71,7 +71,7 @@ class FileHandle:
     async_pwrite = async_pread
 
     def wait(self) -> int:
-        """Return the number of finished reads and writes."""
+        """Return the number of finished reads and writes of files."""
         done, self._pending = self._pending, 0
         return done
 

@@ -190,7 +190,7 @@ class RankRecorder(Recorder):
         self._add_work_of_host(PART_OPERATORS, operators)
 
     def count_weights_apart(self, weights: int) -> None:
-        """Record the weights whose gradients the host computes apart, by their number."""
+        """Record the number of weights whose gradients the host computes separately (`zero_bubble`)."""
         self._add_work_of_host(WEIGHTS_APART, weights)
 
     def _add_work_of_host(self, what: str, often: int) -> None:

@@ -120,7 +120,9 @@ class SharedBatch(Technique):
 
     @abstractmethod
     def wish(self) -> ParallelWish:
-        """Return the value of the field `parallel`: the distribution of the model along the data axis."""
+        """Return the distribution over processes (field `parallel`): the distribution of the model along the
+        data axis.
+        """
 
     def install(self, setup: Setup) -> Setup:
         """Set the Setup's `parallel` field to distribute the model over all GPUs."""

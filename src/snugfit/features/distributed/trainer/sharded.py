@@ -195,8 +195,9 @@ class ShardedTrainer(DdpTrainer):
         processing: Any,
         is_stopped: bool,
     ) -> ShardedSnapshot:
-        """Return a snapshot of this process's parts. At the run's end, unless a signal stopped it, the first
-        process also saves the whole model."""
+        """Return a copy of this process's shards of the run's state. At the run's end, unless a signal
+        stopped it, the first process also saves the whole model.
+        """
         trainer = self.trainer
         # A forward pass may have left whole weights in place of the parts.
         self.drop_gathered()

@@ -323,7 +323,7 @@ def is_refused(norm: torch.Tensor | None) -> bool:
 
 
 def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
-    """Return gradients in 32 bits, scaled by the coefficient if there is one."""
+    """Return gradients in 32 bits, multiplied by the clipping factor if there is one."""
     return slope.to(torch.float32) if coefficient is None else slope.to(torch.float32) * coefficient
 
 

@@ -87,7 +87,7 @@ def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def scale_count(elements: int) -> int:
-    """Return the number of groups of this many elements."""
+    """Return the number of quantization groups of this many elements."""
     return -(-elements // GROUP)
 
 

@@ -53,7 +53,9 @@ def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
-    """Write both halves of these 32-bit numbers, which are overwritten; the second half has 16 bits."""
+    """Split 32-bit numbers into a bfloat16 half and a second half, and overwrite the numbers; the second half
+    has 16 bits.
+    """
     # NaN has many bit patterns, which could carry into the sign; it becomes the usual one.
     exact.masked_fill_(exact.isnan(), math.nan)
     bits = exact.view(torch.int32)
@@ -66,8 +68,9 @@ def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> 
 def split_by_chance(
     exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, draws: torch.Tensor
 ) -> None:
-    """Write both halves of these 32-bit numbers, which are overwritten; the second half has 8 bits. A number
-    is rounded up where its bits beyond 24 and `draws`, int32 from 0 to 255, add up to a unit.
+    """Split 32-bit numbers into a bfloat16 half and a second half, and overwrite the numbers; the second half
+    has 8 bits. A number is rounded up where its bits beyond 24 and `draws`, int32 from 0 to 255, add up to a
+    unit.
     """
     exact.masked_fill_(exact.isnan(), math.nan)
     # Rounded first and cut then, so that the two halves are exactly the 24 bits.

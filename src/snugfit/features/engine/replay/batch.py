@@ -50,7 +50,9 @@ def longest_sequence(job: Job) -> int | None:
 
 
 def is_packed(pieces: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether micro-batches mark the beginning of each sequence of a row (`position_ids`)."""
+    """Return True if a row of a micro-batch contains several sequences, whose beginnings
+    `position_ids` mark.
+    """
     return any("position_ids" in piece for piece in pieces)
 
 

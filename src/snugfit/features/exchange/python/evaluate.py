@@ -485,7 +485,7 @@ class _Evaluator:
         return Member(of, f"[{key}]")
 
     def value_of_Slice(self, node: ast.Slice, names: Environment) -> Any:
-        """Return a slice as text, with the values of bounds that are known."""
+        """Return a slice in the user's script as text, with the bounds that are known."""
         bounds = [None if one is None else self.value(one, names) for one in (node.lower, node.upper)]
         if node.step is not None or not all(one is None or type(one) is int for one in bounds):
             return Unknown(ast.unparse(node))
@@ -563,7 +563,9 @@ class _Evaluator:
     def known_value(
         self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
     ) -> Any:
-        """Return the value of a call if it follows from the arguments; `_NOT_KNOWN` for another one."""
+        """Return the value of a call in the user's script if it follows from the arguments; `_NOT_KNOWN` for
+        another one.
+        """
         value: Any = _NOT_KNOWN
         if isinstance(function, Member):
             value = self.method(node, function, positional, named)
@@ -616,7 +618,9 @@ class _Evaluator:
         return _NOT_KNOWN
 
     def built_in(self, node: ast.Call, function: Callable[..., Any], positional: list[Any]) -> Any:
-        """Return the result of a built-in of Python, such as `int`. Return `Unknown` if the call fails."""
+        """Return the result of a call of a Python built-in, such as `int`, in the user's script. Return
+        `Unknown` if the call fails.
+        """
         try:
             return function(*positional)
         except (TypeError, ValueError, OverflowError):

@@ -285,7 +285,7 @@ class _Meaning:
         return _without_options(arguments)
 
     def _of_options(self, parsed: Record) -> dict[str, Any]:
-        """Return the arguments of parsed options that the script sets, or has defaults for."""
+        """Return the values of a script's command-line options that the script sets, or has defaults for."""
         known = {*installed.defaults(), *dialect("sft").becomes}
         return _without_options(
             {key: self.value(one) for key, one in parsed.attributes.items() if key in known}
@@ -357,7 +357,9 @@ class _Meaning:
         return facts
 
     def _of_config(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the facts that a config's arguments change. Other sizes are listed as not read."""
+        """Return the facts of the job that a config's arguments in the script change. Other sizes are listed
+        as not read.
+        """
         configs = [one for value in (*call.positional, *call.named.values()) for one in calls_in(value)]
         facts: dict[str, Any] = {}
         for one in configs:
@@ -741,7 +743,9 @@ def _word(name: Name) -> Any:
 
 
 def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[ForeignCall | Assignment]:
-    """Return the statements before this trainer starts, or before the first one; all statements of a loop."""
+    """Return a script's statements before this trainer starts training, or before the first trainer does; all
+    statements of a loop.
+    """
     for number, event in enumerate(done.events):
         function = event.function if isinstance(event, ForeignCall) and event.name == "train" else None
         of = function.of if isinstance(function, Member) else None

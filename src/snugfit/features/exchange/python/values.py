@@ -172,7 +172,7 @@ class Assignment:
 
 
 def is_known(value: Any) -> bool:
-    """Return True for a literal value, whose parts are literal too."""
+    """Return True for a value of a script that consists of literals."""
     if isinstance(value, Mapping):
         return all(map(is_known, value.values()))
     if isinstance(value, list | tuple):

@@ -65,7 +65,7 @@ class RunFolder:
         self._open.close()
 
     def _remove_unused(self) -> None:
-        """Remove folders that were created for this run and contain only its lock."""
+        """Remove the folders that were created for this run, if they contain only its lock file."""
         with contextlib.suppress(OSError):
             if self._made and [path.name for path in self.store.root.iterdir()] == [LOCK]:
                 (self.store.root / LOCK).unlink()

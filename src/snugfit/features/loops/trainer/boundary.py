@@ -132,7 +132,7 @@ LEFT_OVER = (
 
 
 def begin_step(trainer: Any, step: StepState) -> None:
-    """Save the state to which a failed step returns, before its first micro-batch.
+    """Save the trainer's state to which a failed training step returns, before its first micro-batch.
 
     Gradients of an earlier step without an update (an iterable dataset's end) are dropped.
     """

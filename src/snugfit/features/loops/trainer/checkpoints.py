@@ -88,7 +88,9 @@ SHARDING = "sharding"
 
 
 def train_state_of(trainer: Any) -> TrainState:
-    """Return the state that the trainer's steps use and change."""
+    """Return the `TrainState` of a trainer: the model, optimizer and other objects that its steps use and
+    change.
+    """
     optimizer = trainer.optimizer
     return TrainState(
         model=trainer.model,
@@ -205,7 +207,7 @@ class TrainerCheckpoints:
         refuse_another_run(self._manager, before, with_global_batch(self._about()), **how)
 
     def begin(self, resumed_from: str | None) -> None:
-        """Restore this folder's saved state and allocate the memory for copies of checkpoints.
+        """Restore the run's saved state from its folder, and allocate the memory for copies of checkpoints.
 
         It runs once, before the first step, with an optimizer. Raises `SnugfitError` for an optimizer or a
         schedule that no checkpoint can store, or one that cannot be stopped before an update.

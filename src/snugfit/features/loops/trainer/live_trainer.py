@@ -15,13 +15,15 @@ ON_A_PREPARED_MODEL = ("forward", "_original_forward", "_is_accelerate_prepared"
 
 
 def logged_losses(trainer: Any) -> dict[str, Any]:
-    """Return the values that the trainer's next log depends on, as JSON values."""
+    """Return the summed losses and counts that the trainer's next log depends on, as JSON values."""
     values = {name: getattr(trainer, field) for name, field in LOGGED.items()}
     return {**values, "loss": values["loss"].item()}
 
 
 def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
-    """Restore the values of `logged_losses`; the losses since the last log are added to."""
+    """Restore the trainer's summed losses from the values of `logged_losses`; the losses since the last log
+    are added to.
+    """
     trainer._tr_loss += losses["loss"]
     trainer._total_loss_scalar = losses["total_loss"]
     trainer._globalstep_last_logged = losses["last_logged"]
@@ -54,7 +56,7 @@ def trainer_shifts_labels(trainer: Any) -> bool:
 
 
 def weigh_losses_ourselves(trainer: Any) -> None:
-    """Stop the trainer from dividing each micro-batch's loss by their number."""
+    """Stop the trainer from dividing each micro-batch's loss by the number of micro-batches."""
     trainer.current_gradient_accumulation_steps = 1
 
 

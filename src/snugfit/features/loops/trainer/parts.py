@@ -74,7 +74,9 @@ class TrainerParts:
         processing: Any,
         is_stopped: bool,
     ) -> Writable | None:
-        """Return the snapshot that this process writes. All processes call it."""
+        """Return the copy of the run's state that this process writes into a checkpoint. All processes call
+        it.
+        """
         beside: dict[str, Any] = {"random": random, "files": files, "processing": processing}
         return snapshot(state, staging, **beside) if state.ranks.is_first else None
 
@@ -84,7 +86,7 @@ class TrainerParts:
         load_weights(model, weights_folder(folder))
 
     def restore(self, state: TrainState, folder: Path) -> None:
-        """Restore the state of a run; its weights are already loaded."""
+        """Restore the state of a run from a checkpoint; its weights are already loaded."""
         restore(state, folder)
 
 

@@ -58,8 +58,9 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         optimizer.step()
 
     def _shares(self, *, of_matrices: bool) -> list[dict[str, Any]]:
-        """Return the groups with only their matrices, or with only their other parameters; empty groups are
-        left out."""
+        """Return the parameter groups with only their matrices, or with only their other parameters; empty
+        groups are left out.
+        """
         shares = []
         for group in self.param_groups:
             own = set(group[MATRICES])

@@ -104,7 +104,7 @@ class AdamWInPieces(FusedAdamW):
 
     @abstractmethod
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
-        """Store both fp32 moments of these rows in the weights' states."""
+        """Store both fp32 moments of these rows, in their smaller format, in the weights' states."""
 
     def write(self, weights: list[torch.Tensor], exact: torch.Tensor) -> None:
         """Store the new fp32 values in the weights."""
