@@ -139,7 +139,7 @@ class SampleInputs:
         raise NotImplementedError
 
     def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
-        """Return the labels for these inputs; None if the task has its usual labels."""
+        """Return the labels for these non-token inputs; None if the task has its usual labels."""
         return None
 
 

@@ -139,8 +139,8 @@ class BatchLayout:
         return map_leaves(samples[0], concatenate)
 
     def refuse_unclear(self, purpose: str, cure: str = "") -> None:
-        """Raise `JobError` where it is unclear which tensors contain samples. The message shows the notation
-        for them.
+        """Raise `JobError` for an example batch where it is unclear which tensors contain samples. The
+        message shows the notation for them.
         """
         if not self.unclear:
             return
@@ -158,8 +158,9 @@ class BatchLayout:
 
 
 def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | None) -> int:
-    """Return the number of samples in an example: from named dimensions, a size that all tensors share, or
-    labels and token ids."""
+    """Return the number of samples in an example batch: from named dimensions, a size that all tensors share,
+    or labels and token ids.
+    """
     lengths = set(named.values()) or set(sizes.values())
     # The shortest named dimension, or the only length there is.
     if named or len(lengths) == 1:

@@ -51,7 +51,7 @@ class Construction:
         return self.dtype
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Return the model from `make`, with random weights, on the ambient device."""
+        """Build the model by `make` and return it, with random weights, on the ambient device."""
         return make()
 
     def loading_arguments(self, model: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Construction:
         return {}
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Return the model to train, after loading its weights."""
+        """Return the model to train, after its weights are loaded."""
         return model
 
 

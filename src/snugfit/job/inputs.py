@@ -86,5 +86,7 @@ def _kinds_with(task: str) -> list[ModelInputs]:
 
 
 def inputs_of(task: str, architecture: str) -> ModelInputs | None:
-    """Return the non-token inputs of a model in this task; None if they are tokens or a user's own."""
+    """Return the kind of non-token inputs that a model takes in this task; None if they are tokens or a
+    user's own.
+    """
     return next((one for one in model_inputs() if one.serves(task, architecture)), None)

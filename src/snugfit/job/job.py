@@ -72,7 +72,7 @@ class TaskBase(StrEnum):
 if TYPE_CHECKING:
 
     class Task(TaskBase):
-        """The tasks of the core, to which features add others."""
+        """The training tasks of the core, to which features add others."""
 
         SEQUENCE_CLASSIFICATION = "sequence-classification"
         TOKEN_CLASSIFICATION = "token-classification"

@@ -173,7 +173,7 @@ def _cached_folder(name: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedWeights:
-    """Differences between a loaded model and the folder of its weights."""
+    """The differences between a loaded model and the weights in its folder."""
 
     new: Sequence[str]
     """Weights of a new head, absent from the folder and drawn at random."""

@@ -96,8 +96,9 @@ def first_reason(
 
 
 def before(card: Card, *, patience: float) -> GpuBaseline:
-    """Return the state of the GPU once no other process uses it; after `patience` seconds, its state with the
-    reason why it is not clean."""
+    """Wait until no other process uses the GPU, and return its memory and processes. After `patience`
+    seconds, return them with the reason why the GPU is not clean.
+    """
     return _wait_while_used(partial(_read_baseline, card), lambda baseline: baseline.reason, patience)
 
 

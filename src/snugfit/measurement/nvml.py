@@ -238,7 +238,9 @@ def _call(library: Any, question: str, *arguments: Any, **named: Any) -> Any:
 
 
 def _valid_memory(total: Any, used: Any, reserve: Any) -> DeviceMemory:
-    """Return the three numbers of bytes if they are possible together. Raises `NvmlUnavailable` otherwise."""
+    """Return NVML's three numbers of bytes if they are possible together. Raises
+    `NvmlUnavailable` otherwise.
+    """
     numbers = (total, used) if reserve is None else (total, used, reserve)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise NvmlUnavailable(f"NVML reports no memory: total {total!r}, used {used!r}, reserve {reserve!r}.")

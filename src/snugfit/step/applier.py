@@ -110,8 +110,9 @@ def refuse_unsupported(front_end: str, setup: Setup) -> None:
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """Return a field of the Setup as text for a user: with its value if that is a word or a number, else its
-    slot."""
+    """Return a field of the training settings (`Setup`) in words: its value if that is a word or a number,
+    else its slot.
+    """
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
     return f"{handler.wish} = {value!r}" if is_plain else f"the technique of the slot '{handler.slot}'"
@@ -140,7 +141,9 @@ def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_adapted(setup: Setup) -> bool:
-    """Return whether this Setup replaces the model that is built."""
+    """Return True if these training settings replace the model that is built, for example by one with
+    adapters.
+    """
     return any(
         handler.stage < InstallStage.DISTRIBUTE  # a part of a model has the model's weights
         # A handler that inherits the method replaces no model.
@@ -156,7 +159,9 @@ def built_on(setup: Setup, job: Job) -> Collection[str]:
 
 
 def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
-    """Change modules of a model on its device for training: kernels, checkpointing, compilation."""
+    """Change modules of a model on its device as the training settings require: kernels, checkpointing,
+    compilation.
+    """
     for handler, value in _wishes(setup):
         handler.wrap(value, model)
 
@@ -232,7 +237,7 @@ def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
 
 
 def fill_multiple(loop: Step) -> int:
-    """Return a number of tokens; batches are padded to multiples of it. 0 adds no padding."""
+    """Return the number of tokens to whose multiples batches are padded; 0 adds no padding."""
     return max(handler.fill_multiple(value, loop) for handler, value in _wishes(loop.setup))
 
 
@@ -259,7 +264,9 @@ def step_runner(loop: Step) -> StepRunner | None:
 
 
 def set_process(setup: Setup, device: torch.device) -> None:
-    """Set process-wide options of this Setup, such as the allocator's, before the model is built."""
+    """Set process-wide options of the training settings, such as the allocator's, before the
+    model is built.
+    """
     for handler, value in _wishes(setup):
         handler.set_process(value, device)
 
@@ -329,7 +336,7 @@ def rehearsal_context(setup: Setup, *, on_gpu: bool) -> AbstractContextManager[A
 
 
 def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
-    """Return these contexts as one, the first outermost; None entries are skipped."""
+    """Return several context managers as one, the first outermost; None entries are skipped."""
     present = [context for context in contexts if context is not None]
     if len(present) == 1:
         return present[0]()
@@ -348,7 +355,7 @@ def _all_of(contexts: list[Context]) -> Iterator[None]:
 
 
 def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[str]:
-    """Yield reasons why this live model cannot train with this Setup."""
+    """Yield reasons why this live model cannot train with these settings."""
     for handler, why in _refusals(live.front_end, setup, skip):
         yield f"{live.technique(handler.slot)}: {why}"
     for handler, value in _wishes(setup, skip):
@@ -356,14 +363,16 @@ def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) ->
 
 
 def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
-    """Raise `RecipeError` that lists the reasons, if there are any; `what` begins the message."""
+    """Raise `RecipeError` that lists reasons against a recipe, if there are any; `what` begins
+    the message.
+    """
     lines = list(reasons)
     if lines:
         raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {what}:", *lines]))
 
 
 def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
-    """Change a live model to train with this Setup; return a line of text for each change."""
+    """Change a live model to train with these settings; return a line of text for each change."""
     return [line for handler, value in _wishes(setup, skip) for line in handler.change(value, live)]
 
 
@@ -395,7 +404,9 @@ def accelerate_context(setup: Setup, device: torch.device) -> AbstractContextMan
 
 
 def build_for_accelerate(setup: Setup, build: Callable[..., torch.nn.Module]) -> torch.nn.Module:
-    """Return the model that is passed to accelerate; `build` takes further arguments of `build_model`."""
+    """Build and return the model that is passed to accelerate; `build` takes further arguments of
+    `build_model`.
+    """
     model = _first(handler.build_for_accelerate(value, setup, build) for handler, value in _used(setup))
     return build() if model is None else model
 
@@ -407,8 +418,9 @@ def set_accelerator(setup: Setup, accelerator: Any, model: torch.nn.Module) -> N
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:
-    """Return the values of an exported script's template for this Setup. Raises `RecipeError` for a field
-    that a script cannot express."""
+    """Return the values of an exported script's template for these training settings, as a dict. Raises
+    `RecipeError` for a field that a script cannot express.
+    """
     for handler, why in _refusals("script", context.setup):
         raise context.refusal(handler.slot, why)
     return _merge(handler.script(value, context) for handler, value in _wishes(context.setup))

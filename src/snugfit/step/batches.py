@@ -38,8 +38,9 @@ measured step must not pay for more often than a real one. Samples are made on a
 
 
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
-    """Return the number of samples in the synthetic dataset: 512, or at least one global batch. A simulation
-    needs only those that it uses."""
+    """Return the number of samples in the synthetic dataset for measurements: 512, or at least one global
+    batch. A simulation needs only those that it uses.
+    """
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
 
 

@@ -24,7 +24,7 @@ class TensorParts:
         return False
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a tensor."""
+        """Return this process's shard of a tensor."""
         return tensor
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -74,10 +74,10 @@ class LinkObserver:
     """Base class for recorders of copies between a device and the host. The methods here do nothing."""
 
     def copy_out(self, nbytes: int) -> None:
-        """Record a copy of bytes to the host, in order."""
+        """Record a copy of bytes from the device to the host, in order."""
 
     def copy_back(self, nbytes: int) -> None:
-        """Record a copy of bytes to the device, in order."""
+        """Record a copy of bytes from the host to the device, in order."""
 
     def await_copy(self, later: int) -> None:
         """Record that the device waits for a copy: the one before the last `later` copies."""

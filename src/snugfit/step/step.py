@@ -32,16 +32,16 @@ class Observer:
     nothing."""
 
     def step_begins(self, index: int) -> None:
-        """Handle the beginning of optimizer step `index` (from 0)."""
+        """Receive the beginning of optimizer step `index` (from 0)."""
 
     def step_ends(self, index: int) -> None:
-        """Handle the end of optimizer step `index`; its gradients are dropped."""
+        """Receive the end of optimizer step `index`; its gradients are dropped."""
 
     def phase(self, name: str) -> None:
-        """Attribute all later work to this phase, one of `PHASES`."""
+        """Receive the start of a phase, one of `PHASES`, to which all later work belongs."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Handle the end of building: model and optimizer exist, and the first step has not begun."""
+        """Receive the end of building: model and optimizer exist, and the first step has not begun."""
 
 
 class StepPasses(Protocol):
@@ -81,11 +81,14 @@ class StepEngine(Protocol):
         """Return the `TrainingStep` class whose steps over real data the engine runs."""
 
     def step_class(self, loop: str, ranks: int) -> type[Step]:
-        """Return the Step class of a loop with this engine. Raises `UsageError` for a loop that does not
-        support it."""
+        """Return the class that runs a training loop's steps with this engine. Raises `UsageError` for a loop
+        that does not support it.
+        """
 
     def context(self, device: torch.device, tell: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """Return the context around a run with this engine; `tell` is called with lines for the user."""
+        """Return the context around a training run with this engine; `tell` is called with lines for the
+        user.
+        """
 
     def start(
         self, job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer

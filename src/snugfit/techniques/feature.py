@@ -142,7 +142,7 @@ class Feature:
     """Roles of columns in a task of this feature (`data/rows.py` has the roles of texts)."""
 
     def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
-        """Return a function from the folder around these to `Rows`; None where they hold no samples."""
+        """Return a function that reads the class folders around these into `Rows`; None without samples."""
         return None
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
@@ -180,7 +180,7 @@ class Feature:
     # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the period in layers of this Setup: 2 if every second layer is recomputed."""
+        """Return the number of layers after which these settings repeat: 2 if every second is recomputed."""
         return 1
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:

@@ -58,7 +58,7 @@ class Word:
         raise error_at(self.text, self.start, self.end, message)
 
     def technique(self) -> Technique:
-        """Return the technique that this word names, with its settings."""
+        """Return the technique that this word of a recipe names, with its settings."""
         try:
             kind = roster.find(self.name)
         except RecipeError as error:

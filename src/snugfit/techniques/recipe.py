@@ -107,7 +107,7 @@ class Recipe:
         return self.techniques[_INDICES[Slot(slot)]]
 
     def with_(self, technique: Technique) -> Recipe:
-        """Return this recipe with `technique` in its slot."""
+        """Return a copy of the recipe with `technique` in its slot."""
         return Recipe(tuple(technique if old.slot is technique.slot else old for old in self))
 
     @property
@@ -117,7 +117,7 @@ class Recipe:
         return count
 
     def setup(self) -> Setup:
-        """Return the training loop's settings for this recipe."""
+        """Return the training loop's settings (`Setup`) for this recipe."""
         return _setup_of(self)
 
     def check(
@@ -173,8 +173,8 @@ class Recipe:
 
 @functools.lru_cache(maxsize=4096)
 def _setup_of(recipe: Recipe) -> Setup:
-    """Return the Setup of a recipe. It is cached, since a search requests that of the same recipe many
-    times.
+    """Return the training loop's settings (`Setup`) for a recipe, cached for repeated requests
+    of a search.
     """
     return setup_of(*recipe)
 

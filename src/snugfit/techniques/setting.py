@@ -74,7 +74,7 @@ def _show_word(word: Any) -> str:
 
 
 def read_setting(annotation: Any, text: str) -> Any:
-    """Parse `text` as a setting of this type; raises `RecipeError` for an invalid value."""
+    """Parse the text of a technique's setting of this type; raises `RecipeError` for an invalid value."""
     kinds = _alternatives(annotation)
     if text.lower() == "none" and type(None) in kinds:
         return None
@@ -93,7 +93,7 @@ def read_setting(annotation: Any, text: str) -> Any:
 
 
 def _read_several(kind: Any, text: str) -> tuple[Any, ...]:
-    """Parse the values joined by `|`; return an empty tuple if one is not of this kind."""
+    """Parse a setting's values joined by `|`; return an empty tuple if one is not of this kind."""
     words = split_outside_quotes(text, "|")
     if typing.get_args(kind)[0] is int:
         return tuple(map(int, words)) if all(map(_WHOLE.fullmatch, words)) else ()

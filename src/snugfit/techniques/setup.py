@@ -180,8 +180,9 @@ class CoreSetup:
 
     @property
     def lowering(self) -> Lowering | None:
-        """Return the wish of a compiler whose programs replace the model's code; None if the code runs as
-        written."""
+        """Return the field's value for a compiler whose programs replace the model's code; None if the code
+        runs as written.
+        """
         for wish in lowering_wishes():
             if (value := wish.of(self)) is not None:
                 return value
@@ -222,7 +223,9 @@ class CoreSetup:
         return self.optimizer.factory.path
 
     def for_update(self) -> Self:
-        """Return the Setup of an update alone, which no cut of the batch and no checkpointing changes."""
+        """Return the settings (`Setup`) of an update alone, which no cut of the batch and no checkpointing
+        changes.
+        """
         return self.with_fields(micro_batches=1, checkpoint=None)
 
     def created_dtype(self, job: Job) -> str:
@@ -245,11 +248,15 @@ class CoreSetup:
     def with_precision(
         self, *, weights: str | None = None, products: str | None = None, is_scaled: bool = False
     ) -> Self:
-        """Return a copy with weights and autocast of these dtypes, and a gradient scaler if `is_scaled`."""
+        """Return a copy of the settings with weights and autocast of these dtypes, and a gradient scaler if
+        `is_scaled`.
+        """
         return self.with_fields(weights_dtype=weights, autocast=products, scale_gradients=is_scaled)
 
     def without_autocast(self) -> tuple[str | None, Self]:
-        """Return the dtype of autocast, and a copy in which weights are cast in another way."""
+        """Return the dtype of autocast, and a copy of the settings in which weights are cast in
+        another way.
+        """
         return self.autocast, self.with_fields(autocast=None)
 
     def with_adamw(self, wish: OptimizerWish) -> Self:
@@ -260,8 +267,10 @@ class CoreSetup:
         return self.with_fields(optimizer=wish if own is None else own.run())
 
     def with_fields(self, **changed: Any) -> Self:
-        """Return a copy with these fields changed. A space of recipes makes several hundred thousand copies,
-        and `dataclasses.replace` takes ten times as long. Raises `TypeError` for an unknown field."""
+        """Return a copy of the training settings with these fields changed. A space of recipes makes several
+        hundred thousand copies, and `dataclasses.replace` takes ten times as long. Raises `TypeError` for an
+        unknown field.
+        """
         if unknown := changed.keys() - self.__dict__.keys():
             raise TypeError(f"a Setup has no {', '.join(sorted(unknown))}")
         copy = object.__new__(type(self))
@@ -282,7 +291,7 @@ class CoreSetup:
 if TYPE_CHECKING:
 
     class Setup(CoreSetup):
-        """Settings of a training loop: the fields of the core and of the features."""
+        """The settings of a training loop from a recipe: fields of the core and of the features."""
 
 else:
     Setup = make_dataclass(

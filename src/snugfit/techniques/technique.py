@@ -186,12 +186,12 @@ class Technique(ABC):
         return getattr(self.alone, FIELDS[self.slot])
 
     def install(self, setup: Setup) -> Setup:
-        """Return a copy of the Setup with this technique's fields changed."""
+        """Return a copy of the training settings (`Setup`) with this technique's fields changed."""
         return setup.with_fields(**{FIELDS[self.slot]: self.value})
 
     @property
     def alone(self) -> Setup:
-        """Return the Setup of a recipe with this technique and defaults in all other slots."""
+        """Return the training settings of a recipe with this technique and defaults in all other slots."""
         return _alone(self)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -217,7 +217,7 @@ class Technique(ABC):
         return None
 
     def is_searched(self) -> bool:
-        """Return whether a plan can search recipes with these settings."""
+        """Return True if a plan can search recipes with these settings of the technique."""
         return self.searched
 
     def code(self, job: Job) -> tuple[str, ...]:
@@ -227,19 +227,22 @@ class Technique(ABC):
         return ()
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield warnings for this job on a GPU of this compute capability; the job runs all the same."""
+        """Yield warnings about this technique for a job on a GPU of this compute capability; the job runs all
+        the same.
+        """
         return iter((self.caveat,) if self.caveat else ())
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield warnings for its combination with this recipe's other techniques; the job runs all the
-        same.
+        """Yield warnings for the technique's combination with this recipe's other techniques; the job runs
+        all the same.
         """
         return iter(())
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan and no recovery chooses this technique for this job, though a user may name it;
-        empty if they may."""
+        """Return the reason why no plan and no recovery chooses this technique for this job, though a user
+        may name it; empty if they may.
+        """
         return cls.unplanned
 
     @classmethod
@@ -249,7 +252,9 @@ class Technique(ABC):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the settings that a planner may try: by default the technique without settings."""
+        """Yield this technique with each setting that a plan may try: by default the technique without
+        settings.
+        """
         yield cls()
 
     @classmethod
@@ -260,9 +265,9 @@ class Technique(ABC):
         return ()
 
     def lesser(self, job: Job) -> Sequence[Self]:
-        """Return settings for fewer layers, each of which saves more memory than the one before, and less
-        than this. A plan that keeps this technique takes the least that fits. Empty for one that is kept as
-        it is.
+        """Return this technique with settings for fewer layers, each of which saves more memory than the one
+        before, and less than this. A plan that keeps this technique takes the least that fits. Empty for one
+        that is kept as it is.
         """
         return ()
 
@@ -319,7 +324,7 @@ class Technique(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTechnique(Technique):
-    """Leaves the Setup and torch's eager mode unchanged."""
+    """Base class of each slot's default technique, which leaves the training settings unchanged."""
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True

@@ -44,11 +44,11 @@ class Lowering(Protocol):
 
     @property
     def is_one_program(self) -> bool:
-        """True if one program replaces the whole model; otherwise each layer has its own."""
+        """True if one compiled program replaces the whole model; otherwise each layer has its own."""
 
     @property
     def records_graphs(self) -> bool:
-        """True if programs are recorded as CUDA graphs and replayed."""
+        """True if compiled programs are recorded as CUDA graphs and replayed."""
 
     @property
     def has_budget(self) -> bool:
@@ -97,7 +97,7 @@ class SeveralProcesses:
 
 @dataclass(frozen=True)
 class Wish(Generic[T]):
-    """A field of `Setup` that a feature adds."""
+    """A field of the training settings (`Setup`) that a feature adds."""
 
     name: str
     """The field's name, in `Setup` and in its JSON."""
@@ -164,16 +164,16 @@ def _wishes_of_processes() -> tuple[Wish[Any], ...]:
 
 
 def wish_of_processes(setup: Any) -> Wish[Any] | None:
-    """Return the field that makes several processes train under this Setup; None without one."""
+    """Return the field of these settings (`Setup`) that makes several processes train; None without one."""
     return next((wish for wish in _wishes_of_processes() if wish.of(setup) is not None), None)
 
 
 def processes_of(setup: Any) -> SeveralProcesses | None:
-    """Return the value that makes several processes train under this Setup; None for one process."""
+    """Return the field's value in these settings that makes several processes train; None for one process."""
     wish = wish_of_processes(setup)
     return None if wish is None else wish.of(setup)
 
 
 def used_wishes(setup: Any) -> list[Wish[Any]]:
-    """Return the features' fields whose values in this `Setup` differ from the plain loop's."""
+    """Return the features' fields whose values in these settings differ from the plain loop's."""
     return [wish for wish in wishes() if wish.of(setup) != wish.default]

@@ -43,8 +43,9 @@ class MeasurementRequest:
 
     @property
     def setup(self) -> Setup:
-        """The Setup of each process. Raises `UsageError` where the recipe does not support this number of
-        GPUs."""
+        """The training settings (`Setup`) of each measured process. Raises `UsageError` where the recipe does
+        not support this number of GPUs.
+        """
         return on_gpus(self.recipe.setup(), self.gpus)
 
     @property

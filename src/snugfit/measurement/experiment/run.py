@@ -137,7 +137,9 @@ def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int) -> dic
 
 
 def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
-    """Return each GPU's state once it is clean. The patience applies to all of them together."""
+    """Wait until no other process uses the GPUs, and return each one's memory and processes. The patience
+    applies to all of them together.
+    """
     deadline = time.monotonic() + contamination.PATIENCE
     return [
         contamination.before(target.card, patience=max(0.0, deadline - time.monotonic()))
@@ -212,7 +214,7 @@ def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | N
 
 
 def _message(runs: Sequence[RankRun], cause: int) -> str:
-    """Return the end of a dead run's output, or its exception; empty for a successful run."""
+    """Return the end of a failed measurement's output, or its exception; empty for a successful run."""
     run = runs[cause]
     if run.result.outcome == causes.OK:
         return ""
@@ -226,7 +228,7 @@ def _message(runs: Sequence[RankRun], cause: int) -> str:
 
 
 def _output(exits: Sequence[ChildExit]) -> str:
-    """Return the last output of each process, one after the other."""
+    """Return the last output of each measured process, one after the other."""
     if len(exits) == 1:
         return exits[0].tail
     return "\n".join(f"--- rank {rank} ---\n{exited.tail}" for rank, exited in enumerate(exits))

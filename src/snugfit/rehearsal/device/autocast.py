@@ -28,7 +28,9 @@ SWITCH = "cpu"
 
 
 class _CachedCast(NamedTuple):
-    """A weight and its cast copy. The weight must be alive while its id is a key of the cache."""
+    """A weight and its copy in autocast's dtype. The weight must be alive while its id is a key
+    of the cache.
+    """
 
     weight: torch.Tensor
     cast: torch.Tensor
@@ -139,7 +141,9 @@ def _cast_all(cast: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _floats(value: Any) -> bool:
-    """Return True if autocast may cast this argument: a floating-point tensor (`is_autocast_eligible`)."""
+    """Return True if autocast may cast this argument of an operator: a floating-point tensor
+    (`is_autocast_eligible`).
+    """
     import torch
 
     return (

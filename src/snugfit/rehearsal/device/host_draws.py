@@ -169,7 +169,7 @@ class _DrawnTensor(torch.Tensor):
 
     @classmethod
     def of(cls, draw: _Draw, shape: Sequence[int]) -> _DrawnTensor:
-        """Return a tensor of this shape with the drawn number."""
+        """Return a tensor of this shape that contains the drawn random number."""
         tensor = torch.full(tuple(shape), LARGEST).as_subclass(cls)
         tensor.draw = draw
         return tensor

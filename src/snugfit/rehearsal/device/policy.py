@@ -134,11 +134,15 @@ class CudaPolicy(Policy):
     """
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
-        """Return the kernel that `sdp_utils.cpp` chooses for this capability."""
+        """Return the name of the attention kernel that `sdp_utils.cpp` chooses for this GPU's compute
+        capability.
+        """
         return self.common(lambda one: attention_choice.choose_on_cuda(operands, one._attention_kernels))
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return `fact(self)`, a property of this GPU. Raise `PoliciesDiffer` if that of a peer differs."""
+        """Return `fact(self)`, a property of this GPU. Raise `PoliciesDiffer` if a GPU that shares the
+        simulation has another one.
+        """
         facts = {fact(one) for one in (self, *self.peers)}
         if len(facts) > 1:
             raise PoliciesDiffer(
@@ -165,7 +169,7 @@ class CudaPolicy(Policy):
 
     @property
     def may_share(self) -> Hashable:
-        """Key that is equal for GPUs that may be each other's `peers`.
+        """Key that is equal for GPUs that may share one simulation (`peers`).
 
         Their kernels may differ only for heads wider than 128 and for grouped products.
         """

@@ -18,7 +18,7 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the result of `_grouped_mm` with rows padded to 16 bytes.
+    """Return an empty tensor for the result of `_grouped_mm`, with rows padded to 16 bytes.
 
     The source is `create_grouped_gemm_output_tensor` in `native/GroupedMMUtils.h`. `first` is (M, K) or (G,
     M, K), `second` (K, N) or (G, K, N). If one of them has no group dimension, `offs` has the ends of the G
@@ -84,7 +84,8 @@ def softmax_backward(
 
 
 def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *_: Any) -> torch.Tensor:
-    """Return the result of a loss: its elements, or one number in a buffer of the elements' size.
+    """Return an empty tensor for the result of a loss: its elements, or one number in a buffer of the
+    elements' size.
 
     The sources are `TORCH_META_FUNC(mse_loss)` and `(smooth_l1_loss)` in `native/BinaryOps.cpp`.
     """
@@ -97,8 +98,9 @@ def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *
 def binary_cross_entropy(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
 ) -> torch.Tensor:
-    """Return the loss in the input's shape, or one number in a buffer of that size (`native/Loss.cpp` and
-    `native/cuda/Loss.cu`)."""
+    """Return an empty tensor for the loss: the input's shape, or one number in a buffer of that size
+    (`native/Loss.cpp` and `native/cuda/Loss.cu`).
+    """
     return shrunk_loss(x, x, reduction)
 
 

@@ -91,8 +91,7 @@ def sole_owner(policy: Policy) -> SoleOwner:
 
 
 def _may_be_added(first: torch.Tensor, other: Any) -> bool:
-    """Return True if the engine may add these gradients in place: same shape and dtype, the first one
-    dense."""
+    """Return True if autograd may add these gradients in place: same shape and dtype, the first one dense."""
     return (
         isinstance(other, torch.Tensor)
         and first.shape == other.shape

@@ -142,7 +142,7 @@ class Allocations:
             self.events.append(-(index + 1))
 
     def use_stream(self, number: int) -> int:
-        """Set the stream of later allocations, by number. Return the previous one."""
+        """Set the CUDA stream of later allocations, by number. Return the previous one."""
         before, self._stream = self._stream, number
         return before
 

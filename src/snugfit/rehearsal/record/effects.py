@@ -109,7 +109,7 @@ _KEEPING = frozenset(
 
 
 def effect_of(func: Any) -> Effect:
-    """Return the effect of an operator, from its schema and tags."""
+    """Return the way in which an operator sets tracked values, from its schema and tags."""
     if func in FILLED:
         return Effect.FILLS
     schema = func._schema

@@ -201,14 +201,15 @@ def _pointwise_layout(operands: list[Any]) -> str:
 
 
 def _across(operand: torch.Tensor) -> bool:
-    """Return True if this large operand is read across its rows: neighbours in a row are not adjacent in
-    memory."""
+    """Return True if a kernel reads this large operand across its rows: neighbours in a row are not adjacent
+    in memory.
+    """
     apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
     return apart and _nbytes(operand) > LARGEST_CACHED
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """Return the value of a named argument, given or by default."""
+    """Return the value of an operator's argument by name, given or by default."""
     for at, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[at] if at < len(args) else kwargs.get(name, argument.default_value)

@@ -77,7 +77,7 @@ class ModuleTracker:
 
     @property
     def call(self) -> int:
-        """Number of the innermost active call of a module; 0 outside of all."""
+        """Number of the module call that runs now, the innermost one; 0 outside of all modules."""
         return self._calls[-1]
 
     def forget_counts(self) -> None:
@@ -85,7 +85,7 @@ class ModuleTracker:
         self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:
-        """Return the number of modules whose first kernel is the current one."""
+        """Return the number of nested modules whose first kernel is the current one."""
         modules = len(self._paths) - self._with_kernels
         self._with_kernels = len(self._paths)
         return modules

@@ -73,7 +73,7 @@ STEPS_DIFFER = (
 
 
 class Recorder(TorchDispatchMode, Observer):
-    """A recorder of a run on `meta` tensors, and the run's observer."""
+    """Records the allocations and kernels of a run on `meta` tensors."""
 
     allocations: type[Allocations] = Allocations
 

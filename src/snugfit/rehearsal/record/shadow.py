@@ -127,7 +127,7 @@ class HostValue(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> HostValue:
-        """Return this tensor's value; a small one is copied at once."""
+        """Return the current value of this host tensor; a small one is copied at once."""
         value, real = tensor.detach(), getattr(tensor, REAL_VALUES, None)
         # The host may overwrite a small tensor, such as a counter, before the value is read.
         if real is None and tensor.numel() * tensor.element_size() <= COPIED:

@@ -91,11 +91,11 @@ class Shadows:
         return View(shadow, Geometry.of(tensor)) if shadow is not None else None
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Mark the value of a tensor on `meta` as unknown."""
+        """Mark the tracked value of a tensor on `meta` as unknown."""
         self._known.forget(tensor.untyped_storage())
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor, assumption: Assumption | None = None) -> None:
-        """Set the value of a tensor on `meta`."""
+        """Set the tracked value of a tensor on `meta`."""
         self._put(tensor, Geometry.of(tensor).shadow(lambda: value, assumption))
 
     def follow(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

@@ -115,7 +115,7 @@ class ShapeCache:
     def run(
         self, operator: Operator, call: KnownCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return the result of the operator on these meta operands."""
+        """Return the result of the operator on these meta operands, from the cache if possible."""
         if operator.shape_function is not None:
             return operator.shape_function(*args, **kwargs)
         aliasing = operator.aliasing
@@ -140,7 +140,7 @@ class ShapeCache:
         kwargs: dict[str, Any],
         out: Any,
     ) -> KernelCost | None:
-        """Return the cost of this call's kernel, or None without a kernel."""
+        """Return the cost of an operator call's kernel, or None without a kernel."""
         if call is None:
             return cost_of(operator.func, args, kwargs, out)
         # Only fp32 products may run in TF32, so only their cost depends on the setting.
@@ -217,11 +217,11 @@ _META = torch.device("meta")
 
 
 class _NotAKey(Exception):
-    """Error for an operand that cannot be part of a cache key."""
+    """Error for an operand of an operator that cannot be part of a cache key."""
 
 
 def _aliasing(func: Any) -> str:
-    """Return the aliasing of an operator, from its schema.
+    """Return a word for the storage that an operator's results share with its operands, from its schema.
 
     `pure` operators share no storage. `in place` operators return their first operand. `of a list` operators
     write into each tensor of a list and return nothing, as foreach optimizers do. All others are `other`.
@@ -279,7 +279,7 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _template(out: Any) -> Any:
-    """Return a template that recreates this result, or None if none can.
+    """Return a template by which the cache recreates an operator's result, or None if none can.
 
     A missing result (the gradient of a frozen weight) has an empty template.
     """

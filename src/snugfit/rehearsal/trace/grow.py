@@ -121,7 +121,7 @@ def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, m
 
 
 def _middle(right: Sequence[int], start: int, at: int, length: int) -> int:
-    """Return the middle of the positions that are possible for this insertion.
+    """Return the middle of the possible positions of repeated entries in a sequence.
 
     Entries at the ends of the repetition may have equal keys and other numbers.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatchProfile(NamedTuple):
-    """Peaks and saved bytes of one micro-batch's passes, or of an update."""
+    """Peak bytes and saved bytes of one micro-batch's forward and backward, or of an update."""
 
     number: int
     """Number of the micro-batch in its step, from 1; 0 for an update."""

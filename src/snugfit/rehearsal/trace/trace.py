@@ -201,7 +201,7 @@ class Mark(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One operator of the steady step that runs on the device."""
+    """One kernel of the steady step: an operator that runs on the device."""
 
     operator: str
     module: str
@@ -342,7 +342,7 @@ class Trace:
 
     @property
     def syncs(self) -> int:
-        """Number of times the last step waits for the device."""
+        """Number of times the last step of a trace waits for the device."""
         return len(self.waits)
 
     def live(self) -> Iterator[int]:

@@ -79,7 +79,7 @@ class ExpandableSegmentsHandler(Handler):
     wish, slot, stage = "expandable_segments", Slot.ALLOCATOR, InstallStage.PROCESS
 
     def set_process(self, value: bool, device: torch.device) -> None:
-        """Set the allocator of this process, also after it has allocated."""
+        """Set the options of CUDA's allocator in this process, also after it has allocated."""
         import torch
 
         if value and device.type == "cuda":

@@ -148,7 +148,7 @@ class Handler:
         return {}
 
     def replace_model(self, value: Any, model: Any) -> Any:
-        """Return the model to train in place of this one."""
+        """Return the model to train in place of a newly built one, for example with adapters."""
         return model
 
     def wrap(self, value: Any, model: Any) -> None:
@@ -204,7 +204,7 @@ class Handler:
     # ---- a step of the plain loop ----
 
     def fill_multiple(self, value: Any, loop: Any) -> int:
-        """Return a number of tokens; batches are padded to multiples of it. 0 adds no padding."""
+        """Return the number of tokens to whose multiples batches are padded; 0 adds no padding."""
         return 0
 
     def prepare_pieces(
@@ -214,7 +214,9 @@ class Handler:
         return pieces
 
     def step_runner(self, value: Any, loop: Any, runner: StepRunner | None) -> StepRunner | None:
-        """Return the object that runs the loop's steps in place of `runner`; None leaves them to the loop."""
+        """Return the object that runs the training loop's steps in place of `runner`; None leaves them to the
+        loop.
+        """
         return runner
 
     # ---- a step, a process ----
@@ -232,10 +234,10 @@ class Handler:
         """
 
     def after_update(self, value: Any, model: Any, step: int) -> None:
-        """Run the field's work after an optimizer step of this process; `step` counts from 0."""
+        """Run the work that the field needs after an optimizer step of this process; `step` counts from 0."""
 
     def after_evaluation(self, value: Any, model: Any) -> None:
-        """Run the field's work after an evaluation's forward passes."""
+        """Run the work that the field needs after an evaluation's forward passes."""
 
     def around_run(self, value: Any) -> Context | None:
         """Return the context around all steps of a run; None if the field needs none."""
@@ -245,7 +247,7 @@ class Handler:
         None. With `on_gpu` a GPU's step is simulated, else a CPU's."""
 
     def set_process(self, value: Any, device: torch.device) -> None:
-        """Set process-wide options, before the model is built."""
+        """Set process-wide options, such as the allocator's, before the model is built."""
 
     def environment(self, value: Any) -> Mapping[str, str | None]:
         """Return environment variables for a new process with the effect of `set_process`; None removes a
@@ -277,5 +279,5 @@ class Handler:
         """Set options of a new `Accelerator` for this model."""
 
     def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:
-        """Return the values of an exported script's template that express the field."""
+        """Return the values of an exported script's template that express the field, as a dict."""
         return {}

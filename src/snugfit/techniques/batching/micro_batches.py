@@ -55,8 +55,9 @@ class MicroBatches(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan may cut this job's batch: its samples depend on each other. Random data of the
-        job may also hide such a dependence."""
+        """Return the reason why no plan may split this job's batch: its samples depend on each other. Random
+        data of the job may also hide such a dependence.
+        """
         # A loss that compares samples (contrastive, batch statistics) has another value for pieces.
         if reason := mixing_of(job).reason:
             return (

@@ -51,7 +51,9 @@ class FirstLayers(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan can choose k: the number of layers is unknown. Empty if it is known."""
+        """Return the reason why no plan can choose the number k of layers: the number of layers is unknown.
+        Empty if it is known.
+        """
         if job.model.layers > 1:
             return ""
         return f"its config has no number of layers (--keep '{cls.name}(2)' plans with two)"

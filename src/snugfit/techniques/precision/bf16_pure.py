@@ -34,7 +34,9 @@ class Bf16Pure(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: weights that are loaded in bfloat16 stay as they are."""
+        """Return the reason why no plan chooses weights in bfloat16: weights that are loaded in bfloat16 stay
+        as they are.
+        """
         if job.dtype == "bfloat16":
             return "the weights are already loaded in bfloat16, so it changes nothing"
         return ""

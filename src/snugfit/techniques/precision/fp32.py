@@ -31,8 +31,9 @@ class Fp32(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: weights are loaded in fp32, or would take twice the
-        memory."""
+        """Return the reason why no plan chooses weights in fp32: weights are loaded in fp32, or would take
+        twice the memory.
+        """
         if job.dtype == "float32":
             return "the weights are already loaded in float32, so it changes nothing"
         return f"it is more exact than the weights as loaded, {job.dtype}, and needs twice their memory"
