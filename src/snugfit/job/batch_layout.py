@@ -34,7 +34,7 @@ class SampleRows(NamedTuple):
 
 
 def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a batch that is no mapping, with its dotted name."""
+    """Yield each tensor or other value of a nested batch, with its dotted name."""
     for name, value in batch.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
@@ -45,7 +45,7 @@ def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def map_leaves(
     batch: Mapping[str, Any], change: Callable[[str, Any], Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the batch with `change(dotted name, value)` in the place of each value that is no mapping."""
+    """Return a nested batch in which `change(dotted name, value)` replaces each tensor or other value."""
     return {
         name: map_leaves(value, change, f"{prefix}{name}.")
         if isinstance(value, Mapping)
@@ -158,8 +158,8 @@ class BatchLayout:
 
 
 def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | None) -> int:
-    """Return the number of samples in an example batch: from named dimensions, a size that all tensors share,
-    or labels and token ids.
+    """Return the number of samples in an example batch: from named dimensions, a size common to all tensors,
+    or labels and ids.
     """
     lengths = set(named.values()) or set(sizes.values())
     # The shortest named dimension, or the only length there is.

@@ -238,7 +238,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _blame_config(model: Model, error: Exception) -> NoReturn:
-    """Raise `ModelError` that names the config: a constructor of transformers failed on it.
+    """Raise `ModelError` that names the model's config, on which a constructor of transformers failed.
 
     Out of memory, whose errors are subclasses of `RuntimeError`, passes unchanged. So do our own errors and
     our own mistakes, because a rehearsal runs our code while a model is built.

@@ -170,8 +170,9 @@ def _unknown_model(name: str, why: str) -> ModelError:
 
 
 def _refuse_quantized(name: str) -> None:
-    """Raise `ModelError` for a name of quantized weights, and suggest the unquantized model if its sizes are
-    known."""
+    """Raise `ModelError` for the name of a model with quantized weights, and suggest the unquantized model if
+    its sizes are known.
+    """
     plain_name = unquantized_name(name)
     if plain_name and (base := same_sizes(plain_name, preset_names())):
         raise ModelError(

@@ -194,7 +194,7 @@ def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
 
 
 def choice_of(text: str) -> str:
-    """Return a sentence on the GPU that was chosen for an ambiguous name; empty for a name of one GPU."""
+    """Return a sentence that names the GPU chosen for an ambiguous name; empty for a name of one GPU."""
     candidates = find_gpus(text)
     if len(candidates) == 1:
         return ""
@@ -278,7 +278,7 @@ def _model_names(gpu: Gpu) -> set[str]:
 
 
 def _has_memory(gpu: Gpu, gigabytes: int) -> bool:
-    """Return True if the GPU has this marketed size, or if its total in nvidia-smi is within 1 GiB of it."""
+    """Return True if a GPU has this marketed memory, or if its total in nvidia-smi is within 1 GiB of it."""
     # Drivers before R510 hid their reserve, so a V100 of 16,384 MiB read 16,160.
     shown = (gpu.nvml_total_bytes or 0) / (1 << 30)
     return gigabytes == gpu.marketed_gb or abs(gigabytes - shown) <= 1

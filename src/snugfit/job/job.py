@@ -88,7 +88,7 @@ else:
 
 
 class Phase(StrEnum):
-    """The phase of a model's life: training or evaluation."""
+    """The use of a model in a job: training or evaluation."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"

@@ -61,7 +61,9 @@ class GpuBaseline:
     """Reason why the GPU is not clean; None when it is."""
 
     def growth(self, peak_bytes: int | None) -> int | None:
-        """Return a run's NVML bytes: the growth of the device's used bytes until its peak."""
+        """Return the bytes that a run adds in NVML's count: the growth of the device's used bytes until its
+        peak.
+        """
         if peak_bytes is None or self.used_bytes is None:
             return None
         return max(0, peak_bytes - self.used_bytes)

@@ -58,8 +58,8 @@ class _Shallow(NamedTuple):
 
 
 def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy) -> Trace | None:
-    """Return the trace of three steps of a deep model, computed from simulations of models with few layers,
-    equal to that of `rehearse`.
+    """Return the trace of three steps of a deep model from simulations of models with few layers. It equals
+    that of `rehearse`.
 
     Return None if equality is not certain, or if shallow models save no work.
     """

@@ -105,8 +105,9 @@ def _lacking_key(error: Exception) -> str | None:
 
 
 def _what_depends(error: Exception) -> str:
-    """Return the cause of a data-dependent shape, with the operator that torch names: `aten::nonzero`,
-    `torch.unique_consecutive`."""
+    """Return the error's cause, a shape that depends on data, with the operator that torch names:
+    `aten::nonzero`, `torch.unique_consecutive`.
+    """
     operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
     return f"the shape of the output of {operator[2]} depends on its data" if operator else _first_line(error)
 
@@ -134,7 +135,7 @@ def _passes_on(module: str) -> bool:
 
 
 def _frames(error: Exception) -> list[CodeLine]:
-    """Return the stack frames of the error, from the simulation inwards."""
+    """Return the stack frames of a simulation's error, the outermost first."""
     return [CodeLine(*stop) for stop in traceback.walk_tb(error.__traceback__)]
 
 

@@ -105,7 +105,7 @@ def rehearse(
 
 
 def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int) -> Trace:
-    """Return the trace of a simulated run with CUDA graphs: at least one step more than `steps`, of which the
+    """Simulate a run with CUDA graphs and return its trace: at least one step more than `steps`, of which the
     last two replay every graph.
 
     The first replay allocates workspaces again, because the recording released them. So the allocator's

@@ -77,14 +77,18 @@ _PLAIN = Setup()
 
 
 def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, Any]]:
-    """Yield each handler with its field's value in this Setup, without the slots in `skip`."""
+    """Yield the handler of each field of the training settings with the field's value, except for the slots
+    in `skip`.
+    """
     for handler in HANDLERS:
         if handler.slot not in skip:
             yield handler, getattr(setup, handler.wish)
 
 
 def _used(setup: Setup) -> list[tuple[Handler, Any]]:
-    """Return the handlers whose fields differ from the plain loop's, each with the field's value."""
+    """Return the handlers of the fields whose values differ from the plain loop's, each with the field's
+    value.
+    """
     return [(one, value) for one, value in _wishes(setup) if value != getattr(_PLAIN, one.wish)]
 
 
@@ -93,7 +97,7 @@ def _first(values: Iterable[T | None]) -> T | None:
 
 
 def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, str]]:
-    """Yield the handlers whose fields this front-end cannot implement, each with the reason."""
+    """Yield the fields' handlers that this training loop cannot implement, each with the reason."""
     for handler, value in _used(setup):
         if handler.slot in skip:
             continue
@@ -102,16 +106,17 @@ def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iter
 
 
 def refuse_unsupported(front_end: str, setup: Setup) -> None:
-    """Raise `UsageError` that lists the fields of the Setup which this front-end cannot implement, with the
-    reasons."""
+    """Raise `UsageError` that lists the fields of the Setup which this training loop cannot implement, with
+    the reasons.
+    """
     refusals = [f"{_wish_in_words(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
     if refusals:
         raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """Return a field of the training settings (`Setup`) in words: its value if that is a word or a number,
-    else its slot.
+    """Return a field of the training settings (`Setup`) in words: its value if that is text or a number, else
+    its slot.
     """
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
@@ -190,8 +195,9 @@ def step_passes(
     runs: torch.nn.Module,
     around: Callable[[], AbstractContextManager[Any]],
 ) -> StepPasses | None:
-    """Return the forward and backward passes of pipeline stages, where each process has some layers; None
-    where each has all."""
+    """Return the object that runs a pipeline's forward and backward passes; None if each process has all
+    layers.
+    """
     return _first(handler.step_passes(value, model, runs, around) for handler, value in _used(setup))
 
 
@@ -244,8 +250,7 @@ def fill_multiple(loop: Step) -> int:
 def prepare_pieces(
     loop: Step, model: torch.nn.Module, pieces: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the host micro-batches of a step after each handler has changed them, for example by removing
-    padding."""
+    """Return the host micro-batches of a step after the settings' changes, for example without padding."""
     for handler, value in _wishes(loop.setup):
         pieces = handler.prepare_pieces(value, loop, model, pieces)
     return pieces
@@ -313,13 +318,13 @@ def evaluation_context(
 
 
 def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:
-    """Run the work that handlers do after an optimizer step; `step` counts from 0."""
+    """Run the work that fields of the settings need after an optimizer step; `step` counts from 0."""
     for handler, value in _used(setup):
         handler.after_update(value, model, step)
 
 
 def after_evaluation(setup: Setup, model: torch.nn.Module) -> None:
-    """Run the work that handlers do after an evaluation's forward passes."""
+    """Run the work that fields of the settings need after an evaluation's forward passes."""
     for handler, value in _used(setup):
         handler.after_evaluation(value, model)
 

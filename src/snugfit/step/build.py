@@ -73,8 +73,9 @@ def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoad
 
 
 def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:
-    """Return whether each process first holds the whole model on its device, and `build_on="host"` would
-    avoid it."""
+    """Return True if each process first holds the whole model on its device, and a build on the host avoids
+    it.
+    """
     on_host = replace(job, build_on="host")
     return STAYS not in built_on(setup, job) and STAYS in built_on(setup, on_host)
 

@@ -28,12 +28,12 @@ accuracy-seed2611.json).
 
 
 def managed_on_gpu(nbytes: int) -> int:
-    """Return NVML's bytes for `nbytes` of managed memory, all of them on the GPU."""
+    """Return the bytes that NVML counts for `nbytes` of CUDA managed memory, all of them on the GPU."""
     return -(-nbytes // MANAGED_STEP) * MANAGED_STEP
 
 
 class Extent(NamedTuple):
-    """A range of bytes in a slab of page-locked memory."""
+    """A range of bytes in a large block of page-locked host memory."""
 
     slab: int
     start: int

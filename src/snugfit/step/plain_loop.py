@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """The model, optimizer, scaler and batches that a run has built."""
+    """The model, optimizer, scaler and batches that a training loop has built."""
 
     model: torch.nn.Module
     """The model after the Setup's changes, on the device."""
@@ -148,7 +148,7 @@ class OptimizerLoop(Step):
 
 
 class PlainStep(OptimizerLoop):
-    """The plain training loop over one job and Setup."""
+    """Runs optimizer steps in a plain training loop, over synthetic batches of one job."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
@@ -247,8 +247,9 @@ class PlainStep(OptimizerLoop):
         (loss if built.scaler is None else built.scaler.scale(loss)).backward()
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """Return the factor of each host micro-batch's loss: its share of the counted items, 0 without any.
-        None leaves all losses unscaled."""
+        """Return the weight of each host micro-batch's loss: its share of the counted items, 0 without any.
+        None leaves all losses unscaled.
+        """
         if len(pieces) == 1:
             return [None]
         items = [self.items_of(piece) for piece in pieces]

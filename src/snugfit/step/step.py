@@ -104,7 +104,9 @@ class StepEngine(Protocol):
 
 
 class Step(ABC):
-    """A job and a Setup on a device, as an object that builds and runs optimizer steps."""
+    """Base class of objects that build a job's model and run its optimizer steps on a device, in one training
+    loop.
+    """
 
     keep_gradients = False
     """Zero gradients in place after a step instead of dropping them (torch's habit before 2.0)."""

@@ -77,7 +77,7 @@ class Word:
             self.refuse(str(error))
 
     def _settings(self, technique: type[Technique]) -> dict[str, Any]:
-        """Return the settings as written, by name, typed by the technique's fields."""
+        """Return the settings as written in the recipe, by name, with the types of the technique's fields."""
         kinds = setting_types(technique)
         given: dict[str, Any] = {}
         by_name = False
@@ -99,8 +99,8 @@ class Word:
         return given
 
     def _setting_texts(self) -> Iterator[tuple[int, str]]:
-        """Yield the texts between the commas, stripped, each with the index in the recipe at which it
-        begins.
+        """Yield the texts of a technique's settings in a recipe, each with the index at which it begins
+        there.
         """
         position = self.settings_start
         # An empty text between parentheses has no settings; `split` would return one.

@@ -107,7 +107,7 @@ today, and such logits take about a GiB with their temporaries."""
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsWish:
-    """Chunked logits: the head, the loss and its gradient are computed for some tokens at a time."""
+    """The setting for chunked logits: head, loss and gradient are computed for some tokens at a time."""
 
     tokens: int | None = None
     """Tokens of a chunk; None computes them from `LOGITS_BYTES`."""

@@ -240,8 +240,8 @@ class Technique(ABC):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why no plan and no recovery chooses this technique for this job, though a user
-        may name it; empty if they may.
+        """Return the reason why no plan or recovery chooses this technique for this job, though users may;
+        empty if they may.
         """
         return cls.unplanned
 

@@ -36,8 +36,8 @@ class SlotReading:
 
 
 def read_slots(arguments: Mapping[str, Any]) -> tuple[SlotReading, ...]:
-    """Return the technique of each slot that another library's arguments imply. They must be complete,
-    defaults included.
+    """Return the technique of each slot that another library's arguments imply. The arguments must be
+    complete, defaults included.
     """
     return tuple(_read_slot(slot, arguments) for slot in Slot)
 

@@ -47,8 +47,7 @@ class EvaluationStopped(BaseException):
 
 
 class Interrupts:
-    """Records the signals and trigger files since the context was entered; without a folder, signals
-    alone."""
+    """Records signals and trigger files from the start of a context on; without a folder, signals alone."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class Interrupts:
             raise EvaluationStopped
 
     def wants_checkpoint(self) -> bool:
-        """Return True if a checkpoint was requested since the last call."""
+        """Return True if the user has requested a checkpoint since the last call."""
         asked, self._wants_checkpoint = self._wants_checkpoint, False
         if self._trigger is None:
             return asked
@@ -169,7 +168,7 @@ _SIGNALS = tuple(EXIT_CODES)
 
 @final
 class Stops:
-    """The signals and checkpoint requests on which all processes of a run act together."""
+    """The signals and checkpoint requests on which all processes of a training run act together."""
 
     def __init__(self, interrupts: Interrupts, ranks: Ranks) -> None:
         self._own, self._ranks = interrupts, ranks
@@ -227,7 +226,7 @@ class Stops:
             self._own.watch_modules(look)
 
     def wants_checkpoint(self) -> bool:
-        """Return True if a checkpoint was requested since the last call."""
+        """Return True if the user has requested a checkpoint since the last call."""
         if not self._ranks.are_many:
             return self._own.wants_checkpoint()
         asked, self._wants_checkpoint = self._wants_checkpoint, False

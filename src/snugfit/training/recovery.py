@@ -116,19 +116,21 @@ def compares_again(job: Job, setup: Setup, steps: int) -> bool:
 
 @final
 class Recovery:
-    """Chooses the recipe with which a run continues after it ran out of memory."""
+    """Chooses the recipe with which a training run continues after it ran out of memory."""
 
     def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
         self.job, self._journal, self._replan = job, journal, replan
         self._planning_seconds = 0.0
 
     def replan(self, recipe: Recipe, cause: str) -> tuple[Recipe | None, str]:
-        """Return the recipe to continue with, or None, and the reason if no plan could be made."""
+        """Return the recipe to continue with after memory ran out, or None, and the reason if no plan could
+        be made.
+        """
         chosen = self._replan(self.job, recipe, cause)
         return (chosen.recipe, chosen.why) if isinstance(chosen, Unplanned) else (chosen, "")
 
     def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
-        """Return the recipe that follows this one after `step` steps.
+        """Return the recipe that replaces the present one, which lacks memory, after `step` steps.
 
         None, with a warning, means that memory is only short and no other recipe is left. Raises
         `OutOfMemory` if memory ran out and no other recipe is left. A note in the journal comes first,
@@ -158,7 +160,7 @@ class Recovery:
         return chosen
 
     def compare_again(self, recipe: Recipe, steps: int, compare: Callable[[Job], Job]) -> None:
-        """Compare pieces of a batch with the whole again, if `steps` are among `AGAIN_AFTER`.
+        """Compare the gradients of micro-batches and whole batch again, if `steps` are among `AGAIN_AFTER`.
 
         An inconclusive result changes nothing, and another one replaces the job.
         """

@@ -59,8 +59,8 @@ the next step. Composer, the source of this rule, takes two.
 
 
 def retries_of(device: torch.device) -> int:
-    """Return the number of times that CUDA's allocator in this process had to free its cache and retry; 0 on
-    a device without such a counter.
+    """Return how often CUDA's allocator in this process had to free its cache and retry; 0 on a device
+    without such a counter.
     """
     import torch
 

@@ -206,8 +206,8 @@ def autocast_begins(where: str) -> Iterator[None]:
 def _in_training(
     layer: torch.nn.Module, forward: Callable[..., Any], wish: CompileWish
 ) -> Callable[..., Any]:
-    """Return a replacement of a forward pass that runs compiled code in training, without a cache;
-    evaluation, with batches of any length, runs uncompiled.
+    """Return a replacement of a forward pass that runs compiled code in training, without a cache.
+    Evaluation, with batches of any length, runs uncompiled.
     """
     compiled = compiled_function(forward, wish)
 

@@ -160,7 +160,9 @@ def forget(folder: Path) -> None:
 
 
 def _same(run: Run) -> dict[str, Any]:
-    """Return the fields that must be equal for a run to continue after its memory ran out."""
+    """Return the fields that must be equal for the same command to continue a run after its
+    memory ran out.
+    """
     about = {"job": run.job.to_json(), "asked": str(run.recipe), "gpus": run.ranks.size}
     read: dict[str, Any] = json.loads(json.dumps(about))
     return read

@@ -199,7 +199,7 @@ def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> Pe
 
 
 class _UpdateStep(NamedTuple):
-    """One step of an optimizer update that was simulated alone and recorded as a CUDA graph."""
+    """One step of the optimizer's update, simulated alone and recorded as a CUDA graph."""
 
     before: Sequence[Move]
     """Moves until clipping or the update begins; in a recorded step, until the recording begins."""

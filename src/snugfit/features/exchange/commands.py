@@ -69,11 +69,13 @@ FOUND = 3
 
 
 def _every_job(*, arguments_file: ArgumentsFile = None, trainer_arguments: TrainerArguments = None) -> None:
-    """Declare in this signature the options that each command about a job gets."""
+    """Declare the options that every command about a job gets, as parameters of this function."""
 
 
 def _one_answer(*, export: Into = None) -> None:
-    """Declare in this signature the option `--export` of commands whose result is one recipe."""
+    """Declare the option `--export` of commands whose result is one recipe, as a parameter of
+    this function.
+    """
 
 
 def options(command: str) -> list[inspect.Parameter]:

@@ -353,7 +353,9 @@ class _Reader:
                     self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
 
     def _recipe(self) -> set[str]:
-        """Set the recipe in the settings, and return the names of the arguments that determined it."""
+        """Set the recipe that a configuration file describes, and return the names of the arguments that
+        determined it.
+        """
         techniques: list[Technique] = []
         decided: set[str] = set()
         if self.arguments.get("frozen") and self.arguments.get("lora.r") is not None:
@@ -490,7 +492,7 @@ class _Reader:
             self._line(self.unread, name, given, says)
 
     def _is_default(self, key: str) -> bool:
-        """Return True if an argument's value is the default anyway."""
+        """Return True if an argument in a configuration file has its default value."""
         value = self.origins[key][1] if self.origins[key][0] == key else self.arguments.get(key)
         known = {**installed.defaults(), **dialect("trainer").defaults}
         return key in known and (value == known[key] or _unset(key, value, known))
@@ -520,7 +522,7 @@ def _assumptions(reading: Reading, given: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _has_bfloat16(gpu: Any) -> bool | None:
-    """Return the named GPU's support for bfloat16; None without a named GPU."""
+    """Return True if the named GPU supports bfloat16; None without a named GPU."""
     if gpu is None:
         return None
     from snugfit.job.gpu import find_gpu

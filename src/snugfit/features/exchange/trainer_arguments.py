@@ -117,7 +117,7 @@ def _why_unsaid(technique: Technique) -> str:
 
 
 def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments under the names of the installed version.
+    """Return the Trainer's arguments under the names of the installed transformers.
 
     Checkpointing was renamed before 5.23, and now supports leaving layers out. Arguments of an optimizer are
     one text.

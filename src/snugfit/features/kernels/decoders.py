@@ -26,7 +26,7 @@ SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
 
 
 class DecoderFamily(NamedTuple):
-    """Differences between the decoders of one modeling file of transformers and Llama's."""
+    """Properties in which the decoders of one file of transformers differ from Llama's."""
 
     prefix: str
     """Prefix of the names of its classes."""

@@ -201,7 +201,7 @@ def embed_distilbert(
 def embed_positions(
     module: Any, words: torch.Tensor, position_ids: torch.Tensor | None, first: int = 0
 ) -> torch.Tensor:
-    """Return the position embeddings: (S, H) if all sequences share them, else (B, S, H)."""
+    """Return a model's position embeddings: (S, H) if all sequences share them, else (B, S, H)."""
     table = module.position_embeddings
     if position_ids is None:
         weight: torch.Tensor = table.weight[first : first + words.size(1)]

@@ -50,8 +50,9 @@ def states_from_json(document: list[Any]) -> DataRngStates:
 
 @final
 class DataRng:
-    """The random generators of one loader's data: states for the process's, which are set during `drawing`,
-    and the data's own."""
+    """The random states of one loader's data: those of the process's generators while batches are drawn, and
+    the data's own generators.
+    """
 
     def __init__(self, loader: Any = None) -> None:
         self._own, self._looks = OwnState(loader), 0

@@ -347,8 +347,8 @@ class RankRun:
         return timing_of(self.result.seconds, self.request.job.batch_size, self.quiet)
 
     def clock(self) -> GpuClock | None:
-        """Return the clock of the rank's GPU while its steps were timed; None on a CPU, and where NVML does
-        not report it.
+        """Return the clock of the rank's GPU in the timed steps; None on a CPU, and where NVML does not
+        report it.
         """
         if self.target.card is None or self.sampler is None:
             return None
@@ -399,7 +399,9 @@ def quiet_on_all(results: Sequence[ChildResult]) -> list[bool]:
 
 
 def worst_of(footprints: Sequence[Footprint | None]) -> int:
-    """Return the index of the footprint with the largest NVML, else reserved, else host bytes."""
+    """Return the index of the process with the largest footprint: by NVML's bytes, else reserved bytes, else
+    host bytes.
+    """
 
     def needs(number: int) -> tuple[int, int, int]:
         one = footprints[number]

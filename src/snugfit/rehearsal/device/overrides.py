@@ -274,8 +274,9 @@ def _are_as_looked_through() -> bool:
 
 
 def _record_names(ids: Collection[int]) -> None:
-    """Record the names that refer to objects with one of these ids, in modules that are new or have other
-    names."""
+    """Record the module attributes that refer to objects with one of these ids, in modules that are new or
+    have other names.
+    """
     own_names = {original.__name__ for original in _ORIGINALS}
     modules = list(sys.modules.values())
     _MODULES[:] = modules
@@ -290,7 +291,7 @@ def _record_names(ids: Collection[int]) -> None:
 
 
 def _reset_if_new(originals: Collection[Any]) -> None:
-    """Clear the recorded positions of replaced functions if these functions are new."""
+    """Clear the recorded places where replaced functions are bound, if these functions are new."""
     if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
         return
     _ORIGINALS[:] = originals

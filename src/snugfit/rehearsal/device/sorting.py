@@ -60,7 +60,7 @@ def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def scan(operand: Any, out: Any) -> Scratch:
-    """Return the temporary buffer for the state of CUB's scan, which one-dimensional operands need
+    """Return the temporary buffer for the state of CUB's scan; only one-dimensional operands need it
     (`scan_dim`).
     """
     if out.numel() < 1 or max(out.shape, default=0) != out.numel():

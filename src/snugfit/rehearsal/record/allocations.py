@@ -198,7 +198,7 @@ class Allocations:
         return sum(sizes)
 
     def forget(self) -> None:
-        """Clear the recorded allocations and frees."""
+        """Clear the recorded allocations and frees of a run."""
         self.events.clear()
         self._blocks.clear()
         self._played.clear()

@@ -37,7 +37,7 @@ STAYS = "stays"
 
 @dataclass(kw_only=True)
 class LiveTraining:
-    """A model that trains already and a new recipe for it, as a front-end passes them to the applier."""
+    """A model in training and a new recipe for it, with which the recipe is applied to the live model."""
 
     front_end: str
     """Name of the front-end, one of `applier.FRONT_ENDS`."""
@@ -87,8 +87,9 @@ class ScriptContext:
     """Names of the checkpointing options in this version of transformers."""
 
     def refusal(self, slot: Slot, why: str) -> RecipeError:
-        """Return the error for a field that a script cannot express, with its technique's name and the
-        reason."""
+        """Return the error for a field of the settings that an exported script cannot express, with the
+        technique and the reason.
+        """
         technique = _technique_for(self.recipe, slot)
         return RecipeError(
             f"{technique} cannot be exported: {why}.\nLeave it out or choose another technique for "
@@ -161,8 +162,9 @@ class Handler:
         return model
 
     def built_on(self, value: Any, job: Job) -> str:
-        """Return `host` for a model that is built on the host and then moved, `stays` for one that
-        `distribute` moves, else an empty text."""
+        """Return the place where the model is built: `host` if it is moved afterwards, `stays` for one that
+        `distribute` moves, else an empty text.
+        """
         return ""
 
     def make_optimizer(
@@ -173,8 +175,9 @@ class Handler:
     def step_passes(
         self, value: Any, model: Any, runs: Any, around: Callable[[], AbstractContextManager[Any]]
     ) -> StepPasses | None:
-        """Return the passes of a pipeline, in which each process has some layers, or None. `around` returns
-        the context of the forward pass."""
+        """Return the object that runs a pipeline's forward and backward passes; None if each process has all
+        layers. `around` returns the context of the forward pass.
+        """
 
     def engine(self, value: Any) -> StepEngine | None:
         """Return another library's engine that runs the optimizer steps in place of the training loop; None
@@ -222,15 +225,17 @@ class Handler:
     # ---- a step, a process ----
 
     def around_forward(self, value: Any, device: torch.device) -> Context | None:
-        """Return the context of a forward pass and its loss, or None without one."""
+        """Return the context of a forward pass and its loss; None if the field needs none."""
 
     def around_pass(self, value: Any, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
-        """Return the context around the passes of a micro-batch on the device, or None. `is_last` marks the
-        step's last. In the context the batch may be replaced by this process's part."""
+        """Return the context around a micro-batch's forward and backward on the device; None if the field
+        needs none. `is_last` marks the step's last. In the context the batch may be replaced by this
+        process's part.
+        """
 
     def around_evaluation(self, value: Any, model: Any, batch: dict[str, Any]) -> Context | None:
-        """Return the context of a forward pass without a backward pass, over a batch on the device, or
-        None.
+        """Return the context of an evaluation's forward pass over a batch on the device; None if the field
+        needs none.
         """
 
     def after_update(self, value: Any, model: Any, step: int) -> None:

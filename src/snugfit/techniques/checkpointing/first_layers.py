@@ -60,8 +60,8 @@ class FirstLayers(Technique):
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return first_layers(k) for k from 1 to L - 1 of the model's L layers; each needs less memory than
-        the one before.
+        """Return first_layers(k) for k from 1 to L - 1, with L layers in the model; each needs less memory
+        than the one before.
         """
         # All layers together are `every_layer`, a technique of its own.
         return [cls(k=k) for k in range(1, job.model.layers)]

@@ -271,8 +271,8 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
-    """Copy a saved value into the model's parameter or buffer of this name; replace a buffer of another size,
-    such as a cache.
+    """Copy a saved value into the model's parameter or buffer of this name; replace a buffer of
+    another size.
     """
     import torch
 

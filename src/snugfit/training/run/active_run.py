@@ -121,7 +121,9 @@ class ActiveRun:
     def take_step(
         self, micro_batches: list[dict[str, Any]], meanwhile: Callable[[], None]
     ) -> StepResult | Exhausted:
-        """Take one step, or react to its rejection as the options require."""
+        """Take one training step. If the step is rejected, stop the run or skip the step, as the options
+        require.
+        """
         self._rng_at_step_start = rng_states(self._run.device)
         self.step.sync_before_update |= self.progress.step < self._sync_to
         if self._run.ranks.are_many:

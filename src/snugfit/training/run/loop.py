@@ -164,7 +164,9 @@ class TrainingStep(PlainStep):
         """True if the device was still busy in the last step when the host had done its own work."""
 
     def start_runner(self) -> None:
-        """Let a runner run the following steps. Updates within passes wait only for the norm of a clip."""
+        """Let a `StepRunner` run the following steps. Updates within the backward pass wait only for the norm
+        of a clip.
+        """
         super().start_runner()
         if self.runner is not None and self.runner.updates_within and not self.job.clip:
             self.sync_before_update = False
@@ -175,7 +177,7 @@ class TrainingStep(PlainStep):
         micro_batches: Sequence[dict[str, Any]],
         meanwhile: Callable[[], None] = _nothing,
     ) -> StepResult | Exhausted:
-        """Call `take`, and return an out-of-memory error as `Exhausted`.
+        """Take a training step; return `Exhausted` in place of an out-of-memory error.
 
         The traceback of an exception would keep the step's tensors alive.
         """
@@ -281,7 +283,7 @@ class TrainingStep(PlainStep):
         return self._update(state, trained, norm)
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """Return the losses' factors over the items of all processes.
+        """Return the weights of the micro-batches' losses among the counted items of all processes.
 
         Labels of a micro-batch without counted items are overwritten, because a mean over nothing is NaN,
         even times 0.
@@ -397,7 +399,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 class FiniteCheck:
-    """Copies the loss and gradient norm of each step to the host with as little waiting as possible."""
+    """Copies the loss and gradient norm of each step to the host, with as little waiting as possible."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -410,7 +412,7 @@ class FiniteCheck:
         self._gradients_known = torch.cuda.Event() if cuda else None
 
     def record_loss(self, loss: torch.Tensor) -> None:
-        """Record the step's loss, a scalar on the device, before the backward pass."""
+        """Record the step's loss, a scalar on the device, before the backward pass, to read it later."""
         self._loss.copy_(loss.float(), non_blocking=True)
         if self._loss_known is not None:
             self._loss_known.record()

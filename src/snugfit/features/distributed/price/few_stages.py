@@ -136,7 +136,7 @@ class StagesQuestion:
         ]
 
     def _depths(self, depth: Depth | None) -> tuple[int, ...]:
-        """Return the layers of each stage in the simulated models: two numbers, or 0 for the whole model.
+        """Return two small numbers of layers per pipeline stage to simulate, or 0 for the whole model.
 
         The whole model is simulated if no two smaller ones are less work.
         """

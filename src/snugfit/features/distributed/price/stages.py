@@ -88,8 +88,8 @@ def stand_in(position: int, wish: ParallelWish, layers: int) -> int:
 
 
 def _kind(position: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
-    """Return a key that is equal for pipeline positions with the same work: the ends of the model, and the
-    number of layers in each stage.
+    """Return a key that is equal for pipeline positions with the same work. It has the ends of the model, and
+    the number of layers in each stage.
     """
     lengths = [len(layers_of(stage, wish.all_stages, layers)) for stage in stages_at(position, wish)]
     return position == 0, position == wish.stages - 1, *lengths

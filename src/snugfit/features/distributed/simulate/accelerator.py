@@ -75,7 +75,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return self._streams.Event
 
     def stream(self, stream: Any) -> Any:
-        """Return a context in which the stream is current."""
+        """Return a context in which this simulated stream is current."""
         return self._streams.stream(stream)
 
     def current_stream(self, device_index: int | None = None) -> Any:

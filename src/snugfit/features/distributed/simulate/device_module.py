@@ -66,7 +66,7 @@ class ShapesModule:
         self._order.use(stream.stream_id)
 
     def stream(self, stream: ShapesStream | None) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the stream is current; None changes nothing."""
+        """Return a context in which this simulated stream is current; None changes nothing."""
         return contextlib.nullcontext() if stream is None else stream
 
     def current_device(self) -> None:

@@ -69,11 +69,13 @@ class DdpTrainer(TrainerParts):
 
     @property
     def configured(self) -> ParallelWish:
-        """Return the Trainer's configuration as a value of the field `parallel`."""
+        """Return the Trainer's DDP configuration as a value of the field `parallel`."""
         return ParallelWish()
 
     def refuse_sharding(self, recipe: Recipe) -> None:
-        """Raise `RecipeError` for techniques for several GPUs other than the Trainer's own."""
+        """Raise `RecipeError` for techniques for several GPUs that differ from the Trainer's own
+        configuration.
+        """
         refuse_other_sharding(recipe, self.configured)
 
     def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
@@ -104,7 +106,7 @@ class ShardedTrainer(DdpTrainer):
 
     @property
     def configured(self) -> ParallelWish:
-        """Return the Trainer's configuration as a value of the field `parallel`."""
+        """Return the Trainer's FSDP configuration as a value of the field `parallel`."""
         reshard = "layers" if self.trainer.accelerator.state.fsdp_plugin.reshard_after_forward else "none"
         return ParallelWish(weights="sharded", reshard=reshard)
 

@@ -108,8 +108,8 @@ class MasterUpdates:
     # ---- the updates -------------------------------------------------------------------------------------
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare the scalars of a step that updates weights one by one; with a norm, clip gradients to
-        `most`.
+        """Prepare the scalars of an AdamW step that updates weights one by one; with a norm, gradients are
+        clipped to `most`.
         """
         optimizer = self._optimizer
         # Schedules warn if the optimizer's `step` was never called.

@@ -34,7 +34,9 @@ class WeightUpdates(Protocol):
         """Return the norm of all added gradients: a scalar on their device."""
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare a step that updates weights one by one; with a norm, clip gradients to `most`."""
+        """Prepare an optimizer step that updates weights one by one; with a norm, gradients are clipped to
+        `most`.
+        """
 
     def has_states(self, weight: torch.Tensor) -> bool:
         """Return True if this weight has optimizer states, so that its update creates none."""
@@ -94,7 +96,9 @@ class TorchUpdates:
         return norm
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare a step that updates weights one by one; with a norm, clip gradients to `most`."""
+        """Prepare an optimizer step that updates weights one by one; with a norm, gradients are clipped to
+        `most`.
+        """
         from snugfit.features.engine.masters.adamw import clip_coefficient
 
         self._coefficient = None if norm is None else clip_coefficient(norm, most)

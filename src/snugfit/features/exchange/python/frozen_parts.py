@@ -177,7 +177,9 @@ def _is_chosen(value: Any) -> bool:
 
 
 def _condition(value: Any) -> str:
-    """Return the condition by which elements are selected. All that train meet `requires_grad`."""
+    """Return the condition by which a script selects parameters or modules in a loop. All that train meet
+    `requires_grad`.
+    """
     text = value.name.removeprefix(CHOSEN).removesuffix("]") if _is_chosen(value) else ""
     return " and ".join(part for part in text.split(" and ") if "requires_grad" not in part)
 

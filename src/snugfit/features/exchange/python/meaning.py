@@ -143,7 +143,7 @@ class _Meaning:
         return script
 
     def _dialect(self, main: ForeignCall | Record | None, trainer: ForeignCall | None, old_sft: bool) -> None:
-        """Set the dialect of the script, and its main arguments."""
+        """Set the library whose trainer the script uses (the dialect), and the trainer's arguments."""
         script = self.script
         if isinstance(main, Record):
             script.dialect = "sft" if main.base == "SFTConfig" else "trainer"

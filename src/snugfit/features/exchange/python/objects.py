@@ -40,8 +40,8 @@ def kind_of(value: Any) -> str:
 
 
 def may_be_part(value: Any) -> bool:
-    """Return True for a script's value that may be a part of the model: computed, or from a list or an
-    unknown object.
+    """Return True for a script's value that may belong to the model: computed, or from a list or an unknown
+    object.
     """
     while isinstance(value, Member | ForeignCall):
         value = value.of if isinstance(value, Member) else value.function
