@@ -65,7 +65,7 @@ def rehearse(
     steady: bool = False,
     rank: int | None = 0,
 ) -> Trace:
-    """Return the trace of `steps` optimizer steps of this job, as they would run on the policy's device.
+    """Return the trace of `steps` optimizer steps of this job, as they would run on the simulated device.
 
     With `steady`, the steps from the second on are known to be equal, so two are recorded.
 

@@ -199,7 +199,7 @@ class Feature:
     """True if the contexts of `simulation_overrides` enclose those of the device policy."""
 
     def simulation_overrides(self, setup: Setup, policy: Any, recorder: Any, notes: Any) -> Context[None]:
-        """Return a context in which the feature's operators run without data as on the policy's device."""
+        """Return a context in which the feature's operators run without data as on the simulated device."""
         return nullcontext()
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:

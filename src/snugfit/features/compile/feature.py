@@ -35,7 +35,7 @@ class Compile(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which Inductor's programs for the policy's device run on tensors
+        """Return a context in which Inductor's programs for the simulated device run on tensors
         without data.
         """
         if COMPILE.of(setup) is None:

@@ -34,7 +34,7 @@ def run_kernel(choice: str, of: Operands) -> torch.Tensor:
 def attention_by(
     policy: Policy, note: Callable[[str], object] = str, *, trains: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Return a replacement of `scaled_dot_product_attention` that simulates this policy's device.
+    """Return a replacement of `scaled_dot_product_attention` as on the simulated device.
 
     `note` is called with the name of each chosen kernel. With `trains`, a backward pass always follows, even
     if no operand requires a gradient.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[PolicyNotes]:
-    """Context in which meta tensors behave like those of the policy's device inside the context.
+    """Context in which meta tensors behave like tensors of the simulated device.
 
     Yield the notes in which its overrides record their decisions. Raise `RehearsalError` if an override has
     no effect.

@@ -84,7 +84,7 @@ class SoleOwner:
 
 @functools.cache
 def sole_owner(policy: Policy) -> SoleOwner:
-    """Return the test for in-place operators of a backward pass on this policy's device. Its reference counts
+    """Return the test for in-place operators of a backward pass on the simulated device. Its reference counts
     are measured once, while the policy is active.
     """
     return SoleOwner()

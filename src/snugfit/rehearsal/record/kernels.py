@@ -375,9 +375,9 @@ def cost_by_lengths(
 ) -> KernelCost | None:
     """Correct the FLOPs of attention over sequences of several lengths, if the sequence ends are known.
 
-    FlashAttention computes tiles of `TILE` queries and keys. On shapes, torch's formula treats each sequence
-    as long as the longest. A padded row of an encoder may be three sequences, two of them short or empty.
-    Then the formula returns three times the FLOPs or more.
+    FlashAttention computes tiles of `TILE` queries and keys. On tensors without data, torch's formula treats
+    each sequence as long as the longest. A padded row of an encoder may be three sequences, two of them short
+    or empty. Then the formula returns three times the FLOPs or more.
     """
     at = _ENDS.get(operator)
     if cost is None or at is None or args[at] is None:
