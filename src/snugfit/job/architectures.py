@@ -38,7 +38,7 @@ HEADS: Mapping[str, tuple[str, str]] = {
 
 @cache
 def heads() -> Mapping[str, tuple[str, str]]:
-    """Return `HEADS` with the tasks of features added."""
+    """Return the table of model heads `HEADS`, with the tasks that features add."""
     return {**HEADS, **{task.name: task.head for task in added_tasks()}}
 
 
@@ -92,7 +92,9 @@ def class_names(task: str, model_type: str) -> frozenset[str]:
 
 @cache
 def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
-    """Return the table `name` as class names by model type: its literal pairs and dicts, updates included."""
+    """Return transformers' table `name` of auto classes, as class names by model type, read
+    from its source.
+    """
     pairs: list[tuple[ast.expr | None, ast.expr]] = []
     for statement in _syntax_tree(file).body:
         # A table may be assigned and updated by later statements; both are read.
@@ -114,13 +116,13 @@ def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
 
 
 def _texts(node: ast.expr | None) -> frozenset[str]:
-    """Return the texts in a literal: a text alone, or a tuple of them."""
+    """Return the texts in a literal of Python source: one text, or a tuple of texts."""
     constants = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)] if node else []
     return frozenset(text for text in constants if isinstance(text, str))
 
 
 def _names_in(statement: ast.stmt) -> set[str]:
-    """Return the names that a top-level statement assigns or calls a method of."""
+    """Return the names that a top-level statement of Python source assigns, or calls a method of."""
     if isinstance(statement, ast.Assign):
         return {target.id for target in statement.targets if isinstance(target, ast.Name)}
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -136,8 +138,8 @@ def _syntax_tree(file: str) -> ast.Module:
 
 
 def source(file: str) -> str:
-    """Return the text of a source file of the installed transformers, which is not imported for it. Raises
-    `ModelError` where it is not installed.
+    """Return the text of a source file of the installed transformers, without an import. Raises `ModelError`
+    where it is not installed.
     """
     spec = find_spec("transformers")
     # The package's file is found without importing the package.

@@ -119,7 +119,7 @@ class SyntheticDataset:
 
     @cached_property
     def _example(self) -> Batch:
-        """The user's example batch, on the host."""
+        """The user's example batch for a module from Python, on the host."""
         return map_leaves(
             self.job.model.example or {},
             lambda _, value: value.detach().to("cpu") if hasattr(value, "detach") else value,
@@ -139,7 +139,7 @@ class SampleInputs:
         raise NotImplementedError
 
     def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
-        """Return the labels for these inputs; None if the task has its usual labels."""
+        """Return the labels for these non-token inputs; None if the task has its usual labels."""
         return None
 
 
@@ -157,7 +157,7 @@ class BatchShapes:
 
     @classmethod
     def of(cls, job: Job) -> BatchShapes:
-        """Return the shapes for this job."""
+        """Return the shapes of this job's batches."""
         if job.task is Task.CUSTOM:
             return cls(job=job)
         config = job.config_to_read()
@@ -191,7 +191,9 @@ class BatchShapes:
         return {**inputs, "labels": labels}
 
     def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
-        """Return token ids (B, S), with their attention mask if there is padding, or a feature's inputs."""
+        """Return random token ids (B, S), with their attention mask if there is padding, or a feature's
+        inputs.
+        """
         import torch
 
         if self.other is not None:
@@ -235,7 +237,7 @@ class BatchShapes:
         return labels
 
     def ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Return random token ids of shape (B, `length`), int64."""
+        """Return random token ids of shape (B, `length`), int64, in the model's vocabulary."""
         import torch
 
         high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes its characters, and has none

@@ -25,7 +25,7 @@ ONE_A_SAMPLE = ("labels", "input_ids")
 
 
 class SampleRows(NamedTuple):
-    """The dimension of a tensor along which its samples are, and the rows of each."""
+    """The dimension along which a tensor's samples are, and the number of rows of each sample."""
 
     dimension: int
     """Index of the dimension along which samples follow each other."""
@@ -34,7 +34,7 @@ class SampleRows(NamedTuple):
 
 
 def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a batch that is no mapping, with its dotted name."""
+    """Yield each tensor or other value of a nested batch, with its dotted name."""
     for name, value in batch.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
@@ -45,7 +45,7 @@ def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def map_leaves(
     batch: Mapping[str, Any], change: Callable[[str, Any], Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the batch with `change(dotted name, value)` in the place of each value that is no mapping."""
+    """Return a nested batch in which `change(dotted name, value)` replaces each tensor or other value."""
     return {
         name: map_leaves(value, change, f"{prefix}{name}.")
         if isinstance(value, Mapping)
@@ -56,7 +56,7 @@ def map_leaves(
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The sample dimension of each tensor in batches like one example."""
+    """The sample dimension of each tensor in batches of the form of one example."""
 
     samples: int
     """Number of samples in the example; 1 where no tensor has any."""
@@ -71,7 +71,8 @@ class BatchLayout:
     def of(
         cls, example: Mapping[str, Any], named: BatchDims | None = None, *, samples: int | None = None
     ) -> Self:
-        """Return the layout of batches like this one, for jobs of `samples` samples if that is known.
+        """Return the sample dimensions of batches like this one, for jobs of `samples` samples if that is
+        known.
 
         Raises `JobError` for a name or a dimension that the example does not have.
         """
@@ -109,8 +110,9 @@ class BatchLayout:
         return max(lengths, default=1)
 
     def part(self, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return the batch of the samples from `start` up to `stop`. Tensors without samples are passed
-        whole."""
+        """Return a batch with the samples from `start` up to, not including, `stop`. Tensors without samples
+        are passed whole.
+        """
 
         def cut(name: str, value: Any) -> Any:
             if name not in self.rows or not _has_rows(value):
@@ -122,7 +124,7 @@ class BatchLayout:
         return map_leaves(batch, cut)
 
     def join(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join these parts into one batch. Tensors without samples are taken from the first part."""
+        """Join these micro-batches into one batch. Tensors without samples are taken from the first one."""
         import torch
 
         parts = [dict(leaves(sample)) for sample in samples]
@@ -137,8 +139,8 @@ class BatchLayout:
         return map_leaves(samples[0], concatenate)
 
     def refuse_unclear(self, purpose: str, cure: str = "") -> None:
-        """Raise `JobError` where it is unclear which tensors contain samples. The message shows the notation
-        for them.
+        """Raise `JobError` for an example batch where it is unclear which tensors contain samples. The
+        message shows the notation for them.
         """
         if not self.unclear:
             return
@@ -156,8 +158,9 @@ class BatchLayout:
 
 
 def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | None) -> int:
-    """Return the number of samples in an example: from named dimensions, a size that all tensors share, or
-    labels and token ids."""
+    """Return the number of samples in an example batch: from named dimensions, a size common to all tensors,
+    or labels and ids.
+    """
     lengths = set(named.values()) or set(sizes.values())
     # The shortest named dimension, or the only length there is.
     if named or len(lengths) == 1:

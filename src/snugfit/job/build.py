@@ -37,8 +37,7 @@ OnLoaded = Callable[[LoadedWeights], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Construction:
-    """The construction of transformers' model, which a feature may replace, for example to quantize
-    weights."""
+    """Builds transformers' model. A feature may replace it, for example to quantize weights."""
 
     dtype: str
     """The dtype of weights, by torch's name."""
@@ -48,11 +47,11 @@ class Construction:
 
     @property
     def loaded_dtype(self) -> str:
-        """The dtype in which transformers loads weights."""
+        """The dtype in which transformers loads the model's weights."""
         return self.dtype
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Return the model from `make`, with random weights, on the ambient device."""
+        """Build the model by `make` and return it, with random weights, on the ambient device."""
         return make()
 
     def loading_arguments(self, model: Any) -> dict[str, Any]:
@@ -60,7 +59,7 @@ class Construction:
         return {}
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Return the model to train, after loading its weights."""
+        """Return the model to train, after its weights are loaded."""
         return model
 
 
@@ -239,7 +238,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _blame_config(model: Model, error: Exception) -> NoReturn:
-    """Raise `ModelError` that names the config: a constructor of transformers failed on it.
+    """Raise `ModelError` that names the model's config, on which a constructor of transformers failed.
 
     Out of memory, whose errors are subclasses of `RuntimeError`, passes unchanged. So do our own errors and
     our own mistakes, because a rehearsal runs our code while a model is built.
@@ -270,14 +269,14 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
 
 
 def _is_from(package: str, error: Exception) -> bool:
-    """Return True if this package's own code raised the error, rather than a library that it calls."""
+    """Return True if snugfit's own code raised the error, rather than a library that it calls."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # The last frame is the one that raised.
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(f"{package}.")
 
 
 def _key_of(value: object, config: Mapping[str, Any]) -> str | None:
-    """Return the key, or the dotted path to it, whose value is this text; None when there is none."""
+    """Return the config key, or the dotted path to it, whose value is this text; None when there is none."""
     for key, content in config.items():
         if isinstance(content, dict) and (inner := _key_of(value, content)):
             return f"{key}.{inner}"

@@ -65,7 +65,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
-    """Return True if `value`, a function or a list of them, refers to a module of the original."""
+    """Return True if `value`, a function or a list of them, refers to a module of the original model."""
     if id(value) in clones or id(value) in visited:
         return id(value) in clones
     # Functions may refer to each other in a circle.

@@ -190,7 +190,9 @@ def _tag_infinite(value: Any) -> Any:
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each fault of one config or nested config, most dangerous first."""
+    """Yield an error message for each fault of a model's config or nested config, the most
+    dangerous first.
+    """
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
         # A size of 10**12 would fail much later, without its cause.
@@ -308,7 +310,7 @@ def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the config itself and every object nested in it."""
+    """Yield a model's config and every object nested in it."""
     yield document
     for value in document.values():
         # Lists may contain configs too.
@@ -318,7 +320,7 @@ def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> Facts:
-    """Return the config without settings of a recipe, dtypes, and names that change no size."""
+    """Return a model's config without settings of a recipe, dtypes, and names that change no size."""
     return {
         key: _sizes_of(value) if isinstance(value, dict) else value
         for key, value in config.items()

@@ -170,8 +170,9 @@ def _unknown_model(name: str, why: str) -> ModelError:
 
 
 def _refuse_quantized(name: str) -> None:
-    """Raise `ModelError` for a name of quantized weights, and suggest the unquantized model if its sizes are
-    known."""
+    """Raise `ModelError` for the name of a model with quantized weights, and suggest the unquantized model if
+    its sizes are known.
+    """
     plain_name = unquantized_name(name)
     if plain_name and (base := same_sizes(plain_name, preset_names())):
         raise ModelError(
@@ -246,7 +247,7 @@ def _download_config(name: str, *, online: bool) -> Path:
 
 
 def _fetch_config(name: str) -> str:
-    """Return the path, in the local cache, of a config from the hub.
+    """Fetch a model's config from the hub; return its path in the local cache.
 
     The request for its size comes first. It fails at once without a network, where a download would try again
     for 20 s.

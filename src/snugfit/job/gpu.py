@@ -40,7 +40,7 @@ PREFERRED_FORM = "SXM"
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu(JsonFields):
-    """One model of GPU, with the figures of its data sheet. None is an unknown figure."""
+    """One model of GPU, with the figures of its data sheet; a figure is None if it is unknown."""
 
     key: str
     """Short name, unique in the table: `H200-SXM`."""
@@ -185,7 +185,7 @@ def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
 
 
 def choice_of(text: str) -> str:
-    """Return a sentence on the GPU that was chosen for an ambiguous name; empty for a name of one GPU."""
+    """Return a sentence that names the GPU chosen for an ambiguous name; empty for a name of one GPU."""
     candidates = find_gpus(text)
     if len(candidates) == 1:
         return ""
@@ -228,8 +228,7 @@ def find_gpus(text: str) -> list[Gpu]:
 
 
 def _matches(text: str) -> list[Gpu]:
-    """Return the GPUs of the table whose model name matches the text, and whose memory and form factor do so
-    if given."""
+    """Return the GPUs of the table whose name, and memory and form factor if given, match the text."""
     lowered = text.lower().replace("_", " ")
     memory, form = _MEMORY.search(lowered), _FORM.search(lowered)
     # Memory and form are taken out, so that the rest is the model's name alone.
@@ -251,8 +250,8 @@ def _prefer_sxm(gpus: list[Gpu]) -> list[Gpu]:
 
 
 def _normalize(text: str) -> str:
-    """Return lower-case letters and digits only, without vendor words: `rtx4090` for `NVIDIA GeForce RTX
-    4090`.
+    """Return a GPU's name in lower-case letters and digits, without vendor words: `rtx4090` for `NVIDIA
+    GeForce RTX 4090`.
     """
     words = re.findall(r"[a-z0-9]+", text.lower())
     return "".join(word for word in words if word not in _VENDOR_WORDS)
@@ -263,14 +262,14 @@ def _exact_names(gpu: Gpu) -> set[str]:
 
 
 def _model_names(gpu: Gpu) -> set[str]:
-    """Return the model's name with and without its family: `4090`, `a6000`."""
+    """Return a GPU's model name with and without its family: `4090`, `a6000`."""
     model = _normalize(gpu.model)
     # People leave out `rtx`; a professional card keeps its letter (`a6000`).
     return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}
 
 
 def _has_memory(gpu: Gpu, gigabytes: int) -> bool:
-    """Return True if the GPU has this marketed size, or if its total in nvidia-smi is within 1 GiB of it."""
+    """Return True if a GPU has this marketed memory, or if its total in nvidia-smi is within 1 GiB of it."""
     # Drivers before R510 hid their reserve, so a V100 of 16,384 MiB read 16,160.
     shown = (gpu.nvml_total_bytes or 0) / (1 << 30)
     return gigabytes == gpu.marketed_gb or abs(gigabytes - shown) <= 1

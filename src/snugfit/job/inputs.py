@@ -15,7 +15,7 @@ from snugfit.feature_folders import feature_objects
 
 @dataclass(frozen=True, kw_only=True)
 class AddedTask:
-    """A task of a feature."""
+    """A task, such as image classification, that a feature adds."""
 
     name: str
     """Its value in `Task`."""
@@ -28,7 +28,7 @@ class AddedTask:
 
 
 class ModelInputs:
-    """One kind of non-token inputs, such as pictures or sound."""
+    """Interface for one kind of non-token inputs of a model, such as pictures or sound."""
 
     task: ClassVar[str] = ""
     """The added task whose models all take them; empty without one."""
@@ -44,8 +44,7 @@ class ModelInputs:
         return task == self.task
 
     def complete(self, config: Any) -> None:
-        """Add keys to a transformers config that it needs for these inputs and that configs of the hub
-        have."""
+        """Add to a transformers config the keys that these inputs need and that configs of the hub have."""
 
     def of_job(self, job: Any, config: Any) -> Any:
         """Return the `SampleInputs` (`batch.py`) of a job. Raise `JobError` for a model of unknown shapes."""
@@ -54,13 +53,13 @@ class ModelInputs:
 
 @functools.cache
 def added_tasks() -> tuple[AddedTask, ...]:
-    """Return the tasks that all features add."""
+    """Return the tasks, such as image classification, that features add."""
     return tuple(feature_objects("tasks", AddedTask))
 
 
 @functools.cache
 def model_inputs() -> tuple[ModelInputs, ...]:
-    """Return the kinds of inputs that all features add."""
+    """Return the kinds of non-token inputs, such as pictures, that features add."""
     return tuple(feature_objects("inputs", ModelInputs))
 
 
@@ -87,5 +86,7 @@ def _kinds_with(task: str) -> list[ModelInputs]:
 
 
 def inputs_of(task: str, architecture: str) -> ModelInputs | None:
-    """Return the non-token inputs of a model in this task; None if they are tokens or a user's own."""
+    """Return the kind of non-token inputs that a model takes in this task; None if they are tokens or a
+    user's own.
+    """
     return next((one for one in model_inputs() if one.serves(task, architecture)), None)

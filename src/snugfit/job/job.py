@@ -73,7 +73,7 @@ class TaskBase(StrEnum):
 if TYPE_CHECKING:
 
     class Task(TaskBase):
-        """The tasks of the core, to which features add others."""
+        """The training tasks of the core, to which features add others."""
 
         SEQUENCE_CLASSIFICATION = "sequence-classification"
         TOKEN_CLASSIFICATION = "token-classification"
@@ -89,7 +89,7 @@ else:
 
 
 class PhaseBase(StrEnum):
-    """The phase of a model's life: training, evaluation, or a feature's."""
+    """The use of a model in a job: training, evaluation, or a feature's."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -235,7 +235,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """True if the job takes optimizer steps."""
+        """True if the job trains, so that it takes optimizer steps."""
         return self.phase is Phase.TRAIN
 
     @property
@@ -254,8 +254,9 @@ class Job:
         return self.model.transformers_config(self.task, self.labels)
 
     def config_to_read(self) -> Any:
-        """Return the job's transformers config as one shared, read-only object, since a rehearsal reads it
-        often."""
+        """Return the transformers config of the job's model as one shared, read-only object, since a
+        rehearsal reads it often.
+        """
         return _config_to_read(self.model, self.task, self.labels)
 
     def stated_dropout(self, of: str = "") -> str:
@@ -278,14 +279,16 @@ class Job:
         return type(module.get_base_model() if hasattr(module, "get_base_model") else module)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; `Job.from_json` reads it back."""
+        """Return the job as a JSON object; `Job.from_json` reads it back."""
         # Fields that do not compare are findings about the data, not the job.
         document = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.compare}
         return {**document, "model": self.model.to_json()}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """Return the job that `to_json` wrote. Raises `JobError` when the model existed only in Python."""
+        """Return the job from the JSON object of `to_json`. Raises `JobError` when the model existed only in
+        Python.
+        """
         if not isinstance(document, dict):
             raise JobError(
                 f"This is not a job document of snugfit, but of type {type(document).__name__}. Give "

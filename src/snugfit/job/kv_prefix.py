@@ -23,7 +23,9 @@ refuses them only if checkpointing is on when they are added."""
 
 
 def dropped_prefix(job: Job) -> Iterator[str]:
-    """Yield an objection to recomputing layers, if the job trains a prefix of keys and values."""
+    """Yield an objection to recomputing layers if the job trains prefix tuning's keys and values, which would
+    be lost.
+    """
     if job.trains and job.model.module is not None and (kind := _prefix_kind(job.model.module)):
         yield (
             f"the model's {kind} adapters give its layers a cache of keys and values. Recomputed layers do "

@@ -75,7 +75,7 @@ def target_limit(config: Mapping[str, Any]) -> Limit | None:
 
 
 def _endless(config: Mapping[str, Any]) -> bool:
-    """Return True if the model computes positions for any length, and so has no longest one."""
+    """Return True if the model computes positions for any sequence length, and so has no longest one."""
     # Rotary positions, by `rope_parameters` and the keys of older files.
     computed = ("rope_", "global_rope_", "rotary_pct", "rotary_emb_")
     rotary = any(key.startswith(computed) for key in config)

@@ -84,7 +84,7 @@ class Model:
 
     @classmethod
     def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "config") -> Self:
-        """Return the model of a config's keys; they must have passed `check_facts`."""
+        """Return the model of these keys of a config.json; they must have passed `check_facts`."""
         sizes = {key: value for key, value in facts.items() if key != "dtype"}
         # Sorted keys make equal facts equal texts, so that models compare and hash by them.
         return cls(
@@ -152,7 +152,7 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """The number of layers in the deepest stack, by the config; 0 where it does not give one."""
+        """The number of layers in the model's deepest stack, by the config; 0 where it does not give one."""
         stated = {} if self.module is not None else self.config
         return max((stated[key] for key in LAYERS if isinstance(stated.get(key), int)), default=0)
 
@@ -193,13 +193,15 @@ class Model:
         return tuple(sentences)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; `Model.from_json` reads it back, except for a module from Python."""
+        """Return the model as a JSON object; `Model.from_json` reads it back, except for a module from
+        Python.
+        """
         dtype = {"dtype": self.dtype} if self.dtype else {}
         return {"name": self.name, "origin": self.origin, "config": self.config, **dtype}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the model that `to_json` wrote.
+        """Return the model from the JSON object of `to_json`.
 
         Raises `JobError` when it existed only in Python, `ModelError` for any other document.
         """

@@ -45,8 +45,8 @@ architecture."""
 
 
 class Mixing(NamedTuple):
-    """Evidence on whether the samples of a batch depend on each other. Both fields are empty where they do
-    not.
+    """Evidence that the samples of a batch depend on each other, as by batch norm. Both fields are empty
+    where they do not.
     """
 
     reason: str = ""
@@ -164,7 +164,9 @@ def _of_module(module: nn.Module, model: Model) -> Mixing:
 
 
 class _OperatorCall(NamedTuple):
-    """One operator: its name, and the numbers of values of its largest input and of its output."""
+    """One operator call in a forward pass: its name, and the numbers of values of its largest input and of
+    its output.
+    """
 
     name: str
     largest_input: int
@@ -199,8 +201,9 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
 
 
 def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str:
-    """Return, in words, the first operator that mixes samples, by comparing the calls with few and with many
-    samples; or an empty string."""
+    """Return, in words, the first operator that mixes samples, by comparing its sizes for few and for many
+    samples; or an empty string.
+    """
     growth = SAMPLES[1] / SAMPLES[0]
     # Another sequence of operators allows no comparison.
     if [call.name for call in few] != [call.name for call in many]:

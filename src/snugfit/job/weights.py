@@ -173,7 +173,7 @@ def _cached_folder(name: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedWeights:
-    """Differences between a loaded model and the folder of its weights."""
+    """The differences between a loaded model and the weights in its folder."""
 
     new: Sequence[str]
     """Weights of a new head, absent from the folder and drawn at random."""
@@ -182,7 +182,7 @@ class LoadedWeights:
     """Tensors of the folder that the model does not use."""
 
     def lines(self, folder: Path) -> Iterator[str]:
-        """Yield a sentence on each difference."""
+        """Yield a sentence on each difference between the loaded model and the folder of its weights."""
         if self.new:
             yield f"{folder} has no {some_of(self.new)}, so they are newly initialised and must be trained."
         if self.unused:

@@ -61,7 +61,9 @@ HISTORY_ENTRIES = 1_000_000
 
 
 def main() -> None:
-    """Run the request, write the result, and end the process without freeing the heap."""
+    """Run the measurement that the parent process requests, write the result, and end without freeing the
+    heap.
+    """
     request_path, result_path = Path(sys.argv[1]), Path(sys.argv[2])
     request = read_document(request_path)
     die_with_parent(request["parent"])

@@ -45,7 +45,7 @@ _OUTCOME = re.compile(r"ok|refused|host-oom|oom:[a-z]+|exit:1")
 
 @dataclass(frozen=True, kw_only=True)
 class ChildResult:
-    """The values that one run measured in its own process; None for a value without a measurement."""
+    """The values that a measured run returns from its process; None for a value without a measurement."""
 
     outcome: str
     """`ok`, or the cause of the process's failure as the child detected it."""
@@ -133,7 +133,9 @@ class ChildResult:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the result written by `to_json`. Raises `BadDocument` for another document."""
+        """Return the result of a measured run from the JSON object of `to_json`. Raises `BadDocument` for
+        another document.
+        """
         names = {field.name for field in fields(cls)}
         if set(document) != names:
             odd = ", ".join(sorted(set(document) ^ names))

@@ -15,7 +15,7 @@ from snugfit.results.measurement import GpuClock
 
 
 class ClockReading(NamedTuple):
-    """NVML's values at one moment."""
+    """The clock of a GPU and the reasons for a lower one, read from NVML at one moment."""
 
     moment: float
     """Seconds of the monotonic clock."""
@@ -26,14 +26,16 @@ class ClockReading(NamedTuple):
 
 
 def read_clock(card: Card, moment: float) -> ClockReading:
-    """Return the clock now. Raises `NvmlUnavailable` where the driver does not report it."""
+    """Return the GPU's clock now. Raises `NvmlUnavailable` where the driver does not report it."""
     return ClockReading(moment, card.clock_mhz(), card.clock_reasons())
 
 
 def clock_between(
     readings: Iterable[ClockReading], card: Card, begin: float | None, end: float | None
 ) -> GpuClock | None:
-    """Return the clock between two moments; None without a reading between them, or without the moments."""
+    """Return the GPU's clock between two moments; None without a reading between them, or without the
+    moments.
+    """
     if begin is None or end is None:
         return None
     within = [one for one in readings if begin <= one.moment <= end]

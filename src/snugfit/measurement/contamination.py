@@ -61,7 +61,9 @@ class GpuBaseline:
     """Reason why the GPU is not clean; None when it is."""
 
     def growth(self, peak_bytes: int | None) -> int | None:
-        """Return a run's NVML bytes: the growth of the device's used bytes until its peak."""
+        """Return the bytes that a run adds in NVML's count: the growth of the device's used bytes until its
+        peak.
+        """
         if peak_bytes is None or self.used_bytes is None:
             return None
         return max(0, peak_bytes - self.used_bytes)
@@ -96,8 +98,9 @@ def first_reason(
 
 
 def before(card: Card, *, patience: float) -> GpuBaseline:
-    """Return the state of the GPU once no other process uses it; after `patience` seconds, its state with the
-    reason why it is not clean."""
+    """Wait until no other process uses the GPU, and return its memory and processes. After `patience`
+    seconds, return them with the reason why the GPU is not clean.
+    """
     return _wait_while_used(partial(_read_baseline, card), lambda baseline: baseline.reason, patience)
 
 

@@ -103,8 +103,9 @@ class HostLoad:
 
 
 def host_load(family: int | None = None) -> HostLoad | None:
-    """Return the counters now; None where the system has none. With a process id `family`, all its
-    descendants count as own."""
+    """Return the CPU counters now; None where the system has none. With a process id `family`, the counters
+    of all its descendants count as own.
+    """
     import psutil
 
     try:

@@ -28,7 +28,8 @@ MEASUREMENT, OUTPUT = "measurement.json", "stderr.txt"
 
 @contextmanager
 def open_ledger(root: Path) -> Iterator[None]:
-    """Create the ledger's folder. Raises `UsageError` before the measurement starts if that fails.
+    """Create the folder that stores measurements (the ledger). Raises `UsageError` before the measurement
+    starts if that fails.
 
     A run without a measurement (a user's mistake, Ctrl-C) leaves no new folder behind.
     """

@@ -32,12 +32,12 @@ no such reason."""
 
 
 class NvmlUnavailable(SnugfitError):
-    """NVML, or one of its answers, is not available here; the message has the reason."""
+    """Error: NVML, or a value of it, is not available here; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of one GPU at one moment."""
+    """The used and total memory of one GPU at one moment, in bytes."""
 
     total_bytes: int
 
@@ -72,7 +72,9 @@ class Card:
             self.name = "unnamed GPU"
 
     def memory(self) -> DeviceMemory:
-        """Return its memory now. Raises `NvmlUnavailable` without an answer, and for an impossible one."""
+        """Return the GPU's used and total memory now. Raises `NvmlUnavailable` without an answer, and for an
+        impossible one.
+        """
         if self._version != 1:
             try:
                 answer = _call(self._library, "nvmlDeviceGetMemoryInfo", self._handle, version=MEMORY_V2)
@@ -136,7 +138,7 @@ class Card:
         return mhz
 
     def capability(self) -> tuple[int, int] | None:
-        """Return its CUDA compute capability; None where the driver does not report it."""
+        """Return the GPU's CUDA compute capability; None where the driver does not report it."""
         try:
             major, minor = _call(self._library, "nvmlDeviceGetCudaComputeCapability", self._handle)
         except NvmlUnavailable:
@@ -236,7 +238,9 @@ def _call(library: Any, question: str, *arguments: Any, **named: Any) -> Any:
 
 
 def _valid_memory(total: Any, used: Any, reserve: Any) -> DeviceMemory:
-    """Return the three numbers of bytes if they are possible together. Raises `NvmlUnavailable` otherwise."""
+    """Return NVML's three numbers of bytes if they are possible together. Raises
+    `NvmlUnavailable` otherwise.
+    """
     numbers = (total, used) if reserve is None else (total, used, reserve)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise NvmlUnavailable(f"NVML reports no memory: total {total!r}, used {used!r}, reserve {reserve!r}.")

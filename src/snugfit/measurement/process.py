@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ChildExit:
-    """The exit of a child process."""
+    """The exit code or signal of a child process, with its last output."""
 
     returncode: int
     """Exit code, or minus the signal's number."""
@@ -115,14 +115,14 @@ class Child:
             return False
 
     def kill(self) -> None:
-        """Kill the child and its group at once. Another thread may wait for it."""
+        """Kill the child process and its group at once. Another thread may wait for it."""
         # After another thread has reaped the child, its number may belong to another group.
         with self._reaping:
             if self._process.returncode is None:
                 self._signal_group(signal.SIGKILL)
 
     def wait(self, deadline_seconds: float) -> ChildExit:
-        """Sleep until the child has exited, or end it at its deadline."""
+        """Sleep until the child process has exited, or end it at its deadline."""
         timed_out = not self._sleep_until(time.monotonic() + deadline_seconds)
         if timed_out:
             self._signal_group(signal.SIGTERM)

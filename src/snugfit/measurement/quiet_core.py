@@ -128,7 +128,7 @@ class QuietCore:
         return len(self._samples) == 1
 
     def _pin_autograd(self) -> None:
-        """Pin autograd's threads to this core. Give all cores back to other threads that inherited it."""
+        """Pin autograd's threads to this CPU core. Give all cores back to other threads that inherited it."""
         core = os.sched_getaffinity(0)
         for thread in os.listdir(TASKS):
             with suppress(OSError):  # a thread may end at any time
@@ -140,8 +140,9 @@ class QuietCore:
                     os.sched_setaffinity(int(thread), core if self._is_autograd[thread] else self._cores)
 
     def _time_core(self) -> float:
-        """Return the seconds of the loop on this core: the shortest of three, because one interruption is no
-        disturbance."""
+        """Return the seconds of the timed loop on this core: the shortest of three, because one interruption
+        is no disturbance.
+        """
         seconds = min(self._time_loop() for _ in range(3))
         self._best = min(self._best, seconds)
         return seconds

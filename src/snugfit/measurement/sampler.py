@@ -102,8 +102,9 @@ class Sampler:
         return True
 
     def peak_until(self, moment: float | None) -> int | None:
-        """Return the peak until a moment of the monotonic clock, or of all readings; None before the first
-        reading."""
+        """Return the peak of the sampled device memory until a moment of the monotonic clock, or of all
+        readings; None before the first reading.
+        """
         rises = (used for when, used in self._rises if moment is None or when <= moment)
         return max(rises, default=None)
 

@@ -65,7 +65,7 @@ def steady_steps(step_seconds: float | None, *, host: bool = True) -> int:
 
 
 class _Boundary(NamedTuple):
-    """The end of one step and the beginning of the next."""
+    """The moment between two timed steps: the end of one and the beginning of the next."""
 
     mark: Any
     disturbed_before: int
@@ -115,7 +115,7 @@ class Stopwatch(Observer):
             self._core.rebalance()
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Mark the end of the build."""
+        """Mark the end of the model's build, for the start-up time."""
         self._starting.append(self._mark())
 
     def seconds(self) -> list[float]:

@@ -106,7 +106,7 @@ class Target:
 def open_target(
     device: str | None, index: int, *, environment: Mapping[str, str], library: Any | None = None
 ) -> Iterator[Target]:
-    """Yield the one target for `device`, as in `open_targets`."""
+    """Yield the one device to measure on for `device`, as in `open_targets`."""
     with open_targets(device, index, 1, environment=environment, library=library) as targets:
         yield targets[0]
 
@@ -115,8 +115,8 @@ def open_target(
 def open_targets(
     device: str | None, index: int, count: int, *, environment: Mapping[str, str], library: Any | None = None
 ) -> Iterator[tuple[Target, ...]]:
-    """Yield the targets for `device`: `cpu`, `cuda`, `cuda:1`, or None for GPUs if there are any. They are
-    `count` GPUs in CUDA's order from that GPU on.
+    """Yield the devices to measure on for `device`: `cpu`, `cuda`, `cuda:1`, or None for GPUs if there are
+    any. They are `count` GPUs in CUDA's order from that GPU on.
 
     NVML stays open inside. Raises `GpuError` for a GPU that was requested, or selected by
     CUDA_VISIBLE_DEVICES, and cannot be used.
@@ -161,7 +161,9 @@ def _on_cpu(count: int) -> tuple[Target, ...]:
 
 
 def _on_cards(nvml: Nvml, environment: Mapping[str, str], indices: range) -> tuple[Target, ...]:
-    """Return targets for the cards with these CUDA indices. Raises `GpuError` where there are fewer cards."""
+    """Return the devices to measure on for these CUDA indices. Raises `GpuError` where there
+    are fewer cards.
+    """
     if len(indices) > 1:
         shown = visible_cards(nvml, environment)
         if shown and indices.stop > len(shown):
@@ -218,7 +220,7 @@ def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:
 def child_environment(
     inherited: Mapping[str, str], setup: Setup, *, visibility: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables of the measured process under this Setup."""
+    """Return the environment variables of the measured process under these training settings."""
     from snugfit.step.applier import process_environment
 
     environment = process_environment(

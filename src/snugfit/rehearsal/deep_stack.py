@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 
 def is_deep(job: Job, least: int) -> bool:
-    """Return True if the config has at least this number of layers."""
+    """Return True if a model's config has at least this number of layers."""
     counts = [job.model.config.get(key) for key in LAYERS]
     return any(type(count) is int and count >= least for count in counts)
 

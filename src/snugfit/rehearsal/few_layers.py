@@ -53,14 +53,17 @@ RecordPasses = Callable[["Job", Setup, "Policy"], Part]
 
 
 class _Shallow(NamedTuple):
-    """The recorded passes of a model with few layers, and a compiler's decisions for its programs."""
+    """The recorded forward and backward of a model with few layers, and a compiler's decisions for its
+    programs.
+    """
 
     part: Part
     decisions: list[Any]
 
 
 def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy, *, loop: str = "plain") -> Trace | None:
-    """Return the trace of this job's three steps from shallow models, equal to that of `rehearse`.
+    """Return the trace of three steps of a deep model from simulations of models with few layers. It equals
+    that of `rehearse`.
 
     Return None if equality is not certain, or if shallow models save no work.
     """
@@ -99,7 +102,8 @@ def _is_one_program(setup: Setup) -> bool:
 def passes_from_few_layers(
     job: Job, setup: Setup, policy: Policy, record: RecordPasses = rehearse_passes
 ) -> Part | None:
-    """Return the passes of this job from shallow models, equal to those of `record`.
+    """Return forward and backward of a deep model, computed from simulations of models with few layers, equal
+    to those of `record`.
 
     Return None if equality is not certain, or if shallow models save no work.
     """
@@ -123,14 +127,14 @@ def passes_from_few_layers(
 
 
 def _repeats_layers(setup: Setup) -> bool:
-    """Return True if passes and update of the step are separate and all layers are treated alike."""
+    """Return True if a step's update is separate from its backward pass, and all layers are treated alike."""
     if setup.records_graphs:
         return False
     return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
 
 
 def _shallow_layers(layers: int, period: int) -> int:
-    """Return the number of layers of the shallow model that is simulated instead of one with `layers`.
+    """Return the number of layers of the small model that is simulated in place of one with `layers`.
 
     It and the full model, less one period, differ by a multiple of `IN_TURNS` periods.
     """
@@ -164,7 +168,9 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
 
 
 def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
-    """Return True if a compiler makes the same decisions for these two models, and so for the deep one."""
+    """Return True if a compiler makes the same decisions for these two small models, and so for
+    the deep one.
+    """
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
     # The same objects decide for both models: the programs are those of single layers.
     if few.keys() == more.keys():
@@ -176,7 +182,7 @@ def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
 
 
 def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[SharedBlock, ...] | None:
-    """Return the blocks of several gradients in the deep model, or None if they do not repeat."""
+    """Return the deep model's memory blocks that contain several gradients, or None if they do not repeat."""
 
     def entries(part: Part) -> list[Entry]:
         return [

@@ -50,7 +50,7 @@ _KNOWN = {
 
 
 def refusal(job: Job, error: Exception) -> SnugfitError:
-    """Return the one clear error for an exception that the simulation of this job raised."""
+    """Return one error with a cause and a remedy for an exception that the simulation of this job raised."""
     name = job.model.name
     # The architecture's code reads a key that the config does not have: an error of the config.
     if key := _lacking_key(error):
@@ -64,7 +64,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 
 
 def _reason(job: Job, error: Exception) -> str:
-    """Return the rest of the message: the cause, its meaning for a real step, and the next action."""
+    """Return the rest of the error message: the cause, its meaning for a real step, and a remedy."""
     cause, where, last = _first_line(error), _where(error), _frames(error)[-1]
     # Code for a missing device raises the same types as code whose shapes depend on data, so the text
     # decides.
@@ -105,8 +105,9 @@ def _lacking_key(error: Exception) -> str | None:
 
 
 def _what_depends(error: Exception) -> str:
-    """Return the cause of a data-dependent shape, with the operator that torch names: `aten::nonzero`,
-    `torch.unique_consecutive`."""
+    """Return the error's cause, a shape that depends on data, with the operator that torch names:
+    `aten::nonzero`, `torch.unique_consecutive`.
+    """
     operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
     return f"the shape of the output of {operator[2]} depends on its data" if operator else _first_line(error)
 
@@ -134,7 +135,7 @@ def _passes_on(module: str) -> bool:
 
 
 def _frames(error: Exception) -> list[CodeLine]:
-    """Return the stack frames of the error, from the simulation inwards."""
+    """Return the stack frames of a simulation's error, the outermost first."""
     return [CodeLine(*stop) for stop in traceback.walk_tb(error.__traceback__)]
 
 

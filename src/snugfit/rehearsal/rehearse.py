@@ -65,7 +65,7 @@ def rehearse(
     steady: bool = False,
     rank: int | None = 0,
 ) -> Trace:
-    """Return the trace of `steps` optimizer steps of this job, as they would run on the policy's device.
+    """Return the trace of `steps` optimizer steps of this job, as they would run on the simulated device.
 
     With `steady`, the steps from the second on are known to be equal, so two are recorded.
 
@@ -127,8 +127,8 @@ def _short_run(job: Job, setup: Setup, loop: str, steps: int, *, steady: bool = 
 
 
 def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int) -> Trace:
-    """Return the trace of a run with CUDA graphs: at least one step more than `steps`, of which the last two
-    replay every graph.
+    """Simulate a run with CUDA graphs and return its trace: at least one step more than `steps`, of which the
+    last two replay every graph.
 
     The first replay allocates workspaces again, because the recording released them. So the allocator's
     cached memory is divided otherwise in the next step (gpt2 on an H100). Some models change in their first
@@ -146,7 +146,7 @@ def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int
 
 
 def record_step(step: Step, policy: Policy, steps: int) -> Recording:
-    """Run `steps` steps of a Step on `meta`, and record each."""
+    """Run `steps` optimizer steps on `meta` tensors, and return their recording."""
     record = partial(_record_step, step, policy, steps)
     return run_on_deep_stack(record) if is_deep(step.job, DEEP_LAYERS) else record()
 
@@ -300,7 +300,7 @@ def sets_in_order(job: Job) -> Iterator[None]:
 
 
 def _code_of(job: Job) -> ModuleType | None:
-    """Return the module of the model's code.
+    """Return the Python module of transformers that defines the job's model.
 
     Return None for a user's model, and if transformers has no class for it. Building the model reports the
     second case.

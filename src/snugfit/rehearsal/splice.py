@@ -55,7 +55,7 @@ NOTHING = OptimizerWish(factory=Call(path="snugfit.rehearsal.splice:optimizer_th
 
 
 class GradientView(NamedTuple):
-    """Position and size of a gradient in a block that it shares with others, in elements."""
+    """Position and size, in elements, of one gradient in a memory block with several."""
 
     number: int
     """Index of the parameter among those that train."""
@@ -64,7 +64,9 @@ class GradientView(NamedTuple):
 
 
 class SharedBlock(NamedTuple):
-    """A block of several gradients: one matrix product computes those of queries, keys and values."""
+    """A memory block with several gradients: one matrix product computes those of queries, keys
+    and values.
+    """
 
     elements: int
     views: tuple[GradientView, ...]
@@ -72,7 +74,7 @@ class SharedBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step, recorded alone: its passes or its update."""
+    """A part of a step that was simulated alone: forward and backward, or the update."""
 
     trace: RelativeTrace
     gradients: tuple[int, ...]
@@ -86,7 +88,7 @@ class Part:
 
     @property
     def gradient_blocks(self) -> int:
-        """Number of blocks that contain gradients."""
+        """Number of memory blocks that contain gradients; several gradients may share a block."""
         return len(self.gradients) - sum(len(block.views) - 1 for block in self.shared)
 
     def has_gradient(self, number: int) -> bool:
@@ -104,22 +106,22 @@ class Part:
 
     @cached_property
     def split(self) -> SplitSteps:
-        """The moves of the part, split where steps begin and end."""
+        """The allocations, frees and kernels of the part, split where steps begin and end."""
         return split_steps(self.trace.moves)
 
     @cached_property
     def cut(self) -> Sequence[SplitUpdate]:
-        """The steps, each split where its passes end."""
+        """The steps of a simulated part of a run, each split where its backward pass ends."""
         return [*map(split_update, self.split.steps)]
 
     @cached_property
     def workspaces(self) -> Sequence[Alloc]:
-        """The workspaces that the part allocates and does not free."""
+        """The workspaces that the part's kernels allocate and do not free."""
         return kept_workspaces(self.trace.moves)
 
 
 def without_update(setup: Setup) -> Setup:
-    """Return the Setup with an optimizer that records the gradients that it gets."""
+    """Return the Setup with an optimizer that updates nothing, and records the gradients that it receives."""
     return setup.with_fields(optimizer=NOTHING)
 
 
@@ -143,7 +145,7 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
 
 
 def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
-    """Return the passes of a job, recorded with one or three micro-batches.
+    """Return forward and backward of a job, simulated with one or three micro-batches.
 
     `splice` creates any number of micro-batches from three.
     """
@@ -157,7 +159,7 @@ def rehearse_update(
     gradients: tuple[int, ...],
     shared: tuple[SharedBlock, ...] = (),
 ) -> Part:
-    """Return clipping and the optimizer's step under this Setup.
+    """Return clipping and the optimizer's step, simulated alone under this Setup.
 
     `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
     blocks.
@@ -169,8 +171,9 @@ def rehearse_update(
 
 
 def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """Return the run of steps with these passes and this update, or None if the parts do not match. Its trace
-    equals that of `rehearse`."""
+    """Return the run of whole steps, joined from simulated passes and an update, or None if the two do not
+    match. Its trace equals that of `rehearse`.
+    """
     # The update frees the gradients in this order, so both parts need the same ones.
     if passes.gradients != update.gradients or passes.varies:
         return None
@@ -188,8 +191,8 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun
 
 
 def _join(passes: Part, update: Part) -> Iterator[Move]:
-    """Yield the moves of each step's passes, then those of its update, which frees the gradients of the
-    passes.
+    """Yield the events of each step's forward and backward, then those of its update, which frees the
+    gradients.
 
     Raise `LookupError` if the gradients differ from those of the recorded update.
     """
@@ -236,14 +239,14 @@ def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
 
 
 class SplitUpdate(NamedTuple):
-    """The moves of a step, split where its passes end."""
+    """The events of one step, split where its backward pass ends."""
 
     passes: Sequence[Move]
     update: Sequence[Move]
 
 
 def split_update(moves: Sequence[Move]) -> SplitUpdate:
-    """Split the moves of a step where clipping or the update begins."""
+    """Split the events of a step where clipping or the update begins."""
     ends = next(
         at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.phase in UPDATING
     )
@@ -259,13 +262,15 @@ def _frees(moves: Sequence[Move]) -> Counter[Alloc]:
 
 
 def _is_gradient(block: int, live: LiveSet) -> bool:
-    """Return True if this block is the gradient of a parameter and is not freed yet."""
+    """Return True if this memory block is the gradient of a parameter and is not freed yet."""
     alloc = live.allocs[block]
     return alloc.kind == Kind.GRADIENTS and block in live.stacks[alloc.stack]
 
 
 def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
-    """Return the gradients that these moves would free, in order. Leave `live` unchanged."""
+    """Return the memory blocks of gradients that these events would free, in order. Leave
+    `live` unchanged.
+    """
     # A copy of the stacks, so that finding the gradients frees nothing.
     trial = LiveSet()
     for stack, blocks in live.stacks.items():
@@ -276,7 +281,9 @@ def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
 
 
 class UpdateAlone(OptimizerLoop):
-    """The plain loop with empty gradients instead of passes, to record an update alone."""
+    """The plain training loop with empty gradients instead of forward and backward, to simulate an update
+    alone.
+    """
 
     gradients: tuple[int, ...] = ()
     shared: tuple[SharedBlock, ...] = ()
@@ -300,7 +307,7 @@ class UpdateAlone(OptimizerLoop):
 def make_gradients(
     model: torch.nn.Module, numbers: Iterable[int], shared: Sequence[SharedBlock] = ()
 ) -> None:
-    """Store empty gradients in the parameters of these indices, in the order of the passes.
+    """Store empty gradients in the parameters of these indices, in the order of the backward pass.
 
     A block of several gradients has the position of its last gradient, with which it is freed.
     """
@@ -321,7 +328,7 @@ def make_gradients(
 
 
 def shared_blocks(parameters: Sequence[torch.nn.Parameter]) -> tuple[SharedBlock, ...]:
-    """Return the blocks that contain several gradients of these parameters."""
+    """Return the memory blocks that contain several of these parameters' gradients."""
     # Gradients are views of one block if they share a storage.
     by_storage: dict[int, list[int]] = defaultdict(list)
     for number, parameter in enumerate(parameters):

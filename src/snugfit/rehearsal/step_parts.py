@@ -29,12 +29,15 @@ class StepParts:
     """False if passes and update cannot be simulated apart, since updates run within the passes."""
 
     def as_written(self, setup: Setup, *, padded: bool) -> Setup:
-        """Return the Setup under which the passes are simulated, on batches with or without padding."""
+        """Return the Setup under which forward and backward are simulated, on batches with or without
+        padding.
+        """
         return setup
 
     def refuse(self, setup: Setup, waits: int) -> None:
-        """Raise `UnsupportedStep` for passes that wait `waits` times for the device, if the Setup does not
-        support that."""
+        """Raise `UnsupportedStep` if forward and backward wait `waits` times for the device and the Setup
+        does not support it.
+        """
 
     def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
         """Simulate clipping and the optimizer's step under this Setup, with the further arguments of
@@ -42,12 +45,15 @@ class StepParts:
         return rehearse_update(job, setup, *asked)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-        """Return the run of steps with these passes and this update, or None if the parts do not match."""
+        """Return the run of whole steps, joined from simulated passes and an update; None if the two do not
+        match.
+        """
         return splice(passes, update, micro_batches=micro_batches)
 
     def launched_kernels(self, setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        """Return the step's kernels with changes to their launch, such as CUDA graphs; the same object if
-        nothing changes."""
+        """Return the step's kernels with another launch, such as by CUDA graphs; the same object if nothing
+        changes.
+        """
         return kernels
 
 

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 
 
 class AccelerateStep(Step):
-    """Hugging Face's hand-written accelerate loop, over synthetic batches of one job and Setup."""
+    """Runs optimizer steps in Hugging Face's hand-written accelerate loop, over synthetic
+    batches of one job.
+    """
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup_for_accelerate(setup), device, keep_losses=keep_losses)
@@ -129,6 +131,6 @@ class AccelerateStep(Step):
 
 
 def _without_end(batches: Any) -> Iterator[Any]:
-    """Yield the batches of a loader without end, starting over after each epoch."""
+    """Yield a loader's batches without end, starting over after each epoch."""
     while True:
         yield from batches

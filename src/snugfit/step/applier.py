@@ -77,14 +77,18 @@ _PLAIN = Setup()
 
 
 def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, Any]]:
-    """Yield each handler with its field's value in this Setup, without the slots in `skip`."""
+    """Yield the handler of each field of the training settings with the field's value, except for the slots
+    in `skip`.
+    """
     for handler in HANDLERS:
         if handler.slot not in skip:
             yield handler, getattr(setup, handler.wish)
 
 
 def _used(setup: Setup) -> list[tuple[Handler, Any]]:
-    """Return the handlers whose fields differ from the plain loop's, each with the field's value."""
+    """Return the handlers of the fields whose values differ from the plain loop's, each with the field's
+    value.
+    """
     return [(one, value) for one, value in _wishes(setup) if value != getattr(_PLAIN, one.wish)]
 
 
@@ -93,7 +97,7 @@ def _first(values: Iterable[T | None]) -> T | None:
 
 
 def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, str]]:
-    """Yield the handlers whose fields this front-end cannot implement, each with the reason."""
+    """Yield the fields' handlers that this training loop cannot implement, each with the reason."""
     for handler, value in _used(setup):
         if handler.slot in skip:
             continue
@@ -102,16 +106,18 @@ def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iter
 
 
 def refuse_unsupported(front_end: str, setup: Setup) -> None:
-    """Raise `UsageError` that lists the fields of the Setup which this front-end cannot implement, with the
-    reasons."""
+    """Raise `UsageError` that lists the fields of the Setup which this training loop cannot implement, with
+    the reasons.
+    """
     refusals = [f"{_wish_in_words(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
     if refusals:
         raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """Return a field of the Setup as text for a user: with its value if that is a word or a number, else its
-    slot."""
+    """Return a field of the training settings (`Setup`) in words: its value if that is text or a number, else
+    its slot.
+    """
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
     return f"{handler.wish} = {value!r}" if is_plain else f"the technique of the slot '{handler.slot}'"
@@ -128,7 +134,7 @@ def import_code(setup: Setup) -> None:
 
 
 def model_arguments(setup: Setup) -> dict[str, Any]:
-    """Return the arguments of the model's constructor that this Setup sets."""
+    """Return the keyword arguments of the model's constructor that this Setup sets, as a dict."""
     return _merge(handler.model_arguments(value) for handler, value in _wishes(setup))
 
 
@@ -140,7 +146,9 @@ def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_adapted(setup: Setup) -> bool:
-    """Return whether this Setup replaces the model that is built."""
+    """Return True if these training settings replace the model that is built, for example by one with
+    adapters.
+    """
     return any(
         handler.stage < InstallStage.DISTRIBUTE  # a part of a model has the model's weights
         # A handler that inherits the method replaces no model.
@@ -156,7 +164,9 @@ def built_on(setup: Setup, job: Job) -> Collection[str]:
 
 
 def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
-    """Change modules of a model on its device for training: kernels, checkpointing, compilation."""
+    """Change modules of a model on its device as the training settings require: kernels, checkpointing,
+    compilation.
+    """
     for handler, value in _wishes(setup):
         handler.wrap(value, model)
 
@@ -185,13 +195,16 @@ def step_passes(
     runs: torch.nn.Module,
     around: Callable[[], AbstractContextManager[Any]],
 ) -> StepPasses | None:
-    """Return the forward and backward passes of pipeline stages, where each process has some layers; None
-    where each has all."""
+    """Return the object that runs a pipeline's forward and backward passes; None if each process has all
+    layers.
+    """
     return _first(handler.step_passes(value, model, runs, around) for handler, value in _used(setup))
 
 
 def engine_of(setup: Setup) -> StepEngine | None:
-    """Return the engine that runs the steps in place of a loop's, or None."""
+    """Return another library's engine that runs the optimizer steps in place of the training loop; None
+    without one.
+    """
     return _first(handler.engine(value) for handler, value in _used(setup))
 
 
@@ -217,12 +230,12 @@ def refuse_training(recipe: Recipe, setup: Setup) -> None:
 
 
 def make_scaler(setup: Setup, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return the gradient scaler, or None without one."""
+    """Return the gradient scaler of the training loop, or None without one."""
     return _first(handler.make_scaler(value, device) for handler, value in _wishes(setup))
 
 
 def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
-    """Return arguments of torch's `DataLoader`."""
+    """Return the keyword arguments of torch's `DataLoader` under this Setup, as a dict."""
     return _merge(handler.loader_arguments(value, device) for handler, value in _wishes(setup))
 
 
@@ -230,15 +243,14 @@ def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
 
 
 def fill_multiple(loop: Step) -> int:
-    """Return a number of tokens; batches are padded to multiples of it. 0 adds no padding."""
+    """Return the number of tokens to whose multiples batches are padded; 0 adds no padding."""
     return max(handler.fill_multiple(value, loop) for handler, value in _wishes(loop.setup))
 
 
 def prepare_pieces(
     loop: Step, model: torch.nn.Module, pieces: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the host micro-batches of a step after each handler has changed them, for example by removing
-    padding."""
+    """Return the host micro-batches of a step after the settings' changes, for example without padding."""
     for handler, value in _wishes(loop.setup):
         pieces = handler.prepare_pieces(value, loop, model, pieces)
     return pieces
@@ -257,7 +269,9 @@ def step_runner(loop: Step) -> StepRunner | None:
 
 
 def set_process(setup: Setup, device: torch.device) -> None:
-    """Set process-wide options of this Setup, such as the allocator's, before the model is built."""
+    """Set process-wide options of the training settings, such as the allocator's, before the
+    model is built.
+    """
     for handler, value in _wishes(setup):
         handler.set_process(value, device)
 
@@ -304,13 +318,13 @@ def evaluation_context(
 
 
 def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:
-    """Run the work that handlers do after an optimizer step; `step` counts from 0."""
+    """Run the work that fields of the settings need after an optimizer step; `step` counts from 0."""
     for handler, value in _used(setup):
         handler.after_update(value, model, step)
 
 
 def after_evaluation(setup: Setup, model: torch.nn.Module) -> None:
-    """Run the work that handlers do after an evaluation's forward passes."""
+    """Run the work that fields of the settings need after an evaluation's forward passes."""
     for handler, value in _used(setup):
         handler.after_evaluation(value, model)
 
@@ -327,7 +341,7 @@ def rehearsal_context(setup: Setup, *, on_gpu: bool) -> AbstractContextManager[A
 
 
 def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
-    """Return these contexts as one, the first outermost; None entries are skipped."""
+    """Return several context managers as one, the first outermost; None entries are skipped."""
     present = [context for context in contexts if context is not None]
     if len(present) == 1:
         return present[0]()
@@ -338,7 +352,7 @@ def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
 
 
 def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[str]:
-    """Yield reasons why this live model cannot train with this Setup."""
+    """Yield reasons why this live model cannot train with these settings."""
     for handler, why in _refusals(live.front_end, setup, skip):
         yield f"{live.technique(handler.slot)}: {why}"
     for handler, value in _wishes(setup, skip):
@@ -346,14 +360,16 @@ def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) ->
 
 
 def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
-    """Raise `RecipeError` that lists the reasons, if there are any; `what` begins the message."""
+    """Raise `RecipeError` that lists reasons against a recipe, if there are any; `what` begins
+    the message.
+    """
     lines = list(reasons)
     if lines:
         raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {what}:", *lines]))
 
 
 def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
-    """Change a live model to train with this Setup; return a line of text for each change."""
+    """Change a live model to train with these settings; return a line of text for each change."""
     return [line for handler, value in _wishes(setup, skip) for line in handler.change(value, live)]
 
 
@@ -363,12 +379,12 @@ def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -
 def training_arguments(
     setup: Setup, job: Job, device: torch.device, skip: Collection[Slot] = ()
 ) -> dict[str, Any]:
-    """Return the `TrainingArguments` of this Setup, by name."""
+    """Return the keyword arguments of `TrainingArguments` under this Setup, as a dict."""
     return _merge(handler.training_arguments(value, job, device) for handler, value in _wishes(setup, skip))
 
 
 def accelerator_arguments(setup: Setup) -> dict[str, Any]:
-    """Return the arguments of accelerate's `Accelerator` for this Setup, by name."""
+    """Return the keyword arguments of accelerate's `Accelerator` under this Setup, as a dict."""
     return _merge(handler.accelerator_arguments(value) for handler, value in _wishes(setup))
 
 
@@ -380,12 +396,14 @@ def setup_for_accelerate(setup: Setup) -> Setup:
 
 
 def accelerate_context(setup: Setup, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context around all of accelerate's work, entered within `placed_on`."""
+    """Return the context around all of accelerate's work on this device; enter it within `placed_on`."""
     return _join(handler.around_accelerate(value, device) for handler, value in _used(setup))
 
 
 def build_for_accelerate(setup: Setup, build: Callable[..., torch.nn.Module]) -> torch.nn.Module:
-    """Return the model that is passed to accelerate; `build` takes further arguments of `build_model`."""
+    """Build and return the model that is passed to accelerate; `build` takes further arguments of
+    `build_model`.
+    """
     model = _first(handler.build_for_accelerate(value, setup, build) for handler, value in _used(setup))
     return build() if model is None else model
 
@@ -397,8 +415,9 @@ def set_accelerator(setup: Setup, accelerator: Any, model: torch.nn.Module) -> N
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:
-    """Return the values of an exported script's template for this Setup. Raises `RecipeError` for a field
-    that a script cannot express."""
+    """Return the values of an exported script's template for these training settings, as a dict. Raises
+    `RecipeError` for a field that a script cannot express.
+    """
     for handler, why in _refusals("script", context.setup):
         raise context.refusal(handler.slot, why)
     return _merge(handler.script(value, context) for handler, value in _wishes(context.setup))

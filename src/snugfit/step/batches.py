@@ -38,21 +38,23 @@ measured step must not pay for more often than a real one. Samples are made on a
 
 
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
-    """Return the number of samples in the synthetic dataset: 512, or at least one global batch. A simulation
-    needs only those that it uses."""
+    """Return the number of samples in the synthetic dataset for measurements: 512, or at least one global
+    batch. A simulation needs only those that it uses.
+    """
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
 
 
 class _StandIn(UserDict[str, Any]):
-    """The first sample as a substitute for another one, whose real values it can compute. Not a `dict`, since
-    a Trainer would copy it to a plain one."""
+    """A substitute for a sample: the first sample, whose real values it can compute. Not a `dict`, since a
+    Trainer would copy it to a plain one.
+    """
 
     def __init__(self, first: Batch, real: Callable[[], Mapping[str, Any]]) -> None:
         self.data, self.real = first, real
 
 
 class _OneSample(SyntheticDataset):
-    """A dataset of the same length in which each sample is the first one."""
+    """A dataset of unchanged length in which each sample is a copy of the first one."""
 
     def __init__(self, of: SyntheticDataset) -> None:
         super().__init__(of.job, len(of))
@@ -188,7 +190,7 @@ def loader(
 def micro_batches(
     job: Job, setup: Setup, device: torch.device, count: int, *, always_mask: bool = False
 ) -> Generator[list[dict[str, Any]], None, None]:
-    """Yield the `count` host micro-batches of each optimizer step, without end."""
+    """Yield, without end, the list of `count` host micro-batches of each optimizer step."""
     batches = loader(job, setup, device, always_mask=always_mask)
     pieces: list[dict[str, Any]] = []
     while True:

@@ -73,8 +73,9 @@ def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoad
 
 
 def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:
-    """Return whether each process first holds the whole model on its device, and `build_on="host"` would
-    avoid it."""
+    """Return True if each process first holds the whole model on its device, and a build on the host avoids
+    it.
+    """
     on_host = replace(job, build_on="host")
     return STAYS not in built_on(setup, job) and STAYS in built_on(setup, on_host)
 
@@ -107,7 +108,7 @@ def _host(device: torch.device) -> Iterator[None]:
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move the model: `model.to(device)`.
+    """Move the model to the device, as `model.to(device)`.
 
     On `meta` that would do nothing, so each tensor is made again in the order of `Module._apply`. A tied
     weight, which `_apply` meets twice, is made once. Tensors that a feature holds next to a weight are made

@@ -239,8 +239,9 @@ def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..
 
 
 class _Span:
-    """Consecutive layers that are recomputed together: the call of the last one runs all of them inside one
-    checkpoint."""
+    """Consecutive layers that activation checkpointing recomputes together: the call of the last one runs all
+    of them inside one checkpoint.
+    """
 
     def __init__(self, forwards: list[Callable[..., Any]], name: str) -> None:
         self.forwards, self.name = forwards, name

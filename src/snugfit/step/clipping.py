@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class TensorParts:
-    """Weights and gradients of a process that has each of them whole."""
+    """Operations on weights and gradients, for a process that has each of them whole."""
 
     def is_part(self, tensor: torch.Tensor) -> bool:
-        """Return whether other processes have further parts of the tensor."""
+        """Return True if other processes have further parts of the tensor."""
         return False
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a tensor."""
+        """Return this process's shard of a tensor."""
         return tensor
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,9 @@ class TensorParts:
         return [list(tensors)]
 
     def total_norm(self, tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of all of them as one vector, a scalar; a part if all are parts alike."""
+        """Return the norm of all tensors as one vector, a scalar; it is a part if all tensors are parts
+        alike.
+        """
         import torch
 
         return torch.nn.utils.get_total_norm(tensors, norm_type)
@@ -44,7 +46,7 @@ class TensorParts:
 
 @functools.cache
 def tensor_parts() -> TensorParts:
-    """Return the parts of the feature that cuts tensors, or else whole tensors."""
+    """Return the operations on tensors of the feature that shards them, or else those on whole tensors."""
     parts: TensorParts = next((make() for make in hooks("tensor_parts")), TensorParts())
     return parts
 

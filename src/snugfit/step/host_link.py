@@ -28,12 +28,12 @@ accuracy-seed2611.json).
 
 
 def managed_on_gpu(nbytes: int) -> int:
-    """Return NVML's bytes for `nbytes` of managed memory, all of them on the GPU."""
+    """Return the bytes that NVML counts for `nbytes` of CUDA managed memory, all of them on the GPU."""
     return -(-nbytes // MANAGED_STEP) * MANAGED_STEP
 
 
 class Extent(NamedTuple):
-    """A range of bytes in a slab of page-locked memory."""
+    """A range of bytes in a large block of page-locked host memory."""
 
     slab: int
     start: int
@@ -62,7 +62,9 @@ class Slabs:
         return extent
 
     def give_back(self) -> None:
-        """Release an extent; after the last one, allocation starts over at the first slab."""
+        """Release an extent of page-locked memory; after the last one, allocation starts over at the first
+        slab.
+        """
         self._used -= 1
         if not self._used:
             self._slab = self._end = 0
@@ -72,10 +74,10 @@ class LinkObserver:
     """Base class for recorders of copies between a device and the host. The methods here do nothing."""
 
     def copy_out(self, nbytes: int) -> None:
-        """Record a copy of bytes to the host, in order."""
+        """Record a copy of bytes from the device to the host, in order."""
 
     def copy_back(self, nbytes: int) -> None:
-        """Record a copy of bytes to the device, in order."""
+        """Record a copy of bytes from the host to the device, in order."""
 
     def await_copy(self, later: int) -> None:
         """Record that the device waits for a copy: the one before the last `later` copies."""

@@ -58,7 +58,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _single_number(value: Any) -> torch.Tensor:
-    """Return the value, which must be a tensor of one number."""
+    """Return a loss unchanged. Raises `TypeError` unless it is a tensor of one number."""
     import torch
 
     if not isinstance(value, torch.Tensor):

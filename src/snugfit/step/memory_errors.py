@@ -45,8 +45,8 @@ MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 
 
 def memory_cause(error: BaseException) -> str | None:
-    """Return the owner of the memory that ran out, `oom:WHO` or `host-oom` (`measurement/causes.py`); None
-    for errors without a memory cause.
+    """Return a word for the memory that ran out, of the device (`oom:WHO`) or of the host (`host-oom`)
+    (`measurement/causes.py`); None for errors without a memory cause.
 
     Memory is checked before mistakes: a model that fails to build for want of memory raises a config error.
     """

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False) -> Step:
-    """Return the Step that runs this loop, not yet built. Raises `UsageError` for an unknown loop, and for
-    fields of the Setup that the loop cannot implement."""
+    """Return the object that builds and runs steps of this training loop (a `Step`), not yet built. Raises
+    `UsageError` for an unknown loop, and for fields of the Setup that the loop cannot implement.
+    """
     if loop in LOOPS:
         refuse_unsupported(loop, setup)
     if loop in LOOPS and (added := job.added_phase) is not None:

@@ -43,8 +43,9 @@ class OwnForward:
 
 
 def forward_of(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the module's current forward method, wrapped so that the module itself can hold it without a
-    cycle."""
+    """Return the module's current forward method, in a wrapper so that the module itself can hold it without
+    a cycle.
+    """
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
         return OwnForward(forward.__func__, module)

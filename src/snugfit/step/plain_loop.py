@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """The model, optimizer, scaler and batches that a run has built."""
+    """The model, optimizer, scaler and batches that a training loop has built."""
 
     model: torch.nn.Module
     """The model after the Setup's changes, on the device."""
@@ -148,7 +148,7 @@ class OptimizerLoop(Step):
 
 
 class PlainStep(OptimizerLoop):
-    """The plain training loop over one job and Setup."""
+    """Runs optimizer steps in a plain training loop, over synthetic batches of one job."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
@@ -191,7 +191,9 @@ class PlainStep(OptimizerLoop):
         return bool(self.job.clip)
 
     def reads_gradients(self) -> bool:
-        """Return whether the host reads the next step's gradients, which a replay does not show."""
+        """Return True if the host reads the next step's gradients, which a replayed CUDA graph
+        does not show.
+        """
         return False
 
     def _clip_and_update(self, built: Built) -> None:
@@ -245,8 +247,9 @@ class PlainStep(OptimizerLoop):
         (loss if built.scaler is None else built.scaler.scale(loss)).backward()
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """Return the factor of each host micro-batch's loss: its share of the counted items, 0 without any.
-        None leaves all losses unscaled."""
+        """Return the weight of each host micro-batch's loss: its share of the counted items, 0 without any.
+        None leaves all losses unscaled.
+        """
         if len(pieces) == 1:
             return [None]
         items = [self.items_of(piece) for piece in pieces]
@@ -280,4 +283,4 @@ def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _ignore_loss(total: torch.Tensor) -> None:
-    """Ignore the losses: the default of `computed`."""
+    """Ignore the losses of a step: the default of the callback `computed`."""

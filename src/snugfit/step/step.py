@@ -37,13 +37,13 @@ class Observer:
     nothing."""
 
     def step_begins(self, index: int) -> None:
-        """Handle the beginning of optimizer step `index` (from 0)."""
+        """Receive the beginning of optimizer step `index` (from 0)."""
 
     def step_ends(self, index: int) -> None:
-        """Handle the end of optimizer step `index`; its gradients are dropped."""
+        """Receive the end of optimizer step `index`; its gradients are dropped."""
 
     def phase(self, name: str) -> None:
-        """Attribute all later work to this phase, one of `PHASES` or a feature's."""
+        """Receive the start of a phase, one of `PHASES` or a feature's, to which all later work belongs."""
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """Set the kind of this tensor's bytes, and their module if one is given."""
@@ -52,7 +52,7 @@ class Observer:
         """Set the value of a tensor that a simulation cannot compute, from a CPU tensor of its shape."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Handle the end of building: model and optimizer exist, and the first step has not begun."""
+        """Receive the end of building: model and optimizer exist, and the first step has not begun."""
 
 
 class StepPasses(Protocol):
@@ -83,19 +83,23 @@ class StepPasses(Protocol):
 
 
 class StepEngine(Protocol):
-    """Another library's code, such as DeepSpeed's engine, that runs the optimizer steps in place of a
-    loop's."""
+    """Another library's code, such as DeepSpeed's engine, that runs the optimizer steps in place of the
+    training loop.
+    """
 
     @property
     def training_step(self) -> type[Any]:
         """Return the `TrainingStep` class whose steps over real data the engine runs."""
 
     def step_class(self, loop: str, ranks: int) -> type[Step]:
-        """Return the Step class of a loop with this engine. Raises `UsageError` for a loop that does not
-        support it."""
+        """Return the class that runs a training loop's steps with this engine. Raises `UsageError` for a loop
+        that does not support it.
+        """
 
     def context(self, device: torch.device, tell: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """Return the context around a run with this engine; `tell` is called with lines for the user."""
+        """Return the context around a training run with this engine; `tell` is called with lines for the
+        user.
+        """
 
     def start(
         self, job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -111,7 +115,9 @@ class StepEngine(Protocol):
 
 
 class Step(ABC):
-    """A job and a Setup on a device, as an object that builds and runs optimizer steps."""
+    """Base class of objects that build a job's model and run its optimizer steps on a device, in one training
+    loop.
+    """
 
     keep_gradients = False
     """Zero gradients in place after a step instead of dropping them (torch's habit before 2.0)."""

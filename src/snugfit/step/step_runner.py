@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 
 class StepRunner(ABC):
-    """Runs the passes and updates of one loop's steps, for example as CUDA graphs. A handler creates it
-    (`wishes/handler.py`)."""
+    """Runs forward, backward and update in place of a training loop, for example as CUDA graphs. A handler
+    creates it (`wishes/handler.py`).
+    """
 
     updates_within = False
     """True if weights are updated within the passes, and no gradients remain."""
@@ -30,8 +31,8 @@ class StepRunner(ABC):
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
     ) -> torch.Tensor | None:
-        """Run forward and backward passes of these host micro-batches, each loss times its weight. Return
-        the losses' sum where losses are kept.
+        """Run forward and backward of these host micro-batches, each loss times its weight. Return the
+        losses' sum where losses are kept.
         """
 
     @abstractmethod

@@ -43,7 +43,7 @@ accumulates into them."""
 
 
 class TrainerStep(Step):
-    """The HF Trainer's own `train()` over one job and Setup."""
+    """Runs optimizer steps by the HF Trainer's own `train()`, over synthetic batches of one job."""
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup_for_accelerate(setup), device, keep_losses=keep_losses)

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Setting:
-    """Placeholder for the value of a technique's setting."""
+    """Placeholder, in another library's arguments, for the value of a technique's setting."""
 
     name: str
     """Name of the technique's field that gets the value."""

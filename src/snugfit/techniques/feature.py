@@ -61,18 +61,18 @@ class Configuration(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Return the job and the recipe that it describes, by the keys of a job file."""
+        """Return the job and the recipe that the file describes, by the keys of a job file."""
 
     @property
     def doubts(self) -> Sequence[str]:
-        """Return warnings about keys that were not read and may change memory or time."""
+        """Return warnings about keys of the file that were not read and may change memory or time."""
 
     def show(self) -> None:
-        """Print on stderr how each key was used."""
+        """Print on stderr how each key of the file was used."""
 
 
 class Feature:
-    """A deletable folder. Subclasses override the methods that they need."""
+    """Base class of a feature: a folder that can be deleted. Subclasses override some methods."""
 
     name: ClassVar[str]  # the folder's, set by the registry
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
@@ -94,11 +94,11 @@ class Feature:
         return {}
 
     def reports(self) -> Mapping[type, Callable[[Any], Any]]:
-        """Return, by class of a result, the function that renders it."""
+        """Return functions that render a command's result as text, by the result's class."""
         return {}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return further options of this command."""
+        """Return the options that this feature adds to a command, as parameters of a function."""
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
@@ -106,7 +106,7 @@ class Feature:
         return words
 
     def further_options(self, declared: Collection[str]) -> Collection[str]:
-        """Return the options that `rewrite_words` accepts for such a command; an error suggests them."""
+        """Return the words that `rewrite_words` accepts as options of a command; an error suggests them."""
         return ()
 
     def advice_on_file(self, document: Mapping[Any, Any]) -> str:
@@ -125,13 +125,13 @@ class Feature:
         """Return the recipe with the parallel techniques of the option `--mesh`, and the number of GPUs."""
 
     def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
-        """Write the answer of a command into the files that its options name."""
+        """Write a command's result, such as a plan, into the files that the command's options name."""
 
     def picture(self, answer: Any, form: str) -> bytes | None:
-        """Return the charts of an answer: a `png` or `svg` file, or `html` for a notebook. None without."""
+        """Return charts of a command's result as a `png` or `svg` file, or `html` for a notebook; or None."""
 
     def add_to_plan(self, request: Any, plan: Any, *, fresh: bool) -> Mapping[str, Any]:
-        """Return, by key of the plan's document, results under the recipe of a plan that fits."""
+        """Return further entries of a plan's JSON output by key, computed for the plan's recipe."""
         return {}
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
@@ -142,7 +142,7 @@ class Feature:
     """Roles of columns in a task of this feature (`data/rows.py` has the roles of texts)."""
 
     def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
-        """Return a function from the folder around these to `Rows`; None where they hold no samples."""
+        """Return a function that reads the class folders around these into `Rows`; None without samples."""
         return None
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
@@ -152,7 +152,7 @@ class Feature:
     # ---- running a step ----
 
     def handlers(self) -> Sequence[Any]:
-        """Return a `Handler` (`step/wishes/handler.py`) for each wish."""
+        """Return a `Handler` (`step/wishes/handler.py`) for each field that the feature adds to `Setup`."""
         return ()
 
     def managed_bytes(self) -> int:
@@ -166,13 +166,13 @@ class Feature:
     """Reasons against optimizers of a Trainer, by a part of their names in transformers."""
 
     def tensor_parts(self) -> Any:
-        """Return the code for tensors that are parts of others (`step/clipping.py`)."""
+        """Return the operations on tensors that are shards of others (`step/clipping.py`)."""
 
     def state_parts(self) -> Any:
         """Return the object that saves and loads sharded run states (`training/checkpoint/parts.py`)."""
 
     def processes(self) -> Any:
-        """Return the code of several processes: launch, restart, comparison, measurement, and plans."""
+        """Return the module that starts, restarts, compares, measures and plans several processes."""
 
     def trackers(self) -> Any:
         """Return the module that passes a run's metrics to trackers (`report_to`)."""
@@ -180,7 +180,7 @@ class Feature:
     # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the period in layers of this Setup: 2 if every second layer is recomputed."""
+        """Return the number of layers after which these settings repeat: 2 if every second is recomputed."""
         return 1
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
@@ -199,19 +199,19 @@ class Feature:
     """True if the contexts of `simulation_overrides` enclose those of the device policy."""
 
     def simulation_overrides(self, setup: Setup, policy: Any, recorder: Any, notes: Any) -> Context[None]:
-        """Return a context in which the feature's operators run on shapes as on the policy's device."""
+        """Return a context in which the feature's operators run without data as on the simulated device."""
         return nullcontext()
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
-        """Return owner and attribute of each tensor that moves with a weight, such as its scales."""
+        """Return owner and attribute of each tensor, such as scales, that moves with a weight."""
         return ()
 
     def packed_dtype(self, tensor: Any) -> str:
-        """Return the name of the numbers that a tensor packs, such as `nf4`; empty for another tensor."""
+        """Return the number format of values packed in a tensor, such as `nf4`; empty for another tensor."""
         return ""
 
     def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
-        """Return warnings about the blocks live at the peak; `missing` is the bytes that do not fit."""
+        """Return warnings about memory blocks live at the peak; `missing` is the bytes that do not fit."""
         return ()
 
     def treats_layers_alike(self, setup: Setup) -> bool:
@@ -219,7 +219,7 @@ class Feature:
         return True
 
     def program_decisions(self) -> Context[list[Any]]:
-        """Return a context that yields decisions on programs (`_decide_alike` of `few_layers.py`)."""
+        """Return a context that yields the list of a compiler's decisions on programs (`few_layers.py`)."""
         return nullcontext([])
 
     def context_bytes(self, operators: Collection[str]) -> int:
@@ -227,7 +227,7 @@ class Feature:
         return 0
 
     def exchanges(self) -> Any:
-        """Return the predictor of several processes, an `Exchanges` (`prediction/exchanges.py`)."""
+        """Return the object that predicts exchanges between processes (`prediction/exchanges.py`)."""
 
     def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
         """Return seconds added to a first step with this `KernelSet` (`prediction/startup.py`)."""
@@ -246,5 +246,5 @@ class Feature:
         return False
 
     def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:
-        """Add better or smaller recipes to the state of a search; return the name of their technique."""
+        """Evaluate further recipes in a plan's search and add better ones; return their technique's name."""
         return ""

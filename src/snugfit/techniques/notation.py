@@ -33,7 +33,7 @@ _QUOTED = re.compile(r"'[^']*'")
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """One technique as it is written in a recipe, with its position."""
+    """One technique as it is written in a recipe's text, with its position there."""
 
     text: str
     """The text of the whole recipe that has this word."""
@@ -58,7 +58,7 @@ class Word:
         raise error_at(self.text, self.start, self.end, message)
 
     def technique(self) -> Technique:
-        """Return the technique that this word names, with its settings."""
+        """Return the technique that this word of a recipe names, with its settings."""
         try:
             kind = roster.find(self.name)
         except RecipeError as error:
@@ -77,7 +77,7 @@ class Word:
             self.refuse(str(error))
 
     def _settings(self, technique: type[Technique]) -> dict[str, Any]:
-        """Return the settings as written, by name, typed by the technique's fields."""
+        """Return the settings as written in the recipe, by name, with the types of the technique's fields."""
         kinds = setting_types(technique)
         given: dict[str, Any] = {}
         by_name = False
@@ -99,8 +99,8 @@ class Word:
         return given
 
     def _setting_texts(self) -> Iterator[tuple[int, str]]:
-        """Yield the texts between the commas, stripped, each with the index in the recipe at which it
-        begins.
+        """Yield the texts of a technique's settings in a recipe, each with the index at which it begins
+        there.
         """
         position = self.settings_start
         # An empty text between parentheses has no settings; `split` would return one.
@@ -111,20 +111,22 @@ class Word:
 
 @functools.cache
 def _echo_alias(alias: str, name: str) -> None:
-    """Print on stderr, once a process, the technique that replaces a word of another library."""
+    """Print on stderr, once a process, the technique that replaces another library's name for it."""
     logging.getLogger("snugfit").warning("recipe: %s is called %s here", alias, name)
 
 
 def error_at(text: str, start: int, end: int, message: str) -> RecipeError:
-    """Return an error that shows the whole text, marks it from `start` to `end`, and gives the reason."""
+    """Return an error that shows the whole recipe text, marks it from `start` to `end`, and
+    gives the reason.
+    """
     # Characters such as tabs would shift the marker below the text.
     shown = "".join(char if char.isprintable() else " " for char in text)
     return RecipeError(f"{shown}\n{' ' * start}{'^' * max(end - start, 1)}\n{message}")
 
 
 def parse(text: str) -> list[Word]:
-    """Return the words of a recipe, in the order written. Raises `RecipeError` for a text that is no
-    recipe.
+    """Return the techniques that a recipe's text names, in the order written. Raises `RecipeError` for an
+    invalid text.
     """
     if len(text) > LONGEST:
         raise RecipeError(
@@ -190,7 +192,7 @@ def _refuse_unbalanced(text: str) -> None:
 
 
 def _around(text: str, position: int) -> tuple[int, int]:
-    """Return start and end of the recipe's word at `position`, which an error then marks."""
+    """Return start and end of the technique in a recipe's text at `position`, which an error then marks."""
     rest = re.match(r"\s*[^\s+]*", text[position:])
     length = len(rest[0]) if rest else 0
     blank = len(text[position : position + length]) - len(text[position : position + length].lstrip())
@@ -200,7 +202,7 @@ def _around(text: str, position: int) -> tuple[int, int]:
 def _name_and_value(
     technique: type[Technique], names: list[str], index: int, piece: str, *, by_name: bool
 ) -> tuple[str, str]:
-    """Return the name and the text of one setting, given by name or, at `index`, by position."""
+    """Return the name and the text of one setting in a recipe, given by name or, at `index`, by position."""
     if not names:
         raise RecipeError(f"{technique.name} has no settings. Write the name alone.")
     parts = (piece, "", "") if piece.startswith("'") else piece.partition("=")

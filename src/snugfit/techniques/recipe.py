@@ -87,7 +87,7 @@ class Recipe:
     from_json = parse
 
     def to_json(self) -> str:
-        """Return the recipe's text, its form in JSON documents."""
+        """Return the recipe's text, its form in JSON output."""
         return str(self)
 
     def __str__(self) -> str:
@@ -103,21 +103,21 @@ class Recipe:
         return iter(self.techniques)
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """Return the technique in this slot."""
+        """Return the recipe's technique in this slot."""
         return self.techniques[_INDICES[Slot(slot)]]
 
     def with_(self, technique: Technique) -> Recipe:
-        """Return this recipe with `technique` in its slot."""
+        """Return a copy of the recipe with `technique` in its slot."""
         return Recipe(tuple(technique if old.slot is technique.slot else old for old in self))
 
     @property
     def pieces(self) -> int:
-        """Number of micro-batches of the global batch."""
+        """Number of micro-batches into which the recipe splits the global batch."""
         count: int = self[Slot.BATCHING].value
         return count
 
     def setup(self) -> Setup:
-        """Return the training loop's settings for this recipe."""
+        """Return the training loop's settings (`Setup`) for this recipe."""
         return _setup_of(self)
 
     def check(
@@ -173,8 +173,8 @@ class Recipe:
 
 @functools.lru_cache(maxsize=4096)
 def _setup_of(recipe: Recipe) -> Setup:
-    """Return the Setup of a recipe. It is cached, since a search requests that of the same recipe many
-    times.
+    """Return the training loop's settings (`Setup`) for a recipe, cached for repeated requests
+    of a search.
     """
     return setup_of(*recipe)
 

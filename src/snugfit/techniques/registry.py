@@ -45,7 +45,8 @@ def hooks(method: str) -> tuple[Callable[..., Any], ...]:
 
 def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
     """Return owner and attribute of each tensor, such as quantization scales, that features store next to a
-    weight."""
+    weight.
+    """
     return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
 
 
@@ -57,7 +58,7 @@ def stored_dtype(tensor: Any) -> str:
 
 
 def public_names() -> dict[str, str]:
-    """Return the module of each name that features add to the package `snugfit`."""
+    """Return the module of each name that features add to the package `snugfit`, by name."""
     return {
         name: f"{feature_packages()[feature.name]}.{module}"
         for feature in features()
@@ -67,12 +68,14 @@ def public_names() -> dict[str, str]:
 
 
 def picture(answer: Any, form: str) -> bytes:
-    """Return the charts of an answer as a `png`, an `svg`, or `html` for a notebook; empty without charts."""
+    """Return charts of a command's result as a `png`, an `svg`, or `html` for a notebook; empty without
+    charts.
+    """
     return next(filter(None, (draw(answer, form) for draw in hooks("picture"))), b"")
 
 
 def technique_modules() -> tuple[tuple[Slot, str], ...]:
-    """Return slot and module of each technique of a feature."""
+    """Return slot and module of each technique that a feature adds."""
     return tuple(
         (slot, f"{feature_packages()[feature.name]}.{module}")
         for feature in features()

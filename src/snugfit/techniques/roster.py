@@ -63,7 +63,10 @@ def techniques() -> tuple[type[Technique], ...]:
             raise RosterError(f"Slot {slot}: exactly one technique is plain, found {defaults or 'none'}.")
     names = [technique.name for technique in classes]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise RosterError(f"Names must differ across slots; found twice: {sorted(twice)}.")
+        raise RosterError(
+            f"Two techniques have one name: {sorted(twice)}. Names of techniques must differ, also in "
+            "different slots. Rename the file of one of them."
+        )
     order = list(Slot)
     return tuple(sorted(classes, key=lambda kind: (order.index(kind.slot), not kind.plain, kind.name)))
 
@@ -141,8 +144,9 @@ def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
 
 
 def _sentences(technique: type[Technique]) -> dict[str, str]:
-    """Return the first sentence of each setting's docstring by its name. Raises `RosterError` for settings
-    without one."""
+    """Return the first sentence of each setting's docstring, by the setting's name. Raises `RosterError` for
+    settings without one.
+    """
     # Checked only if the sentences are needed: reading them takes as long as reading all techniques.
     docs = field_docs(technique)
     said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
@@ -179,7 +183,7 @@ def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
 
 
 def check(technique: type[Technique], *, slot: Slot | None) -> None:
-    """Raise `RosterError` when a technique breaks a rule that the rest of the code relies on."""
+    """Raise `RosterError` when a technique's class breaks a rule that the rest of the code relies on."""
     _check_facts(technique, slot)
     _sentences(technique)
 
@@ -267,13 +271,15 @@ class ForeignNames:
 
 @functools.cache
 def foreign_names() -> ForeignNames:
-    """Return the table, read once a process."""
+    """Return the table of other libraries' names, read once a process."""
     text = files("snugfit.techniques").joinpath("foreign_names.json").read_text(encoding="utf-8")
     return ForeignNames(**json.loads(text))
 
 
 def advice(word: str) -> str | None:
-    """Return the replacement for `word` in a recipe; None for a word that no library is known to use."""
+    """Return advice on another library's name `word` in a recipe, as a clause of an error; None for an
+    unknown name.
+    """
     names = foreign_names()
     # Reasons against a technique come before advice for a similar one.
     for advised in (names.techniques, *(technique.advice for technique in techniques())):

@@ -18,8 +18,9 @@ def seeds_dropout(setup: Setup) -> bool:
 
 
 def draws_once(setup: Setup) -> bool:
-    """Return whether the step of this Setup cannot draw its random numbers a second time, for recomputed
-    layers."""
+    """Return True if these settings' step cannot draw its random numbers a second time, for recomputed
+    layers.
+    """
     return any(wish.draws_once for wish in used_wishes(setup))
 
 
@@ -33,8 +34,9 @@ def may_be_seeded(model_type: object) -> bool:
 
 @functools.cache
 def try_seeds(advice: str) -> str:
-    """Return advice with its `{}` replaced by two techniques: kernels with seeded dropout, and steps that
-    draw once. Empty if one is not installed."""
+    """Return a text of advice whose `{}` is replaced by two techniques: kernels with seeded dropout, and
+    steps that draw once. Empty if one is not installed.
+    """
     traits = {Slot.KERNELS: seeds_dropout, Slot.ENGINE: draws_once}
     names = [
         next((one.name for one in roster.techniques() if one.slot is slot and has_it(one().alone)), "")

@@ -37,7 +37,7 @@ def between(low: float, high: float, default: Any = MISSING) -> Any:
 
 
 def split_outside_quotes(text: str, mark: str) -> tuple[str, ...]:
-    """Return the pieces of a text between the marks that are not in quotes."""
+    """Return the parts of a text between separators that are not in quotes."""
     pieces, quoted = [""], False
     for char in text:
         quoted ^= char == "'"
@@ -56,7 +56,7 @@ def setting_types(technique: type[Any]) -> dict[str, Any]:
 
 
 def show_setting(value: Any) -> str:
-    """Return a setting in the notation: a word, a number, a|b for several, `true`, `none`."""
+    """Return a setting's value in a recipe's notation: a word, a number, a|b for several, `true`, `none`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -65,7 +65,7 @@ def show_setting(value: Any) -> str:
 
 
 def is_word(text: str) -> bool:
-    """Return True for a text that the notation writes without quotes."""
+    """Return True for a text that a recipe's notation writes without quotes."""
     return bool(_WORD.fullmatch(text))
 
 
@@ -74,7 +74,7 @@ def _show_word(word: Any) -> str:
 
 
 def read_setting(annotation: Any, text: str) -> Any:
-    """Parse `text` as a setting of this type; raises `RecipeError` for an invalid value."""
+    """Parse the text of a technique's setting of this type; raises `RecipeError` for an invalid value."""
     kinds = _alternatives(annotation)
     if text.lower() == "none" and type(None) in kinds:
         return None
@@ -93,7 +93,7 @@ def read_setting(annotation: Any, text: str) -> Any:
 
 
 def _read_several(kind: Any, text: str) -> tuple[Any, ...]:
-    """Parse the values joined by `|`; return an empty tuple if one is not of this kind."""
+    """Parse a setting's values joined by `|`; return an empty tuple if one is not of this kind."""
     words = split_outside_quotes(text, "|")
     if typing.get_args(kind)[0] is int:
         return tuple(map(int, words)) if all(map(_WHOLE.fullmatch, words)) else ()
@@ -130,7 +130,7 @@ def describe(annotation: Any) -> str:
 
 
 def _is_element(value: Any, kind: Any) -> bool:
-    """Return True for a value that may be one of several joined by `|`, of this kind."""
+    """Return True for a value of this kind that may be one of several joined by `|`."""
     if kind is int:
         return type(value) is int
     if not isinstance(value, str):

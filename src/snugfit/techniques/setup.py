@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
-    """An optimizer's constructor, and its name in the HF Trainer."""
+    """The optimizer of a Setup: its constructor, and its name in the HF Trainer."""
 
     factory: Call
     """Constructor: `factory(parameters, lr=..., weight_decay=..., **arguments)` returns a
@@ -106,7 +106,7 @@ today, and such logits take about a GiB with their temporaries."""
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsWish:
-    """Chunked logits: the head, the loss and its gradient are computed for some tokens at a time."""
+    """The setting for chunked logits: head, loss and gradient are computed for some tokens at a time."""
 
     tokens: int | None = None
     """Tokens of a chunk; None computes them from `LOGITS_BYTES`."""
@@ -121,7 +121,7 @@ class LogitsWish:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderWish:
-    """Settings of the DataLoader."""
+    """Settings of torch's DataLoader: workers and pinned memory."""
 
     workers: int = 0
     """Processes that prepare batches; 0 prepares them in the training process."""
@@ -132,7 +132,9 @@ class LoaderWish:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSetup(JsonFields):
-    """The core's fields of `Setup`, each with the default of the plain loop."""
+    """The core's fields of the training loop's settings (`Setup`), each with the default of the
+    plain loop.
+    """
 
     weights_dtype: str | None = None
     """build: dtype of the model's floating-point weights, by torch's name; None leaves them as they are
@@ -177,8 +179,9 @@ class CoreSetup(JsonFields):
 
     @property
     def lowering(self) -> Lowering | None:
-        """Return the wish of a compiler whose programs replace the model's code; None if the code runs as
-        written."""
+        """Return the field's value for a compiler whose programs replace the model's code; None if the code
+        runs as written.
+        """
         for wish in lowering_wishes():
             if (value := wish.of(self)) is not None:
                 return value
@@ -186,7 +189,9 @@ class CoreSetup(JsonFields):
 
     @property
     def records_graphs(self) -> bool:
-        """Return whether CUDA graphs are recorded, so that the first steps differ from later ones."""
+        """Return True if steps are recorded as CUDA graphs, so that the first steps differ from
+        later ones.
+        """
         recorded = any(wish.records_graphs for wish in used_wishes(self))
         lowering = self.lowering
         return recorded or (lowering is not None and lowering.records_graphs)
@@ -213,15 +218,17 @@ class CoreSetup(JsonFields):
 
     @property
     def optimizer_path(self) -> str:
-        """Return the import path of the optimizer."""
+        """Return the import path of the optimizer's constructor."""
         return self.optimizer.factory.path
 
     def for_update(self) -> Self:
-        """Return the Setup of an update alone, which no cut of the batch and no checkpointing changes."""
+        """Return the settings (`Setup`) of an update alone, which no cut of the batch and no checkpointing
+        changes.
+        """
         return self.in_one_piece().with_fields(checkpoint=None)
 
     def in_one_piece(self) -> Self:
-        """Return a copy that does not cut the batch."""
+        """Return a copy of the settings that does not cut the batch."""
         return self.with_fields(micro_batches=1)
 
     def created_dtype(self, job: Job) -> str:
@@ -249,34 +256,40 @@ class CoreSetup(JsonFields):
         return alike == before and self.micro_batches >= before.micro_batches
 
     def per_piece(self, count: int) -> int:
-        """Return the share of each micro-batch in a batch's count of samples or of kernels."""
+        """Return the share of one micro-batch in a batch's count of samples or of kernels."""
         return count // self.micro_batches
 
     def in_pieces(self, count: int, job: Job) -> tuple[Job, Self]:
-        """Return job and Setup with this number of micro-batches, which have their size under this Setup."""
+        """Return job and Setup with this number of micro-batches, each as large as the present ones."""
         small = replace(job, batch_size=self.per_piece(job.batch_size) * count)
         return small, self.with_fields(micro_batches=count)
 
     def with_precision(
         self, *, weights: str | None = None, products: str | None = None, is_scaled: bool = False
     ) -> Self:
-        """Return a copy with weights and autocast of these dtypes, and a gradient scaler if `is_scaled`."""
+        """Return a copy of the settings with weights and autocast of these dtypes, and a gradient scaler if
+        `is_scaled`.
+        """
         return self.with_fields(weights_dtype=weights, autocast=products, scale_gradients=is_scaled)
 
     def without_autocast(self) -> tuple[str | None, Self]:
-        """Return the dtype of autocast, and a copy in which weights are cast in another way."""
+        """Return the dtype of autocast, and a copy of the settings in which weights are cast in
+        another way.
+        """
         return self.autocast, self.with_fields(autocast=None)
 
     def with_adamw(self, wish: OptimizerWish) -> Self:
-        """Return a copy with this AdamW; a feature whose field needs another one replaces it."""
+        """Return a copy of the Setup with this AdamW; a feature whose field needs another one replaces it."""
         # A feature with weights of another form needs its own AdamW for them.
         named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
         own = next(named, None)
         return self.with_fields(optimizer=wish if own is None else own.run())
 
     def with_fields(self, **changed: Any) -> Self:
-        """Return a copy with these fields changed. A space of recipes makes several hundred thousand copies,
-        and `dataclasses.replace` takes ten times as long. Raises `TypeError` for an unknown field."""
+        """Return a copy of the training settings with these fields changed. A space of recipes makes several
+        hundred thousand copies, and `dataclasses.replace` takes ten times as long. Raises `TypeError` for an
+        unknown field.
+        """
         if unknown := changed.keys() - self.__dict__.keys():
             raise TypeError(f"a Setup has no {', '.join(sorted(unknown))}")
         copy = object.__new__(type(self))
@@ -288,7 +301,7 @@ class CoreSetup(JsonFields):
 if TYPE_CHECKING:
 
     class Setup(CoreSetup):
-        """Settings of a training loop: the fields of the core and of the features."""
+        """The settings of a training loop from a recipe: fields of the core and of the features."""
 
 else:
     Setup = make_dataclass(

@@ -36,8 +36,8 @@ def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
 
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:
-    """Return the Setup on this number of GPUs. Raises `UsageError` for several GPUs with a recipe for one,
-    the reverse, and parts that the GPUs cannot share evenly.
+    """Return the training settings (`Setup`) on this number of GPUs. Raises `UsageError` for several GPUs
+    with a recipe for one, the reverse, and parts that the GPUs cannot share evenly.
     """
     wish = wish_of_processes(setup)
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
@@ -59,7 +59,7 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
 
 
 def ranks_of(setup: Setup) -> int:
-    """Return the number of processes that train together under this Setup, one for each GPU."""
+    """Return the number of processes that train together under these settings, one for each GPU."""
     processes = processes_of(setup)
     return 1 if processes is None else processes.ranks
 

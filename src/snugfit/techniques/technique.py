@@ -180,16 +180,18 @@ class Technique(ABC):
 
     @property
     def value(self) -> Any:
-        """Return its value of the field in `FIELDS`; it overrides this or `install`."""
+        """Return the value that this technique sets in its field (`FIELDS`); a subclass overrides this or
+        `install`.
+        """
         return getattr(self.alone, FIELDS[self.slot])
 
     def install(self, setup: Setup) -> Setup:
-        """Return a copy of the Setup with this technique's fields changed."""
+        """Return a copy of the training settings (`Setup`) with this technique's fields changed."""
         return setup.with_fields(**{FIELDS[self.slot]: self.value})
 
     @property
     def alone(self) -> Setup:
-        """Return the Setup of a recipe with this technique and defaults in all other slots."""
+        """Return the training settings of a recipe with this technique and defaults in all other slots."""
         return _alone(self)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -215,7 +217,7 @@ class Technique(ABC):
         return None
 
     def is_searched(self) -> bool:
-        """Return whether a plan can search recipes with these settings."""
+        """Return True if a plan can search recipes with these settings of the technique."""
         return self.searched
 
     def code(self, job: Job) -> tuple[str, ...]:
@@ -225,19 +227,22 @@ class Technique(ABC):
         return ()
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield warnings for this job on a GPU of this compute capability; the job runs all the same."""
+        """Yield warnings about this technique for a job on a GPU of this compute capability; the job runs all
+        the same.
+        """
         return iter((self.caveat,) if self.caveat else ())
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield warnings for its combination with this recipe's other techniques; the job runs all the
-        same.
+        """Yield warnings for the technique's combination with this recipe's other techniques; the job runs
+        all the same.
         """
         return iter(())
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan and no recovery chooses this technique for this job, though a user may name it;
-        empty if they may."""
+        """Return the reason why no plan or recovery chooses this technique for this job, though users may;
+        empty if they may.
+        """
         return cls.unplanned
 
     @classmethod
@@ -247,7 +252,9 @@ class Technique(ABC):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the settings that a planner may try: by default the technique without settings."""
+        """Yield this technique with each setting that a plan may try: by default the technique without
+        settings.
+        """
         yield cls()
 
     @classmethod
@@ -258,9 +265,9 @@ class Technique(ABC):
         return ()
 
     def lesser(self, job: Job) -> Sequence[Self]:
-        """Return settings for fewer layers, each of which saves more memory than the one before, and less
-        than this. A plan that keeps this technique takes the least that fits. Empty for one that is kept as
-        it is.
+        """Return this technique with settings for fewer layers, each of which saves more memory than the one
+        before, and less than this. A plan that keeps this technique takes the least that fits. Empty for one
+        that is kept as it is.
         """
         return ()
 
@@ -317,7 +324,7 @@ class Technique(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTechnique(Technique):
-    """Leaves the Setup and torch's eager mode unchanged."""
+    """Base class of each slot's default technique, which leaves the training settings unchanged."""
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
@@ -325,20 +332,22 @@ class PlainTechnique(Technique):
     counterparts: ClassVar[tuple[Counterpart, ...]] = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Return the Setup unchanged."""
+        """Return the Setup unchanged: the plain technique of a slot has no effect."""
         return setup
 
 
 class TechniqueBySlot(Protocol):
-    """The techniques of a recipe by slot, as a protocol: `Recipe`, a layer above, implements it."""
+    """Protocol for the techniques of a recipe by slot; the class `Recipe`, of a layer above,
+    implements it.
+    """
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """Return the technique in this slot."""
+        """Return the recipe's technique in this slot."""
         ...
 
 
 def setup_of(*techniques: Technique) -> Setup:
-    """Return the plain Setup after these techniques, in order."""
+    """Return the settings of the plain training loop after these techniques change them, in order."""
     from snugfit.techniques.setup import Setup
 
     setup = Setup()

@@ -36,7 +36,9 @@ class SlotReading:
 
 
 def read_slots(arguments: Mapping[str, Any]) -> tuple[SlotReading, ...]:
-    """Return the technique of each slot for these arguments. They must be complete, defaults included."""
+    """Return the technique of each slot that another library's arguments imply. The arguments must be
+    complete, defaults included.
+    """
     return tuple(_read_slot(slot, arguments) for slot in Slot)
 
 
@@ -63,8 +65,9 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
 def _technique_from(
     counterpart: Counterpart, kind: type[Technique], arguments: Mapping[str, Any]
 ) -> Technique | None:
-    """Build a technique of this kind from another library's arguments. Return None if the values differ from
-    the counterpart's or are invalid settings."""
+    """Build a technique of this class from another library's arguments. Return None if the values differ from
+    the counterpart's or are invalid settings.
+    """
     settings = dict(counterpart.settings)
     for key, value in counterpart.arguments.items():
         given = arguments.get(key)
@@ -100,8 +103,9 @@ def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ..
 
 
 def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, Any] | None:
-    """Return the counterpart's arguments for this technique with its settings; None if it has no argument for
-    a setting."""
+    """Return another library's arguments for this technique with its settings; None if it has no argument for
+    a setting.
+    """
     named = {value.name for value in _flat(counterpart.arguments) if isinstance(value, Setting)}
     for declared in fields(technique):
         value = getattr(technique, declared.name)

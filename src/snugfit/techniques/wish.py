@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A callable by its import path, with keyword arguments: code as data."""
+    """A callable as data: its import path and keyword arguments."""
 
     path: str
     """The import path, `package.module:name`."""
@@ -34,22 +34,21 @@ class Call:
         return function
 
     def run(self, *given: Any, **more: Any) -> Any:
-        """Call the function with its own and further arguments and return its result; `arguments` override
-        `more`."""
+        """Import and call the function, and return its result; its own `arguments` override `more`."""
         # The wish's own arguments are the recipe's, so they override the loop's.
         return self.resolve()(*given, **{**more, **self.arguments})
 
 
 class Lowering(Protocol):
-    """Field of `Setup` by which a compiler's programs replace the model's code."""
+    """Interface of a field of `Setup` by which a compiler's programs replace the model's code."""
 
     @property
     def is_one_program(self) -> bool:
-        """True if one program replaces the whole model; otherwise each layer has its own."""
+        """True if one compiled program replaces the whole model; otherwise each layer has its own."""
 
     @property
     def records_graphs(self) -> bool:
-        """True if programs are recorded as CUDA graphs and replayed."""
+        """True if compiled programs are recorded as CUDA graphs and replayed."""
 
     @property
     def has_budget(self) -> bool:
@@ -86,18 +85,19 @@ class SeveralProcesses:
         return rank
 
     def counts(self, rank: int) -> float:
-        """Return the weight of this rank's loss in the sum over all ranks."""
+        """Return the weight of this rank's loss in the sum of losses over all ranks."""
         return 1.0
 
     def on(self, gpus: int) -> SeveralProcesses:
-        """Return a copy for this number of GPUs. Raises `UsageError` if they cannot share the model or the
-        batch."""
+        """Return these settings for another number of GPUs. Raises `UsageError` if they cannot share the
+        model or the batch.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Wish(Generic[T]):
-    """A field of `Setup` that a feature adds."""
+    """A field of the training settings (`Setup`) that a feature adds."""
 
     name: str
     """The field's name, in `Setup` and in its JSON."""
@@ -133,7 +133,7 @@ class Wish(Generic[T]):
     same elements."""
 
     def of(self, setup: Any) -> T:
-        """Return the value of this field in a `Setup`."""
+        """Return the value of this field in a `Setup` (training settings)."""
         return cast(T, getattr(setup, self.name))
 
 
@@ -164,16 +164,16 @@ def _wishes_of_processes() -> tuple[Wish[Any], ...]:
 
 
 def wish_of_processes(setup: Any) -> Wish[Any] | None:
-    """Return the field that makes several processes train under this Setup; None without one."""
+    """Return the field of these settings (`Setup`) that makes several processes train; None without one."""
     return next((wish for wish in _wishes_of_processes() if wish.of(setup) is not None), None)
 
 
 def processes_of(setup: Any) -> SeveralProcesses | None:
-    """Return the value that makes several processes train under this Setup; None for one process."""
+    """Return the field's value in these settings that makes several processes train; None for one process."""
     wish = wish_of_processes(setup)
     return None if wish is None else wish.of(setup)
 
 
 def used_wishes(setup: Any) -> list[Wish[Any]]:
-    """Return the features' fields whose values in this `Setup` differ from the plain loop's."""
+    """Return the features' fields whose values in these settings differ from the plain loop's."""
     return [wish for wish in wishes() if wish.of(setup) != wish.default]

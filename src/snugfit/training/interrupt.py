@@ -47,8 +47,7 @@ class EvaluationStopped(BaseException):
 
 
 class Interrupts:
-    """Records the signals and trigger files since the context was entered; without a folder, signals
-    alone."""
+    """Records signals and trigger files from the start of a context on; without a folder, signals alone."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class Interrupts:
             raise EvaluationStopped
 
     def wants_checkpoint(self) -> bool:
-        """Return True if a checkpoint was requested since the last call."""
+        """Return True if the user has requested a checkpoint since the last call."""
         asked, self._wants_checkpoint = self._wants_checkpoint, False
         if self._trigger is None:
             return asked
@@ -169,7 +168,7 @@ _SIGNALS = tuple(EXIT_CODES)
 
 @final
 class Stops:
-    """The signals and checkpoint requests on which all processes of a run act together."""
+    """The signals and checkpoint requests on which all processes of a training run act together."""
 
     def __init__(self, interrupts: Interrupts, ranks: Ranks) -> None:
         self._own, self._ranks = interrupts, ranks
@@ -178,12 +177,14 @@ class Stops:
 
     @property
     def flags(self) -> list[float]:
-        """The signals of this process, as numbers to be summed. Reading it consumes a checkpoint request."""
+        """The signals and requests that this process has received, as numbers to be summed over processes.
+        Reading it consumes a checkpoint request.
+        """
         own = self._own.stopping
         return [float(number == own) for number in _SIGNALS] + [float(self._own.wants_checkpoint())]
 
     def hear(self, summed: Sequence[float]) -> None:
-        """Store the signals of all processes, from the sums of their flags."""
+        """Store the signals of all processes, given the sums of the processes' flags."""
         *signals, wants = summed
         # Processes may have received different signals; all take the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)
@@ -213,7 +214,9 @@ class Stops:
             raise EvaluationStopped
 
     def agree(self) -> None:
-        """Exchange the signals of all processes, at a step boundary without another exchange."""
+        """Exchange the received signals between all processes, at a step boundary without
+        another exchange.
+        """
         if self._ranks.are_many:
             self.hear(self._ranks.sum(self.flags))
 
@@ -223,7 +226,7 @@ class Stops:
             self._own.watch_modules(look)
 
     def wants_checkpoint(self) -> bool:
-        """Return True if a checkpoint was requested since the last call."""
+        """Return True if the user has requested a checkpoint since the last call."""
         if not self._ranks.are_many:
             return self._own.wants_checkpoint()
         asked, self._wants_checkpoint = self._wants_checkpoint, False

@@ -29,7 +29,7 @@ JOURNAL = "journal.jsonl"
 
 
 def open_journal(path: Path) -> BinaryIO:
-    """Open the file for appending and for reading its end.
+    """Open a run's journal file for appending and for reading its end.
 
     A symbolic link is refused: in a folder with files of another user it may lead to any file of this one.
     """
@@ -49,7 +49,7 @@ class Journal:
 
     @contextlib.contextmanager
     def writing_to(self, folder: Path) -> Iterator[None]:
-        """Context in which the events are also written into this folder."""
+        """Context in which the journal's events are also written to a file in this folder."""
         self._path, self._begun, self._broken = folder / JOURNAL, False, False
         try:
             yield
@@ -57,13 +57,13 @@ class Journal:
             self._path = None
 
     def tell(self, kind: str, /, **fields: Any) -> None:
-        """Write an event of this kind now, and pass it to the watchers."""
+        """Write an event of this kind into the journal now, and pass it to the watchers."""
         event: Event = {"event": kind, **fields}
         self._append(event)
         self._pass_on(event)
 
     def warn_once(self, text: str) -> bool:
-        """Write a warning unless it was given before; return False for an empty `text`."""
+        """Write a warning into the journal unless it was written before; return False for an empty `text`."""
         if text and text not in self._warned:
             self._warned.add(text)
             self.tell("warning", text=text)

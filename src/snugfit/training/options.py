@@ -193,7 +193,7 @@ class TrainOptions(JsonFields):
 
     @property
     def order_seed(self) -> int:
-        """The seed of the data's order."""
+        """The random seed of the order of the training data."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property

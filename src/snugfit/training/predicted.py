@@ -51,7 +51,7 @@ class PredictedRun:
         return self.peak_seconds * share / seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures of a `foreseen` event."""
+        """Return the predicted bytes and seconds as JSON values, for the journal's event `foreseen`."""
         figures = {"reserved_bytes": self.reserved_bytes, "step_seconds": self.step_seconds}
         doubts = {"doubts": list(self.doubts)} if self.doubts else {}
         return {name: value for name, value in figures.items() if value is not None} | doubts
@@ -66,7 +66,7 @@ PredictRun = Callable[[Job, Recipe], "RunAnswer | Future[RunAnswer]"]
 
 
 def predict_nothing(job: Job, recipe: Recipe) -> None:
-    """Return no prediction; the default `PredictRun` of a run."""
+    """Return None as the prediction of a run; the default `PredictRun`."""
 
 
 def compare_with_prediction(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:

@@ -54,7 +54,9 @@ class ToldElsewhere(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The number of processes that were started together and the ranks of this one, from the environment."""
+    """The number of processes that a launcher started together and the ranks of this one, from the
+    environment.
+    """
 
     rank: int
     """The rank of this process, from 0."""
@@ -67,8 +69,9 @@ class World:
 
 
 def world() -> World | None:
-    """Read the variables of torch's launcher; return None without a launcher. Raises `UsageError` for invalid
-    numbers."""
+    """Read the environment variables of torch's launcher; return None without a launcher. Raises `UsageError`
+    for invalid numbers.
+    """
     environment = os.environ
     if not all(environment.get(name) for name in VARIABLES):
         return None
@@ -88,7 +91,7 @@ def world() -> World | None:
 
 @final
 class Ranks:
-    """One process of a run, with the exchanges between it and the others."""
+    """One process of a training run, with its exchanges with the other processes."""
 
     def __init__(self, rank: int = 0, size: int = 1, *, host: Any = None, writing: Any = None) -> None:
         self.rank, self.size = rank, size
@@ -102,7 +105,7 @@ class Ranks:
         same part."""
 
     def sharing(self, processes: SeveralProcesses | None) -> Ranks:
-        """Return a copy of this object with the process's place in a recipe's device mesh."""
+        """Return a copy of this process's `Ranks`, with its place in a recipe's device mesh."""
         ranks = Ranks(self.rank, self.size, host=self.host, writing=self.writing)
         if processes is not None and processes.ranks:
             ranks.data_rank, ranks.data_ranks = processes.data_rank(self.rank), processes.data_ranks
@@ -116,7 +119,7 @@ class Ranks:
 
     @property
     def are_many(self) -> bool:
-        """True if there are several processes."""
+        """True if the run has several processes."""
         return self.size > 1
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
@@ -196,12 +199,13 @@ class Ranks:
         return answer
 
     def alike(self, error: SnugfitError) -> SnugfitError:
-        """Return the error to raise in this process when all end together: the first process gets `error`,
-        the others `ToldElsewhere`."""
+        """Return this process's error when all processes of a run end together: the first process gets
+        `error`, the others `ToldElsewhere`.
+        """
         return error if self.is_first else ToldElsewhere(str(error), error.exit_code)
 
     def wait(self) -> None:
-        """Wait until all processes call this."""
+        """Wait until all processes of the run call this."""
         self.sum([0.0])
 
 
@@ -210,7 +214,7 @@ ALONE = Ranks()
 
 
 def _broadcast(values: list[Any], group: Any) -> None:
-    """Replace the values in every process by those of the first, in place."""
+    """Copy the values of the first process to every other process, in place."""
     import torch.distributed as dist
 
     with talking():

@@ -84,12 +84,12 @@ class Exhausted:
 
 
 def short_of_memory() -> Exhausted:
-    """Return the shortage that a boundary reports when steps are slow."""
+    """Return a record of exhausted memory for steps that are slow because the allocator retries."""
     return Exhausted(cause=THRASHING, phase=STEP_BOUNDARY, message=f"{RETRIES_IN_A_ROW} steps in a row")
 
 
 def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) -> OutOfMemory:
-    """Return the error that ends a run in the step after `step`."""
+    """Return the error for memory that ran out in the step after `step`, which ends the run."""
     return OutOfMemory(
         f"Memory ran out in step {step + 1} ({exhausted.phase}, {exhausted.cause}) under '{recipe}'."
         f" {advice} {exhausted.message.splitlines()[0]}"
@@ -97,8 +97,9 @@ def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) 
 
 
 def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
-    """Yield a warning if this recipe, chosen by the user, cuts a batch that gives other gradients in
-    pieces."""
+    """Yield a warning if the user's recipe has micro-batches whose gradients differ from the
+    whole batch's.
+    """
     cut = recipe[Slot.BATCHING]
     if recipe.pieces > 1 and (why := cut.planning_objection(job)):
         cure = f" {CURE}" if job.mixes_samples or job.unclear_cut else ""
@@ -115,19 +116,21 @@ def compares_again(job: Job, setup: Setup, steps: int) -> bool:
 
 @final
 class Recovery:
-    """Chooses the recipe with which a run continues after it ran out of memory."""
+    """Chooses the recipe with which a training run continues after it ran out of memory."""
 
     def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
         self.job, self._journal, self._replan = job, journal, replan
         self._planning_seconds = 0.0
 
     def replan(self, recipe: Recipe, cause: str) -> tuple[Recipe | None, str]:
-        """Return the recipe to continue with, or None, and the reason if no plan could be made."""
+        """Return the recipe to continue with after memory ran out, or None, and the reason if no plan could
+        be made.
+        """
         chosen = self._replan(self.job, recipe, cause)
         return (chosen.recipe, chosen.why) if isinstance(chosen, Unplanned) else (chosen, "")
 
     def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
-        """Return the recipe that follows this one after `step` steps.
+        """Return the recipe that replaces the present one, which lacks memory, after `step` steps.
 
         None, with a warning, means that memory is only short and no other recipe is left. Raises
         `OutOfMemory` if memory ran out and no other recipe is left. A note in the journal comes first,
@@ -157,7 +160,7 @@ class Recovery:
         return chosen
 
     def compare_again(self, recipe: Recipe, steps: int, compare: Callable[[Job], Job]) -> None:
-        """Compare pieces of a batch with the whole again, if `steps` are among `AGAIN_AFTER`.
+        """Compare the gradients of micro-batches and whole batch again, if `steps` are among `AGAIN_AFTER`.
 
         An inconclusive result changes nothing, and another one replaces the job.
         """
@@ -169,7 +172,7 @@ class Recovery:
             self._journal.warn_once(warning["text"])
 
     def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **more: str | int) -> None:
-        """Write the event of a change of recipe before step `step` into the journal."""
+        """Write a change of the recipe, made before step `step`, as an event into the journal."""
         self._journal.tell(
             "replanned",
             step=step,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def seed_all(seed: int, rank: int = 0) -> None:
-    """Seed all generators.
+    """Seed all random generators of the process.
 
     Each process has its own streams, derived from the run's seed and its rank. Those of rank 0 equal the
     streams of a run of one process.
@@ -50,7 +50,7 @@ def set_rng_states(states: tuple[torch.Tensor, ...], device: torch.device) -> No
 
 
 class HostRngStates(NamedTuple):
-    """States of the generators on the host."""
+    """States of the random generators on the host: Python's, numpy's and torch's."""
 
     torch: torch.Tensor
     python: Any
@@ -58,7 +58,7 @@ class HostRngStates(NamedTuple):
 
 
 def host_rng_states() -> HostRngStates:
-    """Return the current states of the host's generators."""
+    """Return the current states of the host's random generators."""
     import numpy
     import torch
 
@@ -82,7 +82,7 @@ def rng_states_to_json(states: HostRngStates) -> list[Any]:
 
 
 def rng_states_from_json(document: list[Any]) -> HostRngStates:
-    """Return the states of a document from `rng_states_to_json`."""
+    """Return the host generators' states from the JSON values of `rng_states_to_json`."""
     import numpy
     import torch
 

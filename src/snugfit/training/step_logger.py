@@ -59,7 +59,9 @@ the next step. Composer, the source of this rule, takes two.
 
 
 def retries_of(device: torch.device) -> int:
-    """Return the number of retries of this process's allocator; 0 on a device without such a counter."""
+    """Return how often CUDA's allocator in this process had to free its cache and retry; 0 on a device
+    without such a counter.
+    """
     import torch
 
     if device.type != "cuda":
@@ -69,7 +71,7 @@ def retries_of(device: torch.device) -> int:
 
 @final
 class StepLogger:
-    """Writes one run's steps into its journal, next to their prediction."""
+    """Writes the steps of one training run into its journal, next to their prediction."""
 
     def __init__(
         self, journal: Journal, device: torch.device, *, every: int, predict: PredictRun = predict_nothing
@@ -82,7 +84,9 @@ class StepLogger:
         self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
 
     def restart(self, job: Job, recipe: Recipe) -> None:
-        """Begin new medians and peaks for this recipe, and request its prediction."""
+        """After a change of recipe, start new medians and peaks of the logged steps, and request the recipe's
+        prediction.
+        """
         if recipe != self._recipe:
             self._recipe, self._predicted, self._predicted_figures = recipe, None, {}
             answer = self._predict(job, recipe)
@@ -111,7 +115,7 @@ class StepLogger:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def note(self, *, step: int, seconds: float, samples: int, tokens: int, **fields: Any) -> None:
-        """Store a finished step (the first is 1); `write` writes it."""
+        """Store the figures of a finished step (numbered from 1), until `write` adds the gradients' norm."""
         # The prediction is computed while the run trains, and no step waits for it.
         if self._awaited is not None and self._awaited.done():
             self._log_prediction(self._awaited.result())
@@ -131,13 +135,16 @@ class StepLogger:
         }
 
     def write(self, norm: float | None) -> None:
-        """Write the last noted step with its gradients' norm, unless it is written already."""
+        """Write the journal's line on the last noted step, with its gradients' norm, unless it is written
+        already.
+        """
         if self._noted:
             self._journal.tell("step", **self._noted, norm=norm)
             self._noted = {}
 
     def end(self, outcome: str, step: int, *, in_words: bool = False) -> None:
-        """Write the end of the run after this step: the peaks, and the median seconds of its steady steps.
+        """Write the run's end after this step into the journal: the peaks, and the median seconds of its
+        steady steps.
 
         `in_words` adds a comparison with the prediction. A finished run waits for its prediction, a stopped
         one does not.
@@ -163,12 +170,14 @@ class StepLogger:
     # ---- thrashing ---------------------------------------------------------------------------------------
 
     def watch_retries(self) -> None:
-        """Count the allocator's retries from here on, without those of building a run."""
+        """Start to count the allocator's retries, without those of building a run."""
         self._retries: int | None = retries_of(self._device)
         self._retried_in_a_row = 0
 
     def ignore_retries(self) -> None:
-        """Stop counting retries: no recipe can change now, or training has not started yet."""
+        """Stop to count the allocator's retries: no recipe can change now, or training has not
+        started yet.
+        """
         self._retries = None
 
     def is_thrashing(self) -> bool:

@@ -46,7 +46,7 @@ None of GPT-2, RoBERTa, BERT, ViT, Qwen, Gemma and Llama took less than these by
 
 
 class _Counterparts(NamedTuple):
-    """Numbers of the uncompiled recipes that give bounds of a compiled one."""
+    """Indices of the uncompiled recipes whose bytes and seconds bound those of a compiled one."""
 
     alike: int | None
     """The recipe that differs only by not being compiled."""
@@ -81,30 +81,32 @@ class CompiledKinds(LoweredKinds):
 
     @staticmethod
     def is_left(operator: str) -> bool:
-        """Return whether this operator remains a library call in compiled code. The compiler never recomputes
-        its outputs, so outputs that the backward pass reads are kept."""
+        """Return True if this operator remains a library call in compiled code. The compiler never recomputes
+        its outputs, so outputs that the backward pass reads are kept.
+        """
         return operator in STAYS or any(name in operator for name in LIBRARIES)
 
     def __contains__(self, number: int) -> bool:
         return number in self._uncompiled
 
     def alike(self, number: int) -> int | None:
-        """Return the number of the recipe that differs only by not being compiled."""
+        """Return the index of the uncompiled recipe that is equal otherwise."""
         return self._uncompiled[number].alike if number in self else None
 
     def bare(self, number: int) -> int:
-        """Return the number of the recipe that is not compiled, does not recompute, and has whole logits."""
+        """Return the index of the recipe that is not compiled, does not recompute, and has whole logits."""
         return self._uncompiled[number].bare
 
     def bounded_by(self, number: int) -> Iterator[int]:
-        """Yield the numbers of the recipes whose figures give bounds of this one; none for an uncompiled
-        one."""
+        """Yield the indices of the recipes whose bytes and seconds bound this one's; none for an uncompiled
+        one.
+        """
         if number in self._uncompiled:
             yield from (other for other in self._uncompiled[number] if other is not None)
             yield from self._in_fewer_pieces(number)
 
     def least(self, number: int) -> Bound | None:
-        """Return the lower bound of this recipe; None for an uncompiled one."""
+        """Return the lower bound of this recipe's bytes and seconds; None for an uncompiled one."""
         if number not in self._uncompiled:
             return None
         candidates = self.space.candidates
@@ -169,7 +171,7 @@ class CompiledKinds(LoweredKinds):
         return self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
 
     def left_out(self, numbers: Iterable[int]) -> Iterator[Exclusion]:
-        """Yield an exclusion for the recipes with an unneeded budget."""
+        """Yield an exclusion for the recipes with a memory budget that they do not need."""
         idle = [
             number for number in numbers if self.is_idle(number) and self._without(number) in self._bounds
         ]

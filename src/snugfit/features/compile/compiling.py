@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
-    """Compile the layers or the whole model in place, as `wish` specifies."""
+    """Compile the model's layers, or the whole model, in place with `torch.compile`, as `wish` specifies."""
     if wish.is_one_program:
         _compile_model(model, wish)
     else:
@@ -155,7 +155,7 @@ def compile_arguments(wish: CompileWish) -> dict[str, Any]:
 
 
 def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
-    """Return a forward pass compiled with these options."""
+    """Return a module's forward pass compiled by `torch.compile` with these options."""
     import torch
 
     # Only torch's defaults need no backend of our own.
@@ -206,8 +206,8 @@ def autocast_begins(where: str) -> Iterator[None]:
 def _in_training(
     layer: torch.nn.Module, forward: Callable[..., Any], wish: CompileWish
 ) -> Callable[..., Any]:
-    """Return a forward pass that runs compiled in training, without a cache; evaluation, with batches of any
-    length, runs uncompiled.
+    """Return a replacement of a forward pass that runs compiled code in training, without a cache.
+    Evaluation, with batches of any length, runs uncompiled.
     """
     compiled = compiled_function(forward, wish)
 

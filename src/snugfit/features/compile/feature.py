@@ -27,7 +27,7 @@ class Compile(Feature):
     surrounds_policy: ClassVar[bool] = True
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handler that compiles a model's parts."""
+        """Return the handler that compiles a model's layers or the model (field `compile`)."""
         from snugfit.features.compile.handler import CompileHandler
 
         return (CompileHandler(),)
@@ -35,7 +35,9 @@ class Compile(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which Inductor's programs for the policy's device run on shapes."""
+        """Return a context in which Inductor's programs for the simulated device run on tensors
+        without data.
+        """
         if COMPILE.of(setup) is None:
             return nullcontext()
         from snugfit.features.compile.simulation.layers import compiled_layers

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CompileHandler(Handler):
-    """Handler of the field `compile`."""
+    """Handler of the field `compile`: it compiles layers or the model with `torch.compile`."""
 
     wish, slot, stage = COMPILE.name, Slot.ENGINE, InstallStage.COMPILE
 
@@ -27,7 +27,7 @@ class CompileHandler(Handler):
         return whole_files if value is not None and value.backend == "inductor" else None
 
     def wrap(self, value: CompileWish | None, model: Any) -> None:
-        """Compile the layers or the model in place."""
+        """Compile the model's layers, or the whole model, in place."""
         if value is not None:
             compile_parts(model, value)
 

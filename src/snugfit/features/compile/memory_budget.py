@@ -80,7 +80,9 @@ def _keeper() -> Any:
             self.budget = budget
 
         def __call__(self, graph: Any) -> None:
-            """Mark these nodes in the graph. Raises `RecipeError` where marks have no effect."""
+            """Mark the nodes of a graph that draw random numbers. Raises `RecipeError` where marks have no
+            effect.
+            """
             from torch.utils.checkpoint import CheckpointPolicy
 
             for node in graph.nodes:
@@ -92,7 +94,7 @@ def _keeper() -> Any:
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:
-            """Return the pass's version, a part of the keys in torch's caches."""
+            """Return the version of this graph pass, a part of the keys in torch's caches."""
             # torch's caches on the disk have the budget in their keys already.
             return "snugfit: random numbers are kept"
 

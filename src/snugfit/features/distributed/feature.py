@@ -34,7 +34,7 @@ class Distributed(Feature):
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"plan.search": ("plan_several_gpus",)}
 
     def reports(self) -> Mapping[type, Callable[[Any], Any]]:
-        """Return the report of a plan for several GPUs."""
+        """Return the function that renders the report of a plan for several GPUs, by the plan's class."""
         from snugfit.features.distributed.plan.plan import SeveralGpusPlan
         from snugfit.features.distributed.plan.report import render
 
@@ -43,14 +43,16 @@ class Distributed(Feature):
     # ---- running a step ----
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of the fields `parallel` and `sharding`."""
+        """Return the handlers that apply the fields `parallel` and `sharding` of `Setup` to a
+        training run.
+        """
         from snugfit.features.distributed.apply.parallel import ParallelHandler
         from snugfit.features.distributed.engine.sharding import ShardingHandler
 
         return ParallelHandler(), ShardingHandler()
 
     def tensor_parts(self) -> Any:
-        """Return the code for sharded tensors."""
+        """Return the operations on tensors that are sharded over processes."""
         from snugfit.features.distributed.apply.meshes import MeshParts
 
         return MeshParts()
@@ -62,7 +64,7 @@ class Distributed(Feature):
         return SpreadState()
 
     def processes(self) -> Any:
-        """Return the module that runs several processes."""
+        """Return the module that starts, restarts and compares the processes of a run."""
         from snugfit.features.distributed import processes
 
         return processes
@@ -70,7 +72,7 @@ class Distributed(Feature):
     # ---- the command line ----
 
     def documents(self) -> Mapping[str, type]:
-        """Return the documents of plans for several GPUs."""
+        """Return the classes of the JSON output of plans for several GPUs, by command."""
         from snugfit.features.distributed.plan.plan import CardPlans, SeveralGpusPlan
 
         return {"plan --gpus N --json": SeveralGpusPlan, "gpus --for MODEL --gpus N --json": CardPlans}
@@ -95,8 +97,9 @@ class Distributed(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which one of several processes, or DeepSpeed's engine, runs on tensors without
-        data."""
+        """Return a context in which one of several processes, or DeepSpeed's engine, is simulated without
+        data.
+        """
         parallel, sharding = PARALLEL.of(setup), SHARDING.of(setup)
         if parallel is not None:
             from snugfit.features.distributed.simulate.ranks import rank_on_shapes
@@ -114,7 +117,7 @@ class Distributed(Feature):
         return PARALLEL.of(setup) is None and SHARDING.of(setup) is None
 
     def exchanges(self) -> Any:
-        """Return the prediction of exchanges between processes (`Exchanges`)."""
+        """Return the object that predicts the exchanges between processes (`Exchanges`)."""
         from snugfit.features.distributed.price.exchanges import DistributedExchanges
 
         return DistributedExchanges()

@@ -40,7 +40,7 @@ class ShardingWish(SeveralProcesses):
     """Number of processes that train together, one for each GPU, each on its part of the global batch."""
 
     def on(self, gpus: int) -> ShardingWish:
-        """Return the same settings for this number of GPUs: the engine trains on one as on several."""
+        """Return the engine's settings with this number of GPUs: the engine trains on one as on several."""
         return replace(self, ranks=gpus)
 
 
@@ -136,9 +136,10 @@ class ParallelWish(SeveralProcesses):
         return rank // (self.context * self.tensor) % self.data_ranks
 
     def counts(self, rank: int) -> float:
-        """Return the factor of this rank's loss in the sum over ranks. Among ranks with pieces of the same
-        sequences, each counts a part. Among other ranks with the same samples, one of the last stage counts
-        fully."""
+        """Return the weight of this rank's loss in the sum over all ranks. Among ranks with pieces of the
+        same sequences, each counts a part. Among other ranks with the same samples, one of the last stage
+        counts fully.
+        """
         # Only the last stage has a loss. Each piece's loss is scaled as if it were the whole sequence's.
         is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
         return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
@@ -164,7 +165,7 @@ class ParallelWish(SeveralProcesses):
         return is_whole and self.experts in (1, self.tensor)
 
     def on(self, gpus: int) -> ParallelWish:
-        """Return the same settings for this number of GPUs, which is the product of the axes."""
+        """Return the distribution of the model over this number of GPUs, which is the product of the axes."""
         if gpus == 1:
             raise UsageError(f"The recipe {ONE_GPU}.")
         together = self.ranks_of_one_part

@@ -70,7 +70,7 @@ def launch(processes: int, command_line: Sequence[str]) -> int:
 
 
 def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]:
-    """Run the command once in these processes; return their exit code, or their failures by rank."""
+    """Start the command once in several processes; return their exit code, or their failures by rank."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

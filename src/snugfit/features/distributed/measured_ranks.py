@@ -58,7 +58,7 @@ class RankGroup:
         self.exchange()
 
     def exchange(self) -> None:
-        """Sum one number over all ranks, and wait for it."""
+        """Sum one number over all ranks, and wait for the result."""
         import torch
         import torch.distributed as dist
 
@@ -74,7 +74,7 @@ class RankGroup:
         return run_further(step, steps, timed, when_timed, profiles=self.rank == 0)
 
     def leave(self) -> None:
-        """Block until all ranks have called this."""
+        """Block until all ranks of the run have called this."""
         self._store.add(LEAVING, 1)
         while self._store.add(LEAVING, 0) < self._ranks:
             time.sleep(0.01)
@@ -194,7 +194,7 @@ class FurtherSteps(Observer):
         self._is_timed = True
 
     def step_begins(self, index: int) -> None:
-        """Forward the beginning of a timed step."""
+        """Pass the beginning of a timed step on to the inner observer."""
         if self._is_timed:
             self._timed.step_begins(index)
 
@@ -213,12 +213,12 @@ class FurtherSteps(Observer):
                 self._profiler.begin()
 
     def phase(self, name: str) -> None:
-        """Forward a phase of a timed step."""
+        """Pass a phase of a timed step on to the inner observer."""
         if self._is_timed:
             self._timed.phase(name)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Forward the end of the build."""
+        """Pass the end of the model's build on to the inner observer."""
         self._timed.build_ends(model, optimizer)
 
 

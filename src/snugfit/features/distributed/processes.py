@@ -35,7 +35,7 @@ def join_measured(request: Mapping[str, Any], device: Any) -> Any:
 
 
 def plans() -> Any:
-    """Return the module of plans for several GPUs and their commands."""
+    """Return the module with the commands that plan for several GPUs."""
     from snugfit.features.distributed.plan import command
 
     return command

@@ -72,12 +72,12 @@ class MemoryRecord:
 
     @property
     def exhausted(self) -> Exhausted:
-        """The failure of the process as `Exhausted`."""
+        """The process's step that ran out of memory, as `Exhausted`."""
         return Exhausted(cause=self.cause, phase=self.phase, message=self.message)
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that ran out of memory."""
+        """The recipe whose step ran out of memory."""
         return Recipe.parse(self.recipes[-1])
 
     def next_recipe(self, run: Run, recovery: Recovery) -> Recipe:
@@ -154,13 +154,15 @@ def record_of(run: Run, checkpoint: Checkpoint | None) -> MemoryRecord | None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the record from the folder."""
+    """Remove the record of exhausted memory from the run's folder."""
     with suppress(OSError):
         (folder / RECORD).unlink(missing_ok=True)
 
 
 def _same(run: Run) -> dict[str, Any]:
-    """Return the fields that must be equal for a run to continue after its memory ran out."""
+    """Return the fields that must be equal for the same command to continue a run after its
+    memory ran out.
+    """
     about = {"job": run.job.to_json(), "asked": str(run.recipe), "gpus": run.ranks.size}
     read: dict[str, Any] = json.loads(json.dumps(about))
     return read

@@ -44,7 +44,7 @@ class AdamWCompact(Technique):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return our own optimizer; the HF Trainer has no name for it."""
+        """Return the constructor of snugfit's own optimizer; the HF Trainer has no name for it."""
         return compact_adamw(self.master_bits)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

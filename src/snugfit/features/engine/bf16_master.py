@@ -42,7 +42,9 @@ class Bf16Master(Technique):
     elsewhere: ClassVar = ("bf16_master_weights", "bf16_split", "split_master")
 
     def install(self, setup: Setup) -> Setup:
-        """Split the weights in two halves, without autocast, and choose an optimizer that updates both."""
+        """Set fields of the Setup: weights split in two halves, no autocast, and an optimizer that updates
+        both.
+        """
         return setup.with_precision(weights="bfloat16").with_fields(masters=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -63,7 +65,9 @@ class Bf16Master(Technique):
             yield "several processes do not share weights in two halves. Try 'bf16'."
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return why plans leave it out with compiled steps, or with another AdamW than the default."""
+        """Return the reason why plans do not combine it with compiled steps, or with an AdamW other than the
+        default.
+        """
         # No compiled step with masters was measured.
         engine = recipe[Slot.ENGINE]
         if engine.alone.lowering is not None:

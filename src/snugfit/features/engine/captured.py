@@ -55,7 +55,7 @@ class Captured(Technique):
     """Multiple, in tokens, to which the lengths of padded batches are filled up."""
 
     def install(self, setup: Setup) -> Setup:
-        """Set the loop to record its steps as CUDA graphs."""
+        """Set the field of the Setup that records training steps as CUDA graphs."""
         return setup.with_fields(capture=CaptureWish(multiple=self.multiple))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Feature):
-    """The feature that adds four techniques and the handlers of their fields."""
+    """The feature that adds the techniques `bf16_master`, `adamw_compact`, `captured` and `released`."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.PRECISION: ("bf16_master",),
@@ -27,7 +27,7 @@ class Engine(Feature):
     }
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of the fields. Passes that release gradients may be recorded ones."""
+        """Return the handlers that apply the feature's fields of `Setup` to a training run."""
         from snugfit.features.engine import handlers
 
         return (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _refusals(why: str) -> Mapping[str, str]:
-    """Return `why` as the refusal of every loop but the plain one."""
+    """Return a mapping in which each training loop but the plain one is refused for the reason `why`."""
     own = "its loop is snugfit's own code"
     return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
 
@@ -34,7 +34,9 @@ _MADE_BEFORE = (
 
 
 class MastersHandler(Handler):
-    """Handler of the field `masters`: bfloat16 weights whose low bits the optimizer has."""
+    """Handler of the field `masters`: bfloat16 weights; the optimizer stores the low bits of their 32-bit
+    masters.
+    """
 
     wish, slot, stage = MASTERS.name, Slot.PRECISION, InstallStage.CAST
     refused: ClassVar[Mapping[str, str]] = {
@@ -50,7 +52,7 @@ class MastersHandler(Handler):
         return {"dtype": "float32"} if value else {}
 
     def wrap(self, value: bool, model: Any) -> None:
-        """Split trained weights in two halves."""
+        """Convert trained weights to bfloat16, each with its low bits in a second tensor."""
         if value:
             from snugfit.features.engine.masters.halves import split_weights
 
@@ -91,13 +93,16 @@ class CaptureHandler(Handler):
         return recorded_on_shapes if value is not None and on_gpu else None
 
     def around_run(self, value: CaptureWish | None) -> Context | None:
-        """Return a context in which all GPU work runs on one stream other than the default one. The default
-        stream cannot be recorded, and memory that one stream has freed cannot be used by another."""
+        """Return a context in which all GPU work runs on one stream other than the default one. CUDA graphs
+        cannot record the default stream, and streams cannot reuse each other's freed memory.
+        """
         return _on_own_stream if value is not None else None
 
 
 class FilledHandler(Handler):
-    """Handler of the field `filled`: batches padded as recorded steps need them, without graphs."""
+    """Handler of the field `filled`: batches padded as for steps that are recorded as CUDA graphs, without
+    graphs.
+    """
 
     wish, slot, stage = FILLED.name, Slot.ENGINE, InstallStage.STEP
     refused: ClassVar[Mapping[str, str]] = _refusals("only searches set it")
@@ -109,21 +114,24 @@ class FilledHandler(Handler):
     def prepare_pieces(
         self, value: int, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the micro-batches padded to one length."""
+        """Return a step's micro-batches, padded to one length."""
         from snugfit.features.engine.replay.batch import fill_up, longest_sequence
 
         return fill_up(pieces, value, longest_sequence(loop.job)) if value else pieces
 
     def around_pass(self, value: int, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
-        """Return a context in which attention masks depend on shapes alone."""
+        """Return a context in which transformers builds attention masks from shapes alone, without reading
+        values.
+        """
         from snugfit.features.engine.replay.batch import is_packed, masks_by_shape
 
         return functools.partial(masks_by_shape, packed=is_packed([batch])) if value else None
 
 
 class ReleaseHandler(Handler):
-    """Handler of the field `release`: weights are updated as soon as their gradients exist
-    (`updates/passes.py`)."""
+    """Handler of the field `release`: each weight is updated as soon as its gradient exists
+    (`updates/passes.py`).
+    """
 
     wish, slot, stage = RELEASE.name, Slot.GRADIENTS, InstallStage.STEP
     refused: ClassVar[Mapping[str, str]] = _refusals(
@@ -132,7 +140,9 @@ class ReleaseHandler(Handler):
     )
 
     def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner | None:
-        """Return the runner of passes that update weights, as CUDA graphs if the Setup is captured."""
+        """Return the runner of backward passes that update weights, as CUDA graphs if the Setup
+        records them.
+        """
         if not value:
             return runner
         from snugfit.features.engine.updates.passes import ReleasedPasses
@@ -146,7 +156,9 @@ def _can_record(loop: Any) -> bool:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return one stream for all runs of a process on this GPU: cuBLAS keeps some 70 MB for each stream."""
+    """Return the CUDA stream for all runs of a process on this GPU: cuBLAS keeps some 70 MB for
+    each stream.
+    """
     import torch
 
     return torch.cuda.Stream(device)

@@ -21,7 +21,7 @@ COMPACT_ADAMW = OptimizerWish(
 
 
 def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
-    """Return the wish for `COMPACT_ADAMW` over masters of so many bits."""
+    """Return the constructor of the AdamW with 8-bit moments, for master weights of so many bits."""
     if master_bits == 32:
         return COMPACT_ADAMW
     factory = replace(COMPACT_ADAMW.factory, arguments={"master_bits": master_bits})
@@ -29,8 +29,9 @@ def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
 
 
 def master_adamw() -> OptimizerWish:
-    """Return the wish for AdamW over master weights: one kernel on a GPU, instead of each of torch's
-    variants."""
+    """Return the constructor of AdamW over master weights: one kernel on a GPU, instead of each of torch's
+    variants.
+    """
     return MASTER_ADAMW
 
 

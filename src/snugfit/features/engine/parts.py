@@ -53,39 +53,48 @@ SHARE_BYTES = 4
 
 
 class CapturedParts(StepParts):
-    """Simulates and joins the parts of a step that is recorded as CUDA graphs."""
+    """Simulates the parts of a step that is recorded as CUDA graphs, and joins them to a whole run."""
 
     def as_written(self, setup: Setup, *, padded: bool) -> Setup:
-        """Return the Setup without graphs, for the passes. With padding, batches are those of recorded
-        steps."""
+        """Return the Setup without CUDA graphs, to simulate forward and backward. Batches keep the padding of
+        recorded steps.
+        """
         wish = CAPTURE.of(setup)
         fills = wish.multiple if wish is not None and padded else 0
         return setup.with_fields(capture=None, filled_batches=fills)
 
     def refuse(self, setup: Setup, waits: int) -> None:
-        """Raise `UnsupportedStep` if passes to be recorded wait for the device."""
+        """Raise `UnsupportedStep` if forward or backward, to be recorded as CUDA graphs, wait
+        for the device.
+        """
         # Work that waits for the device cannot be recorded.
         if waits and CAPTURE.of(setup) is not None:
             raise UnsupportedStep("it cannot be recorded: its code reads a number from the device")
 
     def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
-        """Return the update, recorded as a graph. Raises `UnsupportedStep` if it waits for the device."""
+        """Simulate the optimizer's update, recorded as a CUDA graph. Raises `UnsupportedStep` if it waits for
+        the device.
+        """
         is_recorded = CAPTURE.of(setup) is not None
         return (rehearse_captured_update if is_recorded else rehearse_update)(job, setup, *asked)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-        """Return the run of recorded steps from these parts, or None if the parts do not match."""
+        """Return the trace of steps replayed from CUDA graphs, joined from these parts; None if the parts do
+        not match.
+        """
         return splice_captured(passes, update, micro_batches=micro_batches)
 
     def launched_kernels(self, setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        """Return the kernels, replayed as CUDA graphs."""
+        """Return the step's kernels, marked as replayed from CUDA graphs."""
         if CAPTURE.of(setup) is None:
             return kernels
         return played_back(kernels, has_shares=setup.micro_batches > 1)
 
 
 class ReleasedParts(CapturedParts):
-    """The parts of a step whose passes update weights, so that it cannot be spliced."""
+    """The parts of a step that updates weights within the backward pass, so that they cannot be
+    joined later.
+    """
 
     can_be_spliced = False
 
@@ -117,7 +126,7 @@ def rehearse_captured_update(
 
 
 class _CapturedUpdateAlone(UpdateAlone):
-    """The loop with recorded steps, on empty gradients that no forward pass computed."""
+    """The training loop with recorded steps, on empty gradients that no forward pass computed."""
 
     loss_of: Callable[[Any, Mapping[str, Any]], Any]
     computed: Callable[[Any], None]
@@ -137,7 +146,7 @@ class _CapturedUpdateAlone(UpdateAlone):
         return False
 
     def run_passes(self, built: Built, *_: Any, **__: Any) -> None:
-        """Create empty gradients, in the order of the first step."""
+        """Create empty gradients, in the order in which the first step's backward pass creates them."""
         built.observer.phase("backward")
         make_gradients(built.model, self.gradients, self.shared)
 
@@ -153,7 +162,7 @@ class _Gradients:
         self._gradients = gradients
 
     def backward(self) -> None:
-        """Store empty gradients in the parameters."""
+        """Store empty gradients in the parameters, in place of a backward pass."""
         make_gradients(*self._gradients)
 
 
@@ -161,7 +170,9 @@ class _Gradients:
 
 
 def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """Return the run of recorded steps from these parts, or None if the parts do not match."""
+    """Return the trace of steps replayed from CUDA graphs, joined from these parts; None if the parts do not
+    match.
+    """
     if passes.gradients != update.gradients or passes.varies:
         return None
     first, second = passes.split, update.split
@@ -188,7 +199,7 @@ def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> Pe
 
 
 class _UpdateStep(NamedTuple):
-    """One step of an update that was recorded alone."""
+    """One step of the optimizer's update, simulated alone and recorded as a CUDA graph."""
 
     before: Sequence[Move]
     """Moves until clipping or the update begins; in a recorded step, until the recording begins."""
@@ -196,8 +207,9 @@ class _UpdateStep(NamedTuple):
 
 
 class _Splicing:
-    """A merge of passes and an update into recorded steps. Its methods raise `LookupError` if the two do not
-    match."""
+    """Joins traces of forward, backward and update to steps replayed from CUDA graphs. Methods raise
+    `LookupError` if they do not match.
+    """
 
     def __init__(self, passes: Part, update: Part, micro_batches: int) -> None:
         self.passes, self.update, self.micro_batches = passes, update, micro_batches
@@ -212,7 +224,7 @@ class _Splicing:
         self._taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
 
     def steps(self) -> list[Sequence[Piece]] | None:
-        """Return the moves of each step, with repeated pieces, or None if the micro-batches differ."""
+        """Return the events of each step, with repeated pieces, or None if the micro-batches differ."""
         (written, nothing), (recorded, nothing_more) = self.passes.cut
         updates = [_UpdateStep(*split_update(step)) for step in self.update.split.steps]
         first = widen([*self._as_written(written)], self.micro_batches)
@@ -236,7 +248,9 @@ class _Splicing:
         ]
 
     def _as_written(self, moves: Sequence[Move]) -> Iterator[Move]:
-        """Yield the passes of the first step, allocated in the graphs' memory pool."""
+        """Yield the allocations and kernels of the first step's forward and backward, in the graphs' memory
+        pool.
+        """
         for move in moves:
             if type(move) is Alloc:
                 yield self._alloc(self._passing.alloc(move), move)
@@ -252,7 +266,8 @@ class _Splicing:
         return placed
 
     def _record_passes(self, moves: Sequence[Move], of_generator: Sequence[Alloc]) -> Iterator[Move]:
-        """Yield the recorded passes: the first micro-batch, and the last one of several.
+        """Yield the allocations and kernels of recording forward and backward: the first and the last
+        micro-batch.
 
         The batch is allocated once and is not freed. So are the random generator's states, which the first
         graph allocates.
@@ -275,7 +290,7 @@ class _Splicing:
     def _pass(
         self, moves: Sequence[Move], batch: set[int], of_generator: Sequence[Alloc] | None
     ) -> Iterator[Move]:
-        """Yield one micro-batch in the graphs' memory pool.
+        """Yield the allocations and kernels of one micro-batch in the graphs' memory pool.
 
         The blocks of its `batch` are not in that pool; the batch of the first micro-batch is not freed. Only
         the first micro-batch gets `of_generator`, the states of the random generator.
@@ -302,18 +317,20 @@ class _Splicing:
                 yield self._live.free_of(self._of_passes[block])
 
     def _allocate_own(self, alloc: Alloc) -> Alloc:
-        """Record a block that is never freed, in the ordinary memory pool."""
+        """Add an allocation that is never freed, in the ordinary memory pool."""
         self._live.alloc(alloc)
         return alloc
 
     def _gradients_of(self, moves: Iterable[Move]) -> list[int]:
-        """Return the blocks of the gradients that these moves free, in order."""
+        """Return the memory blocks of the gradients that these events free, in order."""
         freed = [self._passing.free(move) for move in moves if type(move) is Free]
         allocs = self._passing.allocs
         return [self._of_passes[block] for block in freed if allocs[block].kind == Kind.GRADIENTS]
 
     def _update(self, step: _UpdateStep, gradients: Sequence[int]) -> Iterator[Move]:
-        """Yield the update of a step. `gradients` are the blocks that its passes created."""
+        """Yield the allocations and kernels of an update; `gradients` are the memory blocks that backward
+        created.
+        """
         stand_ins: list[int] = []
         for move in step.before:
             if type(move) is Alloc and move.kind == Kind.GRADIENTS:
@@ -331,7 +348,7 @@ class _Splicing:
             yield from self._moves_of_update(move)
 
     def _moves_of_update(self, move: Move) -> Iterator[Move]:
-        """Yield a move of the update with its block of the merged step."""
+        """Yield an event of the update with the number of its memory block in the joined step."""
         if type(move) is Free:
             yield self._live.free_of(self._of_update[self._updating.free(move)])
         elif type(move) is Alloc:
@@ -354,7 +371,7 @@ def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
 
 
 def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
-    """Yield a recorded micro-batch with the cast of its loss's share.
+    """Yield a recorded micro-batch's events, with the cast of the scalar that weights its loss.
 
     The share is a float32 scalar that multiplies the loss. It is cast to the dtype of the loss if that is
     narrower, and saved for the backward pass.
@@ -381,7 +398,9 @@ def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
 
 
 def _kernels_of(moves: Iterable[Move]) -> list[Move]:
-    """Return the moves of these passes that a replayed step shows: kernels and starts of phases."""
+    """Return those events of forward and backward that a replayed step shows: kernels and
+    starts of phases.
+    """
     return [move for move in moves if type(move) in (Kernel, PhaseStart)]
 
 
@@ -399,7 +418,8 @@ CASTS_SHARE = Kernel("aten::_to_copy", "", "forward", 1, 6, ((),), "torch.float3
 
 
 def played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> tuple[Kernel, ...]:
-    """Return the kernels of passes marked as replayed by CUDA graphs: the host launches each pass as one.
+    """Return the kernels of forward and backward, marked as replayed by CUDA graphs: the host launches each
+    pass as one.
 
     Kernels that are already replayed stay unchanged. With shares, one is written to the device per
     micro-batch.

@@ -63,11 +63,13 @@ class Released(Technique):
     elsewhere: ClassVar = ("optimizer_in_bwd", "optimizer_in_backward", "gradient_release")
 
     def install(self, setup: Setup) -> Setup:
-        """Set the loop to update each weight as soon as its gradient exists."""
+        """Set the field of the Setup that updates each weight as soon as its gradient exists."""
         return setup.with_fields(release_gradients=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse gradients that are not complete when they arrive, or that other weights need too."""
+        """Yield objections to gradients that are incomplete when they arrive, or that other weights' updates
+        need.
+        """
         # All slots, since each may change the dtype, the optimizer or the recording.
         setup = setup_of(*(recipe[slot] for slot in Slot))
         if not job.trains:
@@ -97,9 +99,9 @@ class Released(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: its step is not combined from parts."""
+        """Return the reason why no plan chooses this technique: its step is not combined from parts."""
         return "plans look at it where little else fits, for each of its steps is simulated in full"
 
     def is_searched(self) -> bool:
-        """Return False, since a search simulates passes and update apart and these are one."""
+        """Return False: a search simulates backward and update apart, and here they are one."""
         return False

@@ -32,7 +32,7 @@ WAITS = "its code waits for the device, to read a number from it"
 
 @final
 class RehearsedGraphs(Graphs):
-    """A recorder of simulated CUDA graphs."""
+    """Records steps as simulated CUDA graphs on tensors without data."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -40,13 +40,12 @@ class RehearsedGraphs(Graphs):
         self._batches: list[dict[str, Any]] = []  # kept alive, because recorded work reads them
 
     def own_memory(self) -> AbstractContextManager[None]:
-        """Return a context that allocates from the graphs' pool."""
+        """Return a context that allocates from the simulated memory pool of the CUDA graphs."""
         return self._recorder.memory.allocating(Memory.GRAPHS)
 
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
-        """Run the work once in the graphs' memory, and return its replay.
-
-        Raise `NotRecorded` if it waits for the device.
+        """Run `work` once in the graphs' memory, and return a function that replays it. Raises `NotRecorded`
+        if it waits for the device.
         """
         import torch
 
@@ -94,7 +93,7 @@ class RehearsedGraphs(Graphs):
 
 @contextlib.contextmanager
 def simulated_graphs(policy: Policy, recorder: Recorder) -> Iterator[None]:
-    """Context in which this simulation of a GPU records steps as graphs. A CPU records none."""
+    """Context in which a simulated GPU records training steps as CUDA graphs. A CPU records none."""
     from snugfit.rehearsal.device.policy import CudaPolicy
 
     token = REHEARSED.set(partial(RehearsedGraphs, recorder) if isinstance(policy, CudaPolicy) else None)
@@ -106,7 +105,7 @@ def simulated_graphs(policy: Policy, recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_on_shapes() -> Iterator[None]:
-    """Context in which torch's optimizers treat `meta` as a device that supports recording."""
+    """Context in which torch's optimizers treat `meta` as a device that can record CUDA graphs."""
     import torch
 
     known = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices

@@ -84,7 +84,7 @@ class Reading:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Return warnings about unread parts."""
+        """Return warnings about the unread parts of a configuration file."""
         if not self.unread:
             return ()
         shown = "; ".join(f"{one.key}: {one.value}" for one in self.unread[:MOST_DOUBTS])
@@ -112,7 +112,7 @@ class Reading:
             raise UsageError("\n".join([head, *map(str, refused), cure if flags else "Correct the file."]))
 
     def show(self) -> None:
-        """Print on stderr how each key of the file was used."""
+        """Print on stderr how snugfit used each key of a configuration file."""
         show(render_reading(self), stderr=True)
 
 

@@ -66,7 +66,7 @@ exponent."""
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """Changes to make in a configuration file."""
+    """The changes that repair one problem of a configuration file."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """New values by dotted key."""
@@ -120,7 +120,7 @@ def check(path: Path) -> Checked:
 
 
 def check_document(document: Document) -> Checked:
-    """Return the findings of a file that has been read."""
+    """Return the findings on a configuration file that is read already."""
     facts = _facts(document.dialect)
     values = document.values
     findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
@@ -198,7 +198,7 @@ def _find_removed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
 
 
 def _find_old_values(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield values that were renamed, and numbers that YAML reads as text."""
+    """Yield a finding for each renamed value of a configuration, and each number that YAML reads as text."""
     for key, meanings in facts["values"].items():
         value = document.values.get(key)
         if isinstance(value, str) and value in meanings:
@@ -242,8 +242,9 @@ def _find_wrong_batches(document: Document) -> Iterator[Finding]:
 
 
 def _batches(document: Document) -> list[int]:
-    """Return DeepSpeed's three numbers: samples of a step, of a micro-batch, and their count. Empty without
-    them."""
+    """Return the three batch sizes of a DeepSpeed configuration: samples of a step, of a micro-batch, and
+    their count. Empty without them.
+    """
     numbers = [one for one in map(document.values.get, _BATCHES) if type(one) is int and one > 0]
     return numbers if document.dialect == "deepspeed" and len(numbers) == len(_BATCHES) else []
 
@@ -287,7 +288,7 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
 
 
 def _defaults_of(name: str) -> dict[str, Any]:
-    """Return the defaults of arguments in a file of this dialect."""
+    """Return the default values of the arguments in a configuration file of this library."""
     if name in ("sft", "llamafactory"):
         return dict(_OF_EVALUATION)
     if name != "trainer":
@@ -312,7 +313,7 @@ def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
 
 
 def _is_times(value: Any, other: Any, factor: int) -> bool:
-    """Return True if a number is at least `factor` times another one."""
+    """Return True if a setting is at least `factor` times another one."""
     return type(value) is int and type(other) is int and 0 < other * factor <= value
 
 

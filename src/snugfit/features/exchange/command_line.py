@@ -113,7 +113,7 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a shell file, joined where a quoted text or a backslash continues one."""
+    """Return the lines of a shell file, joined where a quotation or a backslash continues a line."""
     lines: list[str] = []
     quote, current = "", ""
     whole = text.rstrip().removesuffix("\\")  # the last line may continue into nothing

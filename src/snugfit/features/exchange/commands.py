@@ -69,15 +69,19 @@ FOUND = 3
 
 
 def _every_job(*, arguments_file: ArgumentsFile = None, trainer_arguments: TrainerArguments = None) -> None:
-    """Declare the options of each command about a job."""
+    """Declare the options that every command about a job gets, as parameters of this function."""
 
 
 def _one_answer(*, export: Into = None) -> None:
-    """Declare the option of commands whose result is one recipe."""
+    """Declare the option `--export` of commands whose result is one recipe, as a parameter of
+    this function.
+    """
 
 
 def options(command: str) -> list[inspect.Parameter]:
-    """Return the further options of a command about a job; `export` takes a recipe, and `guide` no job."""
+    """Return the options that this feature adds to a command, as parameters. `export` takes a recipe, and
+    `guide` no job.
+    """
     added: list[Callable[..., None]] = [] if command in ("export", "guide") else [_every_job]
     added += [_one_answer] if command in ("plan", "predict") else []
     return [one for owner in added for one in inspect.signature(owner, eval_str=True).parameters.values()]
@@ -162,7 +166,7 @@ def _check_folder(job: Job, target: str, folder: Path) -> None:
 
 
 def write_export(flags: Mapping[str, Any], answer: Plan | Prediction) -> None:
-    """Write the recipe of an answer to the target and folder of `--export`."""
+    """Write the recipe in a command's result to the target and folder of its option `--export`."""
     if not flags.get("export"):
         return
     from snugfit.features.exchange.export import export as write

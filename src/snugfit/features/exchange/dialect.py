@@ -89,11 +89,13 @@ class Dialect:
 
     @property
     def of_trainer(self) -> bool:
-        """Return True if most keys are `TrainingArguments`."""
+        """Return True if most keys of this library's configuration are `TrainingArguments`."""
         return self is dialect("trainer") or bool(self.extends)
 
     def translate(self, key: str, value: Any) -> dict[str, Any] | None:
-        """Return the arguments that a key with this value means; None if the table has no entry for it."""
+        """Return the arguments that a configuration key with this value means; None if the table has no entry
+        for it.
+        """
         meaning = self.becomes.get(key)
         if isinstance(meaning, str):
             return {meaning: value}
@@ -106,7 +108,9 @@ class Dialect:
         return {key: value} if is_grouped else None
 
     def difference(self, key: str, value: Any) -> str | None:
-        """Return the difference in meaning of a key with this value; `*` is any value that is not empty."""
+        """Return the difference between a configuration key's meaning in its library and in snugfit; `*` is
+        any value that is not empty.
+        """
         notes = self.differs.get(key, {})
         return notes.get(as_word(value)) or (notes.get("*") if value else None)
 
@@ -123,11 +127,11 @@ class Dialect:
         return None
 
     def reason_to_ignore(self, key: str) -> str | None:
-        """Return the reason why this key may be ignored; None when it may not."""
+        """Return the reason why snugfit may ignore this configuration key; None when it may not."""
         return next((why for why, keys in self.ignored.items() if _matches(key, keys)), None)
 
     def refusal(self, key: str) -> Mapping[str, Any] | None:
-        """Return the entry of `refused` for this key."""
+        """Return the reason for refusing this configuration key, an entry of `refused`."""
         return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:
@@ -155,7 +159,9 @@ def dialect(name: str) -> Dialect:
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:
-    """Return the dialect of a file with these top-level keys; None when no dialect has them."""
+    """Return the dialect (the library) of a configuration file with these top-level keys; None if no library
+    has them.
+    """
     return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
 
 
@@ -189,7 +195,7 @@ def _matches(key: str, patterns: list[str]) -> bool:
 
 @cache
 def load_table(name: str) -> Any:
-    """Return the content of a file of `dialects/`, which is read once."""
+    """Return the content of a JSON file in the folder `dialects/`, which is read once per process."""
     file = files("snugfit.features.exchange").joinpath("dialects", f"{name}.json")
     return json.loads(file.read_text(encoding="utf-8"))
 

@@ -71,7 +71,9 @@ def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> li
 
 
 def _named_files(document: Document) -> Iterator[Document]:
-    """Yield the launcher's file that a document names. Other named files become part of its values."""
+    """Yield the launcher's configuration file that a user's file names. Other named files become part of its
+    values.
+    """
     for key in NAMED_FILES:
         name = document.values.get(key)
         if not isinstance(name, str) or not name.endswith((".json", ".yaml", ".yml")):
@@ -101,7 +103,9 @@ def _mapping(path: Path, text: str) -> dict[str, Any]:
 
 
 def _beside(document: Document, name: str) -> Path | None:
-    """Return the file of this name next to a document, or in one of its parent folders; None without one."""
+    """Return the file of this name next to a user's configuration file, or in a parent folder; None without
+    one.
+    """
     folders = document.path.absolute().parents
     # A path of another machine is searched by its last part too.
     places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
@@ -109,8 +113,9 @@ def _beside(document: Document, name: str) -> Path | None:
 
 
 def _with_run_file(command: Document) -> Document:
-    """Return a command's document with the values of the configuration file that it names. Arguments of the
-    command override them."""
+    """Return a training command's arguments together with the values of the configuration file that it names.
+    The command's arguments override the file's.
+    """
     name = command.values.get(RUN_FILE)
     path = _beside(command, name) if isinstance(name, str) else None
     if path is None:
@@ -132,7 +137,7 @@ def _other_tool(values: Mapping[str, Any]) -> str | None:
 
 
 def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
-    """Read the file at `path`.
+    """Read a user's configuration file, script or notebook at `path`.
 
     `bfloat16` is the named GPU's support for it, on which scripts depend; None if no GPU is named. Raises
     `UsageError` when it is not a file, or when no supported library reads such files.

@@ -53,7 +53,9 @@ TARGETS = tuple(FILES)
 
 @dataclass(frozen=True, kw_only=True)
 class Export(JsonDocument):
-    """Exported files of a recipe for a target."""
+    """The files, such as scripts and configurations, that express a recipe for another library
+    (the target).
+    """
 
     what: ClassVar = "export"
 
@@ -88,7 +90,7 @@ def check_target(job: Job, to: str) -> None:
 
 
 def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
-    """Return the files for a target, for so many GPUs.
+    """Return the files that express a recipe for another library (the target) on so many GPUs.
 
     Raises `RecipeError` for a technique that the target cannot express. Raises `UsageError` for a number of
     GPUs that does not match the recipe or the batch.
@@ -131,7 +133,9 @@ def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
 
 
 def launch_config(script: Mapping[str, Any]) -> str:
-    """Return the text of the YAML file next to a script with these values (`script_values`)."""
+    """Return the text of accelerate's YAML configuration for an exported script with these values
+    (`script_values`).
+    """
     import yaml
 
     config = {

@@ -32,20 +32,24 @@ class Exchange(Feature):
         return (check, export)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the class of each command's `--json` document, for `snugfit schema`."""
+        """Return the class of each command's JSON output by command, for `snugfit schema`."""
         from snugfit.features.exchange.check import Checked
         from snugfit.features.exchange.export import Export
 
         return {"export --json": Export, "check --json": Checked}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return `--arguments` and the gathered flags of transformers, and `--export` of one answer."""
+        """Return the options `--arguments`, `--export` and the collected flags of transformers that a command
+        accepts.
+        """
         from snugfit.features.exchange.commands import options
 
         return options(command)
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
-        """Gather the flags of transformers into the hidden option, where a command has that."""
+        """Return a command line's words, with transformers' flags collected into a hidden option if the
+        command has it.
+        """
         from snugfit.features.exchange.commands import TRAINER_ARGUMENT
 
         if TRAINER_ARGUMENT not in declared or not any(word.startswith("--") for word in words):
@@ -63,14 +67,16 @@ class Exchange(Feature):
         return argument_names() if TRAINER_ARGUMENT in declared else ()
 
     def advice_on_file(self, document: Mapping[Any, Any]) -> str:
-        """Return the option that reads a whole file of another library."""
+        """Return advice for a job file of another library: the option that reads the whole file."""
         from snugfit.features.exchange.dialect import dialect, recognise
 
         name = recognise(document) if len(document) > 1 else None
         return f"This looks like {dialect(name).title}: read such a file with --arguments." if name else ""
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-        """Return the file of `--arguments` with the flags of transformers."""
+        """Return the configuration in the file of `--arguments`, overridden by transformers' flags of the
+        command.
+        """
         if not flags.get("trainer_arguments") and not flags.get("arguments_file"):
             if (model := str(flags.get("model"))).endswith(".py"):
                 raise UsageError(f"{model} is not a model. To read a training script: --arguments {model}.")
@@ -80,20 +86,24 @@ class Exchange(Feature):
         return read_request(flags, settings)
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return the request. Raises `UsageError` for an export that cannot be written."""
+        """Return a command's request unchanged. Raises `UsageError` for an option `--export` that cannot be
+        satisfied.
+        """
         from snugfit.features.exchange.commands import check_export
 
         check_export(command, request.flags, request.job, request.gpus)
         return request
 
     def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
-        """Write the files of `--export`."""
+        """Write the recipe in a command's result to the files of its option `--export`."""
         from snugfit.features.exchange.commands import write_export
 
         write_export(flags, answer)
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
-        """Return the arguments of a Trainer, and an export for the user's own tool."""
+        """Return lines for the end of a plan's report: Trainer arguments, and an export command for the
+        user's own tool.
+        """
         from snugfit.features.exchange.next_steps import next_steps
         from snugfit.techniques.recipe import Recipe
 

@@ -74,7 +74,9 @@ def check_task(job: Job, to: str) -> None:
 
 
 def trl_script(job: Job, recipe: Recipe) -> str:
-    """Return a script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`."""
+    """Return the text of a Python script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises
+    `RecipeError`.
+    """
     recipe = recipe.with_(roster.plain(Slot.HEAD))  # TRL always uses its own loss
     arguments = _trainer_arguments(job, recipe, "trl")
     arguments |= {"output_dir": "sft_output", "num_train_epochs": 1}
@@ -89,7 +91,7 @@ def trl_script(job: Job, recipe: Recipe) -> str:
 
 
 def axolotl_config(job: Job, recipe: Recipe) -> str:
-    """Return a YAML file for `axolotl train`. Raises `RecipeError`."""
+    """Return the text of a YAML file for `axolotl train`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "axolotl")
     _refuse_other_layers(arguments, job, recipe, "axolotl")
     lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
@@ -206,7 +208,7 @@ def _llamafactory_attention(recipe: Recipe) -> str:
 
 
 def llamafactory_config(job: Job, recipe: Recipe) -> str:
-    """Return a YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
+    """Return the text of a YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
     arguments = _trainer_arguments(job, recipe, "llamafactory")
     _refuse_other_layers(arguments, job, recipe, "llamafactory")
     arguments.pop("gradient_checkpointing_kwargs", None)
@@ -344,7 +346,7 @@ def _refusal(to: str, technique: object, why: str) -> RecipeError:
 
 
 def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the file: its description and its command, then each section under its title."""
+    """Return the text of a YAML file: its description and its command, then each section under its title."""
     import yaml
 
     dotted = write_arguments(recipe)[0]
@@ -361,7 +363,9 @@ def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str
 
 
 def _head(job: Job, to: str) -> list[str]:
-    """Return the head of a file: its step, the differences, its writer, and the placeholder to fill in."""
+    """Return the comment at the top of an exported file: its step, the differences, its writer, and the
+    placeholder to fill in.
+    """
     step = f"A step of {job.batch_size} sequences of {job.sequence_length} tokens."
     text = f"{step} {NOTES[to]} Written by {writer(to)}; put your dataset in place of {_DATASET}."
     return textwrap.wrap(text, 100, break_on_hyphens=False)

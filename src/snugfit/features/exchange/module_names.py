@@ -27,7 +27,9 @@ _ROWS = re.compile(r"\[\d*:?\d*\]$")
 
 
 def read_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with names of modules converted to the form of snugfit's settings."""
+    """Return another library's arguments, with names of modules converted to the form of
+    snugfit's settings.
+    """
     whole = dict(arguments)
     for key in NAMES:
         if key in whole:

@@ -22,7 +22,8 @@ _TITLES = {"trl": "For TRL", "axolotl": "For axolotl", "llamafactory": "For LLaM
 
 
 def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
-    """Return the arguments of a Trainer and an export, as far as they can express the recipe.
+    """Return lines for a plan's report, by title: Trainer arguments and export commands that can express the
+    recipe.
 
     The export is for the `target` of the user's own file, else for the Trainer or torch.
     """
@@ -46,7 +47,7 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
 
 
 def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments that differ from the plain recipe's, with the size of a batch.
+    """Return a recipe's Trainer arguments that differ from the plain recipe's, with the size of a batch.
 
     Raises `RecipeError` if arguments alone cannot express the recipe.
     """

@@ -109,7 +109,7 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
 
 
 def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mapping[str, Any]) -> int | None:
-    """Return the number of processes in the configuration; None without one."""
+    """Return the number of processes that a configuration names; None without one."""
     if GPUS in numbers:
         return numbers[GPUS]
     if PER_HOST in numbers or HOSTS in numbers:

@@ -119,7 +119,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
 
 @dataclass
 class _Reader:
-    """Builds a `Reading` from the files of one run."""
+    """Builds the settings and the account of each key (`Reading`) from the configuration files of one run."""
 
     documents: Sequence[Document]
     """The launcher's files first; the last one is the run's own."""
@@ -141,7 +141,7 @@ class _Reader:
 
     @property
     def document(self) -> Document:
-        """The run's own file, the last of `documents`."""
+        """The configuration file of the run itself, the last of `documents`."""
         return self.documents[-1]
 
     def reading(self) -> Reading:
@@ -178,7 +178,7 @@ class _Reader:
         )
 
     def _read(self, document: Document) -> None:
-        """Translate the keys of one file to the common vocabulary."""
+        """Translate the keys of one configuration file to the arguments that all libraries share."""
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
         of_commands = dialect("script").unsaid if document.format == "shell" else {}
@@ -230,7 +230,9 @@ class _Reader:
             self._line(self.ignored, *origin, "the micro-batch and the accumulation set the batch")
 
     def _loop(self, loop: str) -> None:
-        """Set the loop. DeepSpeed's engine on several GPUs is predicted in the plain one only."""
+        """Set the training loop in the settings. DeepSpeed's engine on several GPUs is predicted in the plain
+        loop only.
+        """
         if self.gpus > 1 and STAGE in self.arguments and loop != "plain":
             key = self.origins.get(STAGE, (STAGE, ""))
             self._line(self.differs, *key, f"predicted in snugfit's own loop, not in that of the {loop}")
@@ -238,7 +240,9 @@ class _Reader:
         self.settings.setdefault("loop", loop)
 
     def _statements(self) -> None:
-        """Add a script's statements that are not read or not predicted, and the defaults of its options."""
+        """Add to the account a script's statements that are not read or not predicted, and its options'
+        defaults.
+        """
         for line, text in self.document.unread:
             self.unread.append(Line(key=f"line {line}", value=text, says="it has no counterpart here"))
         for line, text, why in self.document.refused:
@@ -255,7 +259,9 @@ class _Reader:
     def _translate(
         self, key: str, value: Any, table: Dialect, given: Mapping[str, Any], *, of_script: bool = False
     ) -> None:
-        """Add a key to the common vocabulary, or to one of the accounts."""
+        """Add a key of a configuration file to the arguments that all libraries share, or to a list of the
+        account.
+        """
         if key in self.options:
             self.settings[key] = value
             self._line(self.took, key, value, f"{key} of the run")
@@ -356,7 +362,9 @@ class _Reader:
             self.arguments[BUCKET] = int(bucket)
 
     def _recipe(self) -> set[str]:
-        """Set the recipe in the settings, and return the names of the arguments that determined it."""
+        """Set the recipe that a configuration file describes, and return the names of the arguments that
+        determined it.
+        """
         techniques: list[Technique] = []
         decided: set[str] = set()
         if self.arguments.get("frozen") and self.arguments.get("lora.r") is not None:
@@ -477,7 +485,7 @@ class _Reader:
             self._unknown(table, key, name, given)
 
     def _unknown(self, table: Dialect, key: str, name: str, given: Any) -> None:
-        """Add a key of no table to the account. One whose name speaks of memory is refused."""
+        """Add a key that is in no table to the account. One whose name mentions memory is refused."""
         known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
         near = nearest(key, known, cutoff=MISSPELT) if key not in known else []
         guess = did_you_mean(key, near or known) if key not in known else ""
@@ -493,7 +501,7 @@ class _Reader:
             self._line(self.unread, name, given, says)
 
     def _is_default(self, key: str) -> bool:
-        """Return True if an argument's value is the default anyway."""
+        """Return True if an argument in a configuration file has its default value."""
         value = self.origins[key][1] if self.origins[key][0] == key else self.arguments.get(key)
         known = {**installed.defaults(), **dialect("trainer").defaults}
         return key in known and (value == known[key] or _unset(key, value, known))
@@ -507,7 +515,7 @@ class _Reader:
 
 
 def _assumptions(reading: Reading, given: Mapping[str, Any]) -> Iterator[Line]:
-    """Yield the sizes that neither the files of a run nor the user gave, with the assumed ones."""
+    """Yield the sizes that snugfit assumes because neither a run's files nor the user gave them."""
     task = str(given.get("task") or reading.settings.get("task") or "")
     sizes = (
         ("sequence_length", bool(task) and has_sequence(task), "tokens", "lengths"),
@@ -523,7 +531,7 @@ def _assumptions(reading: Reading, given: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _has_bfloat16(gpu: Any) -> bool | None:
-    """Return the named GPU's support for bfloat16; None without a named GPU."""
+    """Return True if the named GPU supports bfloat16; None without a named GPU."""
     if gpu is None:
         return None
     from snugfit.job.gpu import find_gpu
@@ -552,7 +560,7 @@ _COMPUTED = "it is computed while the script runs. Set it with a flag, or write 
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the text of `optim_args` split into its parts.
+    """Return transformers' arguments with the text of `optim_args` split into its settings.
 
     transformers stores `momentum=0.9,nesterov=true` in one text.
     """
@@ -567,8 +575,9 @@ def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Return the number that a text contains: PyYAML reads `1e-5` as text, and the libraries convert it
-    later."""
+    """Convert a configuration's text to a number: PyYAML reads `1e-5` as text, and the libraries convert it
+    later.
+    """
     if not isinstance(value, str):
         return value
     try:

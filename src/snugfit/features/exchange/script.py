@@ -35,7 +35,7 @@ def script_values(
     training_arguments: Mapping[str, Any] | None = None,
     gpus: int = 1,
 ) -> dict[str, Any]:
-    """Return all values for a template, by their names there.
+    """Return the values that an exported script's template needs, by their names there.
 
     Texts are Python already, unless the template applies `literal`; `to` is the target. With
     `training_arguments` the loop is the Trainer's.
@@ -84,14 +84,17 @@ def script_values(
 
 
 def samples_at_once(job: Job, recipe: Recipe, gpus: int) -> int:
-    """Return samples of a micro-batch on one GPU. Raises `UsageError` for a batch that does not split
-    evenly."""
+    """Return the number of samples in a micro-batch on one GPU. Raises `UsageError` for a batch that does not
+    split evenly.
+    """
     setup = on_gpus(recipe.setup(), gpus)
     return setup.per_piece(job_of_rank(job, setup).batch_size)
 
 
 def write_script(template: str, script: Mapping[str, Any]) -> str:
-    """Return the text of the script for these `script_values`, and check that it compiles."""
+    """Return the text of an exported Python script with these `script_values`, after a check that it
+    compiles.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -110,7 +113,7 @@ def write_script(template: str, script: Mapping[str, Any]) -> str:
 
 
 def writer(to: str) -> str:
-    """Return the writer and the target of a file, for its head."""
+    """Return a line for the top of an exported file: the snugfit version that wrote it, and its target."""
     from snugfit.versions import __version__
 
     return f"snugfit {__version__} (--export {to}) for {installed.version()}"
@@ -125,7 +128,7 @@ def folder_or_id(job: Job) -> str:
 
 
 def _config_arguments(job: Job) -> dict[str, str]:
-    """Return the arguments for facts of the job's config that differ from the model's own."""
+    """Return keyword arguments, as text, for facts of the job's config that differ from the model's own."""
     from transformers import AutoConfig
 
     config, arguments = job.transformers_config(), dict[str, str]()

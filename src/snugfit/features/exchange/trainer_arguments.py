@@ -30,7 +30,7 @@ MESH = "parallelism_config"
 
 
 def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) -> dict[str, Any]:
-    """Return the arguments for the installed `TrainingArguments` on so many GPUs.
+    """Return a recipe's arguments for the installed `TrainingArguments` on so many GPUs, by name.
 
     Raises `RecipeError`, which names the target `to`, for a technique without such arguments.
     """
@@ -109,13 +109,15 @@ def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why_unsaid(technique: Technique) -> str:
-    """Return the reason why no arguments mean this technique: there are none, or their meaning differs."""
+    """Return the reason why no Trainer arguments express this technique: there are none, or their meaning
+    differs.
+    """
     notes = [counterpart.note for counterpart in technique.counterparts]
     return notes[0] if notes and all(notes) else "TrainingArguments have no setting for it"
 
 
 def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments under the names of the installed version.
+    """Return the Trainer's arguments under the names of the installed transformers.
 
     Checkpointing was renamed before 5.23, and now supports leaving layers out. Arguments of an optimizer are
     one text.

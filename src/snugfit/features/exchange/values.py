@@ -29,7 +29,7 @@ _LEAST = {
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each key whose value would be refused, with the reason."""
+    """Yield each key of a configuration whose value transformers would refuse, with the reason."""
     for key, value in values.items():
         if isinstance(value, str | int | float) and (says := _wrong(key, value)):
             yield key, says

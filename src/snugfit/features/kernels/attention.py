@@ -81,7 +81,8 @@ def takes(model: Any) -> bool:
 
 
 def stretches(mask: torch.Tensor) -> torch.Tensor:
-    """Return the starts of the stretches of the flattened batch, and the end of the last: (3 B + 1,), int32.
+    """Return offsets of the runs of padding and of tokens in the flattened batch, and the end: (3 B + 1,),
+    int32.
 
     `mask` is (B, S) of zeros and ones. A mask with gaps among its ones fails on its device.
     """

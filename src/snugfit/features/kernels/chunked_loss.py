@@ -57,7 +57,7 @@ class ChunkedLoss(Technique):
 
     @property
     def value(self) -> LogitsWish:
-        """Return the number of tokens of a chunk."""
+        """Return the number of tokens whose logits are computed at once."""
         return LogitsWish(tokens=self.tokens)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -73,8 +73,9 @@ class ChunkedLoss(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: no vocabulary, or so few logits that they are one
-        chunk."""
+        """Return the reason why no plan chooses chunked logits: no vocabulary, or so few logits that they are
+        one chunk.
+        """
         vocabulary = job.model.config.get("vocab_size")
         if why := _lacks_vocabulary(job):
             return why
@@ -87,7 +88,7 @@ class ChunkedLoss(Technique):
 
 
 def _lacks_vocabulary(job: Job) -> str:
-    """Return why there are no logits over a vocabulary; empty if there may be."""
+    """Return the reason why the job's model has no logits over a vocabulary; empty if there may be."""
     module = job.model.module
     if module is not None and not hasattr(module, "get_output_embeddings"):
         return f"{type(module).__name__} has no get_output_embeddings, which would name its head"

@@ -26,7 +26,7 @@ SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
 
 
 class DecoderFamily(NamedTuple):
-    """Differences between the decoders of one modeling file of transformers and Llama's."""
+    """Properties in which the decoders of one file of transformers differ from Llama's."""
 
     prefix: str
     """Prefix of the names of its classes."""
@@ -57,8 +57,9 @@ TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
-    """Give supported modules of this model our forward passes, and return the names of their classes, once
-    each."""
+    """Replace the forward passes of this model's supported modules by snugfit's; return their class names,
+    once each.
+    """
     changed: dict[str, None] = {}
     for module in model.modules():
         if "forward" in vars(module):  # another's, or ours from before
@@ -77,7 +78,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
 
 
 def _family(module: Any, part: str) -> DecoderFamily | None:
-    """Return the family of which a module is this part; None for every other module."""
+    """Return the decoder family to which this module belongs; None for every other module."""
     name = type(module).__module__.rpartition(".modeling_")[2]
     family = FAMILIES.get(name)
     # A subclass in another file may compute something else.

@@ -34,7 +34,7 @@ BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "G
 
 @dataclass
 class Site:
-    """Source of random numbers for a module's dropout."""
+    """A module's source of random numbers for dropout in snugfit's kernels."""
 
     seeds: Seeds
     number: int
@@ -62,8 +62,9 @@ class Patch:
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
-    """Give supported modules of this model our forward passes, and return the names of their classes, once
-    each."""
+    """Replace the forward passes of this model's supported modules by snugfit's; return their class names,
+    once each.
+    """
     seeds, changed = Seeds(), dict[str, None]()
     # The number of a module is its call site, so each draws other numbers of dropout.
     for number, module in enumerate(model.modules()):
@@ -200,7 +201,7 @@ def embed_distilbert(
 def embed_positions(
     module: Any, words: torch.Tensor, position_ids: torch.Tensor | None, first: int = 0
 ) -> torch.Tensor:
-    """Return the position embeddings: (S, H) if all sequences share them, else (B, S, H)."""
+    """Return a model's position embeddings: (S, H) if all sequences share them, else (B, S, H)."""
     table = module.position_embeddings
     if position_ids is None:
         weight: torch.Tensor = table.weight[first : first + words.size(1)]

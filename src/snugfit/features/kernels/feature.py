@@ -32,7 +32,7 @@ class Kernels(Feature):
     }
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of the fields `fused`, `liger` and `logits`."""
+        """Return the handlers that apply the fields `fused`, `liger` and `logits` of `Setup` to a model."""
         from snugfit.features.kernels.handlers import FusedHandler, LigerHandler, LogitsHandler
 
         return FusedHandler(), LigerHandler(), LogitsHandler()

@@ -62,7 +62,7 @@ class Flash(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield nothing: no plan uses `flash`."""
+        """Yield no settings, so that no plan uses `flash`."""
         # It was measured on no GPU (`unplanned`).
         return iter(())
 

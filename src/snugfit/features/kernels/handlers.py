@@ -37,12 +37,12 @@ class FusedHandler(KernelsHandler):
     refused: ClassVar[Mapping[str, str]] = {"script": "its kernels are snugfit's own code"}
 
     def import_code(self, value: FusedWish | None) -> None:
-        """Import the operators before anything is timed or overridden."""
+        """Import snugfit's kernels before a measurement or a simulation begins."""
         if value is not None:
             import snugfit.features.kernels.fused_model  # noqa: F401
 
     def wrap(self, value: FusedWish | None, model: Any) -> None:
-        """Replace the forward passes of the model's modules."""
+        """Replace forward passes of the model's modules by snugfit's kernels."""
         if value is not None:
             from snugfit.features.kernels.fused_model import use_fused
 
@@ -76,15 +76,16 @@ class LigerHandler(KernelsHandler):
             refuse_without_triton(device)
 
     def wrap(self, value: LigerWish | None, model: Any) -> None:
-        """Apply Liger to the model's modules."""
+        """Replace code of the model's modules by Liger's kernels."""
         if value is not None:
             from snugfit.features.kernels.liger_model import use_liger
 
             use_liger(model, **value.parts)
 
     def script(self, value: LigerWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the lines of a script that call Liger's own function; the Trainer calls it from its
-        arguments."""
+        """Return Python lines for an exported script that call Liger's function; the Trainer calls it from
+        its arguments.
+        """
         # The Trainer applies Liger by its own argument.
         if value is None or context.trainer:
             return {}
@@ -107,7 +108,7 @@ class LogitsHandler(Handler):
     }
 
     def wrap(self, value: LogitsWish | None, model: Any) -> None:
-        """Make the head return deferred logits."""
+        """Make the model's head return deferred logits, which are computed in chunks with the loss."""
         from snugfit.features.kernels.head.deferred_logits import defer_logits
 
         if value is not None:

@@ -57,7 +57,7 @@ class Access(NamedTuple):
 
 @contextlib.contextmanager
 def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
-    """Record Triton's kernels instead of running them, within this context.
+    """Context in which launches of Triton kernels are recorded instead of run.
 
     It has no effect without an imported Triton or Liger.
     """
@@ -165,7 +165,7 @@ def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
 
 @contextlib.contextmanager
 def _as_on(policy: CudaPolicy) -> Iterator[None]:
-    """Context in which Liger's Python code decides as on this GPU."""
+    """Context in which Liger's Python code takes the same decisions as on this GPU."""
     import liger_kernel.utils as liger
     import torch
 

@@ -84,7 +84,7 @@ class Liger(Technique):
 
     @property
     def set_parts(self) -> dict[str, bool]:
-        """Return the parts that a setting turns on or off; Liger's default decides for the rest."""
+        """Return the Liger kernels that a setting turns on or off; Liger's default decides for the rest."""
         values: dict[str, bool | None] = {one.name: getattr(self, one.name) for one in fields(self)}
         return {part: value for part, value in values.items() if value is not None}
 

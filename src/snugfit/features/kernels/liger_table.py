@@ -24,7 +24,7 @@ PACKAGED = Path(__file__).with_name("liger_models.json")
 
 @functools.cache
 def parts_by_model_type() -> Mapping[str, frozenset[str]]:
-    """Return Liger's parts by transformers' `model_type`.
+    """Return the names of Liger's kernels for each `model_type` of transformers.
 
     Raises `AttributeError` where Liger's source has another form.
     """

@@ -79,7 +79,7 @@ class PaddingFree(Technique):
         return _why_not(job) if job.padding else "batches have no padding, so there is none to drop"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning if it gains nothing."""
+        """Yield a warning if the job's batches have no padding to drop."""
         if not job.padding:
             yield "batches have no padding, so there is none to drop. Try 'sdpa', which is as small."
 

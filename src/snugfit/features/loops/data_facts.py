@@ -23,7 +23,7 @@ reading pictures takes time."""
 
 
 def loader_facts(loader: Any) -> Facts:
-    """Return facts about a loader's sampler, dropped batches, collator and dataset."""
+    """Return facts about a loader's sampler, dropped batches, collator and dataset, to compare runs."""
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
     facts = {
@@ -70,7 +70,7 @@ def _same_twice(dataset: Any, index: int) -> list[tuple[str, str]]:
 
 
 def _sample(dataset: Any, index: int) -> Any:
-    """Return a sample, read with the host's generators in a fixed state."""
+    """Return a dataset's sample, read while the host's random generators have a fixed state."""
     import numpy
     import torch
 

@@ -29,7 +29,7 @@ generators."""
 
 
 class DataRngStates(NamedTuple):
-    """States of all generators of the data."""
+    """States of all random generators that a loader's data uses."""
 
     host: HostRngStates
     """States of the process's generators for the data."""
@@ -38,20 +38,21 @@ class DataRngStates(NamedTuple):
     """States of the data's own generators, and its counters."""
 
     def to_json(self) -> list[Any]:
-        """Return JSON values; `states_from_json` reads them back."""
+        """Return the generators' states as JSON values, which `states_from_json` reads."""
         return [rng_states_to_json(self.host), self.own]
 
 
 def states_from_json(document: list[Any]) -> DataRngStates:
-    """Return the states that `DataRngStates.to_json` wrote."""
+    """Return the generators' states from the JSON values of `DataRngStates.to_json`."""
     host, own = document
     return DataRngStates(rng_states_from_json(host), own)
 
 
 @final
 class DataRng:
-    """The random generators of one loader's data: states for the process's, which are set during `drawing`,
-    and the data's own."""
+    """The random states of one loader's data: those of the process's generators while batches are drawn, and
+    the data's own generators.
+    """
 
     def __init__(self, loader: Any = None) -> None:
         self._own, self._looks = OwnState(loader), 0
@@ -59,19 +60,19 @@ class DataRng:
         """States for the next fetch, and those from which this epoch's order was drawn."""
 
     def watch(self, loader: Any) -> None:
-        """Use the generators inside the objects of this loader from now on."""
+        """Find the random generators inside this loader's objects, and use them from now on."""
         self._own = OwnState(loader)
         self.now = self.now._replace(own=self._own.state())
 
     def states(self) -> DataRngStates:
-        """Return the current states of the generators."""
+        """Return the current states of the data's random generators."""
         if self._looks:
             self._looks -= 1
             self._own.look()
         return DataRngStates(host_rng_states(), self._own.state())
 
     def set(self, states: DataRngStates) -> None:
-        """Restore the states that `states` returned."""
+        """Restore the random generators to the states that `states` returned."""
         set_host_rng_states(states.host)
         self._own.set(states.own)
 
@@ -90,7 +91,7 @@ class DataRng:
         return self.now._replace(own=self.states().own)
 
     def resume(self, at_epoch_start: DataRngStates, now: DataRngStates) -> None:
-        """Restore the states of a run that another process started."""
+        """Restore the random generators to the states of a run that another process started."""
         self.at_epoch_start, self.now, self._looks = at_epoch_start, now, LOOKS
         self._own.set(now.own)
 

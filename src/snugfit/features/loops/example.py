@@ -50,7 +50,7 @@ def example_of(
 
 
 def _first_of(loader: Any, device: torch.device) -> Any:
-    """Return the first batch, created without workers."""
+    """Return the loader's first batch, without starting worker processes."""
     loader = without_workers(getattr(loader, "base_dataloader", loader))  # accelerate's is a wrapper
     rng = DataRng(loader)
     before = rng.now

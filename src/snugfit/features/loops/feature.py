@@ -9,7 +9,7 @@ from snugfit.techniques.feature import Feature
 
 
 class Loops(Feature):
-    """Train in loops of the user, with the session's checkpoints, journal and recovery."""
+    """The feature that adds `fit` and `accelerate`: training in the user's own loop or Trainer."""
 
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "custom_loop.accelerate": ("accelerate",),

@@ -50,12 +50,12 @@ class BatchMark(NamedTuple):
     fingerprint: str
 
     def to_json(self) -> list[Any]:
-        """Return JSON values; `mark_from_json` reads them back."""
+        """Return the states and the fingerprint as JSON values, which `mark_from_json` reads."""
         return [self.before.to_json(), self.fingerprint]
 
 
 def mark_from_json(document: list[Any] | None) -> BatchMark | None:
-    """Return the mark that `BatchMark.to_json` wrote, or None."""
+    """Return the batch mark from the JSON values of `BatchMark.to_json`, or None."""
     return None if document is None else BatchMark(states_from_json(document[0]), document[1])
 
 
@@ -103,7 +103,7 @@ def count_of(things: Any) -> int | None:
 
 
 def made_like(loader: Any, **changed: Any) -> Any:
-    """Recreate torch's `DataLoader` with these arguments changed."""
+    """Return a copy of a torch `DataLoader` with these arguments changed."""
     import torch
 
     names = [
@@ -191,14 +191,14 @@ def batches_from(
 
 
 def name_of(loader: Any) -> str:
-    """Return a loader's description for messages, by its dataset or class."""
+    """Return a text that names the loader in messages: its dataset or its class."""
     dataset = getattr(loader, "dataset", None)
     return f"the {type(loader).__name__}" if dataset is None else f"the dataset {type(dataset).__name__}"
 
 
 @final
 class _Named:
-    """A batch sampler that keeps the iterator over it."""
+    """A wrapper of a batch sampler that stores the latest iterator over its sample indices."""
 
     def __init__(self, real: Iterable[Any]) -> None:
         self._real = real
@@ -245,7 +245,9 @@ class DataPosition:
     # ---- an epoch ----------------------------------------------------------------------------------------
 
     def watch(self, loader: Any) -> Any:
-        """Return the trainer's loader with its batches watched; accelerate's loader wraps the real one."""
+        """Return the trainer's loader in a wrapper whose epochs begin at the run's position; accelerate's
+        loader wraps the real one.
+        """
         shell = loader if hasattr(loader, "base_dataloader") else None
         real = loader if shell is None else shell.base_dataloader
         if isinstance(real, _WatchedLoader):
@@ -281,7 +283,7 @@ class DataPosition:
             self.rng.resume(**_states_of(self._saved, "now"))
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield this epoch's batches from the next one on."""
+        """Yield the remaining batches of this epoch."""
         saved, self._made = self._saved or {}, self.used + 1
         last, following = mark_from_json(saved.get("last")), saved.get("next")
         if last is not None:
@@ -311,7 +313,9 @@ class DataPosition:
     # ---- state for checkpoints ---------------------------------------------------------------------------
 
     def to_json(self, rows: int) -> dict[str, Any]:
-        """Return the position for a checkpoint; `rows` is the number of samples in a batch."""
+        """Return the data position as JSON values for a checkpoint; `rows` is the number of samples in a
+        batch.
+        """
         following, last = self.marks.get(self.used), self.marks.get(self.used - 1)
         return {
             "epoch": self._epoch + self.epoch_is_over,
@@ -340,7 +344,7 @@ def _states_of(saved: Mapping[str, Any], now: str) -> dict[str, DataRngStates]:
 
 @final
 class _WatchedLoader:
-    """A wrapper of a loader whose epochs begin at the run's position."""
+    """A wrapper of a data loader whose epochs begin at the run's position in the data."""
 
     def __init__(self, loader: Any, batches: Callable[[Any], Iterator[Any]]) -> None:
         self._loader, self._batches = loader, batches

@@ -42,7 +42,7 @@ generator."""
 
 @final
 class OwnState:
-    """The generators and counters reachable from one loader."""
+    """The random generators and the counters that are reachable from one loader's objects."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -53,11 +53,15 @@ class OwnState:
         self._numbers = {path: value for path, value in values.items() if _kind_of(value) is None}
 
     def look(self) -> None:
-        """Search the loader's objects again, since they may have changed."""
+        """Search the loader's objects again for random generators and counters, since they may
+        have changed.
+        """
         self._held = dict(_attributes(self._loader))
 
     def state(self) -> State:
-        """Return the generators' states, and the numbers that differ from the initial ones."""
+        """Return the states of the random generators, and the counters that differ from their
+        initial values.
+        """
         values = {path: held.value() for path, held in self._held.items()}
         return {
             path: [kind, _GET[kind](value)] if kind else value
@@ -66,7 +70,7 @@ class OwnState:
         }
 
     def set(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`.
+        """Restore the random generators and counters that `state` returned.
 
         Values that did not exist then are removed, and missing generators are created. Raises `SnugfitError`
         on failure.
@@ -83,7 +87,7 @@ class OwnState:
 
 
 class _Attribute:
-    """An attribute, entry or cell of an object that contains a generator or a number."""
+    """An attribute, entry or cell of an object, whose value is a random generator or a number."""
 
     def __init__(self, owner: Any, name: str, value: Any = None) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -92,8 +96,7 @@ class _Attribute:
         return self._value if self._owner is None else vars(self._owner).get(self._name)
 
     def set(self, state: Any) -> None:
-        """Set the state of the generator in this place; replace a number, or a value that is not a generator
-        of that kind."""
+        """Set the state of the random generator in this attribute; replace a number or another value."""
         before = self.value()
         if isinstance(state, list) and _kind_of(before) == state[0]:
             _SET[state[0]](before, state[1])
@@ -101,7 +104,7 @@ class _Attribute:
             vars(self._owner)[self._name] = _new_generator(*state) if isinstance(state, list) else state
 
     def remove(self) -> None:
-        """Remove the value, such as the result of a `cached_property`."""
+        """Remove the value of this attribute, such as the result of a `cached_property`."""
         if self._owner is not None:
             vars(self._owner).pop(self._name, None)
 
@@ -111,7 +114,7 @@ def _is_librarys(value: Any) -> bool:
 
 
 def _attribute_at(loader: Any, path: str) -> _Attribute:
-    """Return the place of a generator that the data creates with its first batch.
+    """Return the attribute with a random generator that the data creates with its first batch.
 
     Raises `SnugfitError` if its owner does not exist.
     """
@@ -127,7 +130,7 @@ def _attribute_at(loader: Any, path: str) -> _Attribute:
 
 
 def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
-    """Yield the attributes with a generator or a counter, by their paths; the nearest first."""
+    """Yield the attributes with a random generator or a counter, by their paths; the nearest first."""
     waiting: list[tuple[str, Any, int]] = [("", loader, 0)]
     visited: set[int] = set()
     while waiting and len(visited) < MOST:
@@ -204,7 +207,7 @@ def _kinds() -> dict[str, type[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a numpy generator's state with its arrays as lists."""
+    """Return the state of a numpy random generator, with its arrays as lists."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
@@ -227,7 +230,7 @@ _SET: dict[str, Callable[[Any, Any], None]] = {
 
 
 def _new_generator(kind: str, state: Any) -> Any:
-    """Return a new generator in this state."""
+    """Return a new random generator in this state."""
     import numpy
 
     bits = (getattr(numpy.random, state["bit_generator"])(),) if kind == "numpy" else ()

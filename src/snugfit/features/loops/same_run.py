@@ -53,7 +53,9 @@ def refuse_another_run(
 
 
 def recipe_differences(before: str, now: str) -> tuple[list[str], list[str]]:
-    """Return two lists of differences between recipes: those that affect a run's states, and `FREE_SLOTS`."""
+    """Return the differences of two recipes in two lists: those that affect a run's states, and
+    `FREE_SLOTS`.
+    """
     try:
         old, new = Recipe.parse(before), Recipe.parse(now)
     except SnugfitError:  # a technique unknown to this snugfit

@@ -30,5 +30,5 @@ class AdamW8bit(EightBitStates):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return AdamW of bitsandbytes."""
+        """Return bitsandbytes' 8-bit AdamW as the optimizer of the Setup."""
         return bitsandbytes_wish("AdamW8bit", "adamw_bnb_8bit", {}, self.embeddings)

@@ -36,7 +36,7 @@ class Apollo(Projected):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return APOLLO and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        """Return APOLLO and AdamW as one optimizer of the Setup; the HF Trainer's is the authors' package."""
         return OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.apollo:ApolloWithAdamW",

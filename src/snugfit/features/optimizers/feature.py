@@ -45,7 +45,9 @@ class Optimizers(Feature):
         return [sentence] if (sentence := doubt_about_pages(optimizer)) else []
 
     def rate_names(self, kernel: Any) -> Sequence[str]:
-        """Return the name of the rate for bitsandbytes' updates with one state; empty for other kernels."""
+        """Return the name of the measured rate for bitsandbytes' updates with one state per weight; empty for
+        other kernels.
+        """
         is_small = kernel.operator == "bitsandbytes::optimizer_update_8bit_blockwise"
         # The operator is the same for one state and for two; only the number of tensors differs.
         if is_small and kernel.tensors < TENSORS_OF_TWO_STATES:

@@ -76,7 +76,7 @@ class Galore(Projected):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return GaLore and AdamW as one optimizer; the HF Trainer's is the authors' package."""
+        """Return GaLore and AdamW as one optimizer of the Setup; the HF Trainer's is the authors' package."""
         return OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.galore:GaloreWithAdamW",

@@ -35,5 +35,5 @@ class Lion8bit(EightBitStates):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return Lion of bitsandbytes."""
+        """Return bitsandbytes' 8-bit Lion as the optimizer of the Setup."""
         return bitsandbytes_wish("Lion8bit", "lion_8bit", LION, self.embeddings)

@@ -32,7 +32,7 @@ class Muon(OfMatrices):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return torch's Muon and AdamW as one optimizer; the HF Trainer has no name for it."""
+        """Return torch's Muon and AdamW as one optimizer of the Setup; the HF Trainer has no name for it."""
         return OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.matrices:MuonWithAdamW",

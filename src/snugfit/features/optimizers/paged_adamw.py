@@ -36,5 +36,5 @@ class PagedAdamW(PagedStates):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return AdamW of bitsandbytes."""
+        """Return bitsandbytes' paged AdamW as the optimizer of the Setup."""
         return self.paged_wish("AdamW", {})

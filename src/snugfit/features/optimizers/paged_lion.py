@@ -31,5 +31,5 @@ class PagedLion(PagedStates):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return Lion of bitsandbytes."""
+        """Return bitsandbytes' paged Lion as the optimizer of the Setup."""
         return self.paged_wish("Lion", LION)

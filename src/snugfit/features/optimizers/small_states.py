@@ -41,7 +41,7 @@ def bitsandbytes_wish(
 
 
 def lion_counterparts(name: str, settings: Mapping[str, Any]) -> tuple[Counterpart, ...]:
-    """Return the transformers arguments that mean a Lion with these settings."""
+    """Return transformers' arguments that select a Lion with these settings."""
     note = "TrainingArguments give it AdamW's second beta unless adam_beta2 is 0.99"
     return (
         Counterpart(arguments={"optim": name, "adam_beta2": 0.99}, settings=settings),
@@ -57,7 +57,9 @@ class OfBitsandbytes(Technique):
     extra: ClassVar = "bnb"
 
     def code(self, job: Job) -> tuple[str, ...]:
-        """Return lines that set the width of embeddings; none where it is that of other states."""
+        """Return Python lines that set the width of the embeddings' moments; none where it equals the
+        others'.
+        """
         prepare = self.value.prepare
         # With 8 bits, bitsandbytes needs no override.
         if prepare is None or prepare.arguments["bits"] == 8:
@@ -81,7 +83,9 @@ class EightBitStates(OfBitsandbytes):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield embeddings in 32 bits, as in the HF Trainer, and all in 8 bits."""
+        """Yield two settings: moments of embeddings in 32 bits, as in the HF Trainer, and all moments in 8
+        bits.
+        """
         yield from (cls(), cls(embeddings=8))
 
 

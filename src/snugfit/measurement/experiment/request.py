@@ -43,8 +43,9 @@ class MeasurementRequest:
 
     @property
     def setup(self) -> Setup:
-        """The Setup of each process. Raises `UsageError` where the recipe does not support this number of
-        GPUs."""
+        """The training settings (`Setup`) of each measured process. Raises `UsageError` where the recipe does
+        not support this number of GPUs.
+        """
         return on_gpus(self.recipe.setup(), self.gpus)
 
     @property
@@ -55,7 +56,9 @@ class MeasurementRequest:
     def document(
         self, target: Target, baseline: GpuBaseline | None, *, rank: int = 0, store: Path | None = None
     ) -> dict[str, object]:
-        """Return the request for one process. `store` is the file by which ranks find each other."""
+        """Return the request as a JSON object for one measured process. `store` is the file by which ranks
+        find each other.
+        """
         return {
             "parent": os.getpid(),
             # The monotonic clock is the same in all processes of a machine.

@@ -50,8 +50,9 @@ _MESSAGE_LINES = 20
 
 
 def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tuple[Measurement, str]:
-    """Return the measurement of one request, one process on each target, and the end of the processes'
-    output."""
+    """Run a requested measurement in one process per GPU; return its result, and the end of the processes'
+    output.
+    """
     baselines = _baselines(targets)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
@@ -136,7 +137,9 @@ def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int) -> dic
 
 
 def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
-    """Return each GPU's state once it is clean. The patience applies to all of them together."""
+    """Wait until no other process uses the GPUs, and return each one's memory and processes. The patience
+    applies to all of them together.
+    """
     deadline = time.monotonic() + contamination.PATIENCE
     return [
         contamination.before(target.card, patience=max(0.0, deadline - time.monotonic()))
@@ -211,7 +214,7 @@ def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | N
 
 
 def _message(runs: Sequence[RankRun], cause: int) -> str:
-    """Return the end of a dead run's output, or its exception; empty for a successful run."""
+    """Return the end of a failed measurement's output, or its exception; empty for a successful run."""
     run = runs[cause]
     if run.result.outcome == causes.OK:
         return ""
@@ -225,7 +228,7 @@ def _message(runs: Sequence[RankRun], cause: int) -> str:
 
 
 def _output(exits: Sequence[ChildExit]) -> str:
-    """Return the last output of each process, one after the other."""
+    """Return the last output of each measured process, one after the other."""
     if len(exits) == 1:
         return exits[0].tail
     return "\n".join(f"--- rank {rank} ---\n{exited.tail}" for rank, exited in enumerate(exits))
@@ -330,7 +333,7 @@ class RankRun:
     """For each of its steps: True if it was not disturbed (`quiet_on_all`)."""
 
     def footprint(self) -> Footprint | None:
-        """Return its bytes at their peak; None without a result."""
+        """Return the bytes of the rank's process at their peak; None without a result."""
         peak = None
         if self.baseline and self.sampler:
             # After `peaks_at` the ranks run further steps with a profiler, whose bytes do not count.
@@ -338,20 +341,24 @@ class RankRun:
         return measured_footprint(self.result, peak)
 
     def timing(self) -> Timing | None:
-        """Return the seconds of its steps, in each of which all ranks together process a global batch."""
+        """Return the seconds of the rank's steps, in each of which all ranks together process a
+        global batch.
+        """
         return timing_of(self.result.seconds, self.request.job.batch_size, self.quiet)
 
     def clock(self) -> GpuClock | None:
-        """Return its GPU's clock while its steps were timed; None on a CPU, and where NVML does not report
-        it."""
+        """Return the clock of the rank's GPU in the timed steps; None on a CPU, and where NVML does not
+        report it.
+        """
         if self.target.card is None or self.sampler is None:
             return None
         result = self.result
         return clock_between(self.sampler.clocks, self.target.card, result.timed_from, result.timed_until)
 
     def contamination(self) -> str | None:
-        """Return the reason why its GPU was shared, or could not be proven clean; None for a clean GPU.
-        Memory of the process group belongs to the run."""
+        """Return the reason why the rank's GPU was shared, or could not be proven clean; None for a clean
+        GPU. Memory of the process group belongs to the run.
+        """
         target, result = self.target, self.result
         if target.card is None or self.baseline is None or self.sampler is None:
             doubt = target.doubt
@@ -392,7 +399,9 @@ def quiet_on_all(results: Sequence[ChildResult]) -> list[bool]:
 
 
 def worst_of(footprints: Sequence[Footprint | None]) -> int:
-    """Return the index of the footprint with the largest NVML, else reserved, else host bytes."""
+    """Return the index of the process with the largest footprint: by NVML's bytes, else reserved bytes, else
+    host bytes.
+    """
 
     def needs(number: int) -> tuple[int, int, int]:
         one = footprints[number]

@@ -24,7 +24,9 @@ one."""
 
 
 def run_kernel(choice: str, of: Operands) -> torch.Tensor:
-    """Run the attention operator that torch calls for `choice`, one of `choose_on_cuda`, on `meta`."""
+    """Run on `meta` the attention operator that torch calls for the chosen kernel (a result of
+    `choose_on_cuda`).
+    """
     out: torch.Tensor = _RUNNERS[choice](of)
     return out
 
@@ -32,7 +34,7 @@ def run_kernel(choice: str, of: Operands) -> torch.Tensor:
 def attention_by(
     policy: Policy, note: Callable[[str], object] = str, *, trains: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Return `scaled_dot_product_attention` for this policy's device.
+    """Return a replacement of `scaled_dot_product_attention` as on the simulated device.
 
     `note` is called with the name of each chosen kernel. With `trains`, a backward pass always follows, even
     if no operand requires a gradient.
@@ -122,7 +124,7 @@ def _is_aligned(mask: torch.Tensor) -> bool:
 
 
 def _math(of: Operands) -> Any:
-    """Run the math path of attention.
+    """Run unfused attention on `meta`, torch's math path.
 
     It repeats `_scaled_dot_product_attention_math`. While the recorder is active, torch's own adds the mask
     out of place (`areAnyTensorSubclassLike`). That needs one matrix of scores more than on a device.
@@ -208,7 +210,7 @@ def _expand(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
 
 
 def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the output, the log-sum-exp and the largest score per row of flex attention.
+    """Simulate flex attention: return its output, log-sum-exp and largest score per row.
 
     The output is (B, H, S, D) with D of the value, the other two are (B, H, S).
     """
@@ -224,7 +226,9 @@ def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 @functools.cache
 def _flex_function() -> Any:
-    """Return `flex_attention`'s kernels as an autograd function. It saves operands, output and row sums."""
+    """Return an autograd function that simulates `flex_attention`'s kernels. It saves operands, output and
+    row sums.
+    """
     import torch
     from torch.utils.flop_counter import register_flop_formula
 
@@ -261,7 +265,7 @@ def _flex_function() -> Any:
     register_flop_formula(operators.flex_attention_backward)(products_backward)
 
     class FlexAttention(torch.autograd.Function):
-        """Forward and backward of `flex_attention` on `meta`."""
+        """Simulated forward and backward of `flex_attention` on `meta` tensors."""
 
         @staticmethod
         def forward(context: Any, query: Any, key: Any, value: Any) -> Any:

@@ -96,7 +96,7 @@ def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:
 
 @contextlib.contextmanager
 def order_in_force(order: Sequence[str]) -> Iterator[None]:
-    """Set torch's priority of attention kernels inside the context, unless the user has set another.
+    """Context in which torch tries attention kernels in this GPU's order, unless the user has set another.
 
     `sdpa_kernel` and `_set_sdp_priority_order` change the process's priority, which CPUs ignore.
     """
@@ -116,7 +116,8 @@ def order_in_force(order: Sequence[str]) -> Iterator[None]:
 
 
 def choose_on_cuda(of: Operands, fused: FusedKernels) -> str:
-    """Return `cudnn`, `flash`, `efficient` or `math`, on a GPU with these kernels.
+    """Return the name of the attention kernel that torch chooses on a GPU: `cudnn`, `flash`, `efficient` or
+    `math`.
 
     The result is the first kernel in the active order that is enabled and supports the operands. Raise
     torch's `RuntimeError` if there is none.
@@ -133,8 +134,9 @@ def choose_on_cuda(of: Operands, fused: FusedKernels) -> str:
 
 
 def _switched_on() -> dict[str, bool]:
-    """Return for each attention kernel whether it is enabled, by `torch.nn.attention.sdpa_kernel` or
-    `torch.backends.cuda.enable_*_sdp`."""
+    """Return, for each attention kernel, True if the user has it enabled (`torch.nn.attention.sdpa_kernel` or
+    `torch.backends.cuda.enable_*_sdp`).
+    """
     from torch.backends import cuda
 
     return {
@@ -146,7 +148,7 @@ def _switched_on() -> dict[str, bool]:
 
 
 def _fuses(of: Operands, *, one_for_both: bool = True) -> bool:
-    """Return True if the operands meet the conditions of every fused kernel.
+    """Return True if attention's operands meet the conditions of every fused kernel.
 
     The conditions are four dimensions, one batch size, whole groups of heads, and no empty sequence. The
     sources are `check_tensor_shapes`, `check_batch_size_and_num_heads_dense` and
@@ -250,7 +252,8 @@ _TAKES: dict[str, Callable[[Operands, FusedKernels], bool]] = {
 
 
 def choose_on_cpu(of: Operands) -> str:
-    """Return `flash_for_cpu` or `math`, by `native/transformers/sdp_utils_cpp.cpp` for dense operands.
+    """Return the name of the attention kernel that torch chooses on a CPU, `flash_for_cpu` or `math`, by
+    `native/transformers/sdp_utils_cpp.cpp` for dense operands.
 
     Raise torch's `RuntimeError` if no enabled kernel supports the operands.
     """

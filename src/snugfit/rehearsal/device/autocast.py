@@ -28,7 +28,9 @@ SWITCH = "cpu"
 
 
 class _CachedCast(NamedTuple):
-    """A weight and its cast copy. The weight must be alive while its id is a key of the cache."""
+    """A weight and its copy in autocast's dtype. The weight must be alive while its id is a key
+    of the cache.
+    """
 
     weight: torch.Tensor
     cast: torch.Tensor
@@ -116,7 +118,7 @@ class Autocasting:
 
 @functools.cache
 def _plain_kernel(name: str) -> Any:
-    """Return torch's own kernel of an operator, which is the same in every simulation."""
+    """Return the kernel that torch itself registers for an operator; it is the same in every simulation."""
     import torch
 
     return torch.library.get_kernel(f"aten::{name}", KEY)
@@ -139,7 +141,9 @@ def _cast_all(cast: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _floats(value: Any) -> bool:
-    """Return True if autocast may cast this argument: a floating-point tensor (`is_autocast_eligible`)."""
+    """Return True if autocast may cast this argument of an operator: a floating-point tensor
+    (`is_autocast_eligible`).
+    """
     import torch
 
     return (
@@ -163,7 +167,7 @@ def _to_fp32(value: Any) -> Any:
 def _switched_off(
     previous: Callable[..., Any], prepare: Callable[[Any, Any], _Arguments]
 ) -> Callable[..., Any]:
-    """Return a kernel that casts its arguments with `prepare` and calls `previous` with autocast off.
+    """Return an operator's kernel that casts arguments by `prepare`, then calls `previous` with autocast off.
 
     It does so while autocast is on. Every operator of a simulation passes through such a kernel, so it does
     no more than that.

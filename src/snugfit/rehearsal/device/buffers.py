@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class Buffer(NamedTuple):
-    """One entry of a kernel's scratch: the allocation of `nbytes` bytes, or a free if negative.
+    """One entry in the list of a kernel's temporary buffers (its scratch): the allocation of `nbytes` bytes,
+    or a free if negative.
 
     An entry of 0 bytes marks the position of the operator's own outputs.
     """
@@ -30,7 +31,7 @@ ONE_OUTPUT = {Buffer(f"output {number}", 0): number for number in range(3)}
 
 
 class GpuSize(NamedTuple):
-    """Properties of a GPU that determine the size of a kernel's scratch."""
+    """Properties of a GPU that determine the sizes of kernels' temporary buffers."""
 
     multiprocessors: int
     threads: int
@@ -40,11 +41,12 @@ class GpuSize(NamedTuple):
 
 
 def output(number: int) -> Buffer:
-    """Return the marker for one output of the operator."""
+    """Return an entry that marks the position of an operator's output among its temporary buffers."""
     return Buffer(f"output {number}", 0)
 
 
 def nest(*buffers: Buffer, during: Scratch = ()) -> Scratch:
-    """Return buffers that are allocated in order, live during other entries, and are freed in reverse
-    order."""
+    """Return the entries of nested buffers: allocated in order, live during other entries, freed in reverse
+    order.
+    """
     return (*buffers, *during, *(Buffer(name, -nbytes) for name, nbytes in reversed(buffers)))

@@ -171,7 +171,7 @@ def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def _keep_for_backward(x: torch.Tensor) -> torch.Tensor:
-    """Return `x`, and save it for its backward pass as an autograd function would."""
+    """Return `x`, and save it for its backward pass as an autograd function does."""
     import torch
 
     class _Keeps(torch.autograd.Function):

@@ -56,7 +56,7 @@ not).
 
 
 def forward(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the scratch of `convolution(input, weight, ...)`."""
+    """Return the temporary buffers of `convolution(input, weight, ...)`."""
     x, weight = arguments[0], arguments[1]
     # Not covered: three shapes with 42 million or more input elements copied nothing either.
     if (_is_of_patches(x, weight, out) and out.size(1) <= NARROW) or not _copies(x, weight, out, "forward"):
@@ -66,7 +66,7 @@ def forward(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def backward(arguments: Sequence[Any], out: Sequence[Any], summed: Scratch = ()) -> Scratch:
-    """Return the scratch of `convolution_backward(grad_output, input, weight, ...)`.
+    """Return the temporary buffers of `convolution_backward(grad_output, input, weight, ...)`.
 
     It has a contiguous copy of the gradient if that is not contiguous, and each gradient with its workspace.
     After the free of the copy, it has the bias's gradient, a sum with the scratch `summed`. Sources:
@@ -103,7 +103,9 @@ def _padded_channels(x: Any) -> int:
 
 
 def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
-    """Return the workspace of the weight's gradient from pictures in half precision."""
+    """Return the bytes of the temporary buffer for the weight's gradient of a convolution of pictures in half
+    precision.
+    """
     samples, patches = x.size(0), gradient[0, 0].numel()
     # The gradient of the weight from small pictures needs one fp32 result and no copies.
     if patches <= FEW_PATCHES and samples > FEW_SAMPLES:

@@ -169,13 +169,13 @@ class _DrawnTensor(torch.Tensor):
 
     @classmethod
     def of(cls, draw: _Draw, shape: Sequence[int]) -> _DrawnTensor:
-        """Return a tensor of this shape with the drawn number."""
+        """Return a tensor of this shape that contains the drawn random number."""
         tensor = torch.full(tuple(shape), LARGEST).as_subclass(cls)
         tensor.draw = draw
         return tensor
 
     def item(self) -> Any:
-        """Return the drawn number, still marked as drawn."""
+        """Return the random number that this tensor contains, still marked as drawn."""
         return self.draw
 
     @classmethod

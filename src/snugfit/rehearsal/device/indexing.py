@@ -39,8 +39,9 @@ The source is `cub/device/dispatch/tuning`.
 
 
 def embedding(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the copy of indices that cannot be viewed as flat: `indices.reshape(-1)` in
-    `native/Embedding.cpp`."""
+    """Return the temporary copy of an embedding's indices that cannot be viewed as flat:
+    `indices.reshape(-1)` in `native/Embedding.cpp`.
+    """
     indices = arguments[1]
     if indices.dim() == 1 or _flat(indices):
         return ()
@@ -56,7 +57,7 @@ def _flat(tensor: Any) -> bool:
 
 
 def index(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the copies of several indices with one shape and different strides.
+    """Return the temporary copies of several indices with one shape and different strides.
 
     The kernel requires equal strides: `AdvancedIndex`, `native/TensorAdvancedIndexing.cpp`.
     """
@@ -82,7 +83,7 @@ def masked_select(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the scratch of an indexed write.
+    """Return the temporary buffers of an indexed write.
 
     Values to add (the gradient of a gather) are sorted, so that they are added in one order:
     `index_put_with_sort_kernel`, `native/cuda/Indexing.cu`. Values to write are not sorted.
@@ -125,7 +126,7 @@ def _adjacent(indices: Sequence[Any]) -> bool:
 
 
 def embedding_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the scratch of `embedding_dense_backward_cuda`, without `scale_grad_by_freq`.
+    """Return the temporary buffers of `embedding_dense_backward_cuda`, without `scale_grad_by_freq`.
 
     The source is `native/cuda/Embedding.cu`.
     """
@@ -147,7 +148,7 @@ def embedding_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scra
 
 
 def _summing(count: int, rows: int, gradient: Any, item: int, multiprocessors: int) -> Scratch:
-    """Return the scratch of the sorted sum in embedding backward, after its output.
+    """Return the temporary buffers of the sorted sum in embedding backward, after its output.
 
     The function is `embedding_backward_cuda_kernel` in `native/cuda/EmbeddingBackwardKernel.cu`.
     """

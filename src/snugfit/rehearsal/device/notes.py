@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def _nothing(*about: object) -> None:
-    """Ignore the arguments: the default of callbacks."""
+    """Ignore the arguments: the default of callbacks for decisions."""
 
 
 @dataclass(frozen=True)
 class PolicyNotes:
-    """Callbacks and lists that receive the decisions of a policy's overrides."""
+    """Callbacks and lists that receive the decisions of the overrides for a device (its policy)."""
 
     claim: Callable[[torch.Tensor, str], None] = _nothing
     """Called with each tensor that torch allocates for itself (autocast's copies), and its kind."""

@@ -184,7 +184,7 @@ def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
 
 
 def _no_callback(doubt: Callable[[str], None]) -> Callable[[Any], None]:
-    """Return a replacement for Dynamo's lookup of a compiled function's callback, which finds none."""
+    """Return a replacement for Dynamo's lookup of a compiled function's callback; it finds no callback."""
 
     def callback_from_stance(callback: Any) -> None:
         if callback not in (None, False):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[PolicyNotes]:
-    """Context in which meta tensors behave like those of the policy's device inside the context.
+    """Context in which meta tensors behave like tensors of the simulated device.
 
     Yield the notes in which its overrides record their decisions. Raise `RehearsalError` if an override has
     no effect.
@@ -106,7 +106,9 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 def _probe(policy: Policy) -> None:
-    """Test each override of a policy with one small example. Raise `RehearsalError` if one has no effect."""
+    """Test each override that imitates a device with one small example. Raise `RehearsalError` if one has no
+    effect.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -248,7 +250,7 @@ _ORIGINALS: list[Any] = []
 
 
 def _rebind(replacements: dict[Any, Any]) -> None:
-    """Bind each name of a key of `replacements` to its value, in every loaded module.
+    """In every loaded module, rebind the names of replaced functions to the values of `replacements`.
 
     Modules that were imported since the last search are searched too, so that they get the originals back.
     """
@@ -261,7 +263,9 @@ def _rebind(replacements: dict[Any, Any]) -> None:
 
 
 def _are_as_looked_through() -> bool:
-    """Return True if no module was loaded and no name was added since the last search."""
+    """Return True if no module was loaded, and no name was added, since the last search for replaced
+    functions.
+    """
     modules = list(sys.modules.values())
     if len(modules) != len(_MODULES) or not all(map(operator.is_, modules, _MODULES)):
         return False
@@ -270,8 +274,9 @@ def _are_as_looked_through() -> bool:
 
 
 def _record_names(ids: Collection[int]) -> None:
-    """Record the names that refer to objects with one of these ids, in modules that are new or have other
-    names."""
+    """Record the module attributes that refer to objects with one of these ids, in modules that are new or
+    have other names.
+    """
     own_names = {original.__name__ for original in _ORIGINALS}
     modules = list(sys.modules.values())
     _MODULES[:] = modules
@@ -286,7 +291,7 @@ def _record_names(ids: Collection[int]) -> None:
 
 
 def _reset_if_new(originals: Collection[Any]) -> None:
-    """Clear the recorded positions if these functions are new."""
+    """Clear the recorded places where replaced functions are bound, if these functions are new."""
     if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
         return
     _ORIGINALS[:] = originals

@@ -34,7 +34,7 @@ class PoliciesDiffer(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Base class of the decisions that torch makes for a kind of device."""
+    """Base class for a device's policy: the kernels, buffers and dtypes that torch chooses on it."""
 
     autocast: ClassVar[autocast_lists.AutocastLists]
     """Operators that autocast casts on this device."""
@@ -75,15 +75,15 @@ class Policy(ABC):
     @property
     @abstractmethod
     def uses_grouped_mm(self) -> bool:
-        """True if products of experts use `grouped_mm`."""
+        """True if the device multiplies groups of rows by experts' weights with `grouped_mm`."""
 
     @abstractmethod
     def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """Return True if such a grouped product is one kernel."""
+        """Return True if such a product of experts' groups is one kernel."""
 
     @abstractmethod
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return the scratch of this operator's kernel: the temporary buffers that it allocates."""
+        """Return the temporary buffers that this operator's kernel allocates on the device (its scratch)."""
 
     def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:
         """Return the workspaces that a thread allocates once, at its first use of this operator."""
@@ -107,7 +107,7 @@ class ScratchSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CudaPolicy(Policy):
-    """The decisions of a CUDA GPU."""
+    """The policy of a CUDA GPU: the kernels, buffers and dtypes that torch chooses on it."""
 
     autocast = autocast_lists.CUDA
     fuses_dropout = True
@@ -134,11 +134,15 @@ class CudaPolicy(Policy):
     """
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
-        """Return the kernel that `sdp_utils.cpp` chooses for this capability."""
+        """Return the name of the attention kernel that `sdp_utils.cpp` chooses for this GPU's compute
+        capability.
+        """
         return self.common(lambda one: attention_choice.choose_on_cuda(operands, one._attention_kernels))
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return `fact(self)`, a property of this GPU. Raise `PoliciesDiffer` if that of a peer differs."""
+        """Return `fact(self)`, a property of this GPU. Raise `PoliciesDiffer` if a GPU that shares the
+        simulation has another one.
+        """
         facts = {fact(one) for one in (self, *self.peers)}
         if len(facts) > 1:
             raise PoliciesDiffer(
@@ -148,7 +152,7 @@ class CudaPolicy(Policy):
 
     @property
     def attention_order(self) -> Sequence[str]:
-        """Priority in `sdp_utils.cpp` for this capability."""
+        """Names of torch's attention kernels in the order in which `sdp_utils.cpp` tries them on this GPU."""
         return self._attention_kernels.order
 
     @property
@@ -157,7 +161,7 @@ class CudaPolicy(Policy):
 
     @property
     def decisions(self) -> Hashable:
-        """Key that is equal for GPUs with the same kernels for all operands.
+        """Key that is equal for GPUs on which torch chooses the same kernels for all operands.
 
         Their workspaces and scratch may differ.
         """
@@ -165,7 +169,7 @@ class CudaPolicy(Policy):
 
     @property
     def may_share(self) -> Hashable:
-        """Key that is equal for GPUs that may be each other's `peers`.
+        """Key that is equal for GPUs that may share one simulation (`peers`).
 
         Their kernels may differ only for heads wider than 128 and for grouped products.
         """
@@ -173,18 +177,18 @@ class CudaPolicy(Policy):
 
     @property
     def scratch_size(self) -> ScratchSize:
-        """Sizes that determine this GPU's workspaces and scratch."""
+        """Sizes of this GPU that determine the temporary buffers of its kernels."""
         workspaces = sum(nbytes for _, nbytes in self.workspaces("aten::addmm"))
         return ScratchSize(workspaces, self.resident_threads)
 
     @property
     def resident_threads(self) -> int:
-        """Resident threads of the whole GPU."""
+        """Number of threads that the whole GPU can hold at once."""
         return self.multiprocessors * self.threads_per_multiprocessor
 
     @property
     def uses_grouped_mm(self) -> bool:
-        """True from Ampere on: `_can_use_grouped_mm`, transformers' `integrations/moe.py`."""
+        """True from Ampere on, as transformers decides in `_can_use_grouped_mm` (`integrations/moe.py`)."""
         return self.capability >= (8, 0)
 
     def fuses_groups(self, dtype: torch.dtype) -> bool:
@@ -197,7 +201,7 @@ class CudaPolicy(Policy):
         return self.common(lambda one: is_fused and one.capability[0] in _FUSING_GROUPS)
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return the scratch of reductions, attention and embedding backward: see `scratch.py`."""
+        """Return the temporary buffers of reductions, attention and embedding backward: see `scratch.py`."""
         gpu = GpuSize(self.multiprocessors, self.threads_per_multiprocessor, self.capability)
         return cuda_scratch(operator, arguments, out, gpu)
 
@@ -220,7 +224,7 @@ class CudaPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPolicy(CudaPolicy):
-    """The decisions of one GPU, with a comparison to other GPUs' scratch and kernels.
+    """The policy of one GPU, which also compares its temporary buffers and kernels with other GPUs'.
 
     So one simulation is valid for all of them.
     """
@@ -254,7 +258,9 @@ class ComparedPolicy(CudaPolicy):
         return own
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return this GPU's scratch, and record that of the others."""
+        """Return the temporary buffers of an operator's kernel on this GPU, and record those on the other
+        GPUs.
+        """
         scratch = super().scratch(operator, arguments, out)
         for other in self.compared:
             if self.sizes[other] is not None:
@@ -263,7 +269,7 @@ class ComparedPolicy(CudaPolicy):
 
     @property
     def resident_threads(self) -> int:
-        """Resident threads of the whole GPU; GPUs with another number are marked as different.
+        """Number of threads that the GPU can hold at once. GPUs with another number are marked as different.
 
         A step's own buffers of this size belong to no kernel.
         """
@@ -286,7 +292,7 @@ class ComparedPolicy(CudaPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CpuPolicy(Policy):
-    """The decisions of the CPU, which mostly equal those of `meta`.
+    """The policy of the CPU: torch's choices on it, which mostly equal those of `meta`.
 
     Dropout is a random mask and products. Buffers of the CPU's kernels are not modelled.
     """
@@ -303,7 +309,7 @@ class CpuPolicy(Policy):
 
     @property
     def uses_grouped_mm(self) -> bool:
-        """True, in torch 2.11 and later."""
+        """True for torch 2.11 and later, which have `grouped_mm` on the CPU."""
         return True
 
     def fuses_groups(self, dtype: torch.dtype) -> bool:
@@ -311,7 +317,7 @@ class CpuPolicy(Policy):
         return True
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return the scratch of operators that torch composes from others."""
+        """Return the temporary buffers of operators that torch composes from others."""
         return composed_scratch(operator, arguments, out)
 
 
@@ -332,8 +338,9 @@ def _mask_first(outputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _without_philox(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Return the outputs without seed and offset, which efficient attention stores on the host in eager
-    mode."""
+    """Return attention's outputs without seed and offset, which efficient attention stores on the host in
+    eager mode.
+    """
     return outputs[:2]
 
 

@@ -52,8 +52,7 @@ def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _elements(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the scratch of a reduction to a single number: a buffer for all elements, which is then
-    resized."""
+    """Return the temporary buffers of a reduction to one number: a buffer for all elements, then resized."""
     # Losses with one number as result store all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`).
     stored = out.untyped_storage().nbytes()
     return (OUTPUTS, *nest(Buffer("elements", stored))) if stored > out.nbytes else ()
@@ -76,8 +75,9 @@ def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _mean_within(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the scratch of a mean within a composed operator: a result that exists until it overwrites the
-    first element."""
+    """Return the temporary buffer of a mean within a composed operator; the mean then overwrites its first
+    element.
+    """
     return (OUTPUTS, *nest(Buffer("mean", out.element_size()))) if not out.dim() else ()
 
 
@@ -130,7 +130,9 @@ NORM_CHUNK = 65_536
 
 
 def _foreach_norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return one fp32 partial norm per tensor and chunk of the largest (`native/cuda/ForeachReduceOp.cu`)."""
+    """Return the temporary buffer of a norm of several tensors: one fp32 number per tensor and chunk
+    (`native/cuda/ForeachReduceOp.cu`).
+    """
     chunks = max(-(-tensor.numel() // NORM_CHUNK) for tensor in arguments[0])
     return nest(Buffer("partial norms", 4 * len(arguments[0]) * chunks), during=(OUTPUTS,))
 
@@ -140,8 +142,9 @@ def _within(name: str, nbytes: int) -> Scratch:
 
 
 def _pow(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the scratch of `pow` with a number as its base: the number as a tensor (`pow_Scalar_out`,
-    `native/Pow.cpp`)."""
+    """Return the temporary buffer of `pow` with a number as its base: that number as a tensor
+    (`pow_Scalar_out`, `native/Pow.cpp`).
+    """
     # The base becomes a tensor of one fp64 number.
     return () if hasattr(arguments[0], "numel") else (OUTPUTS, *_within("base", 8))
 
@@ -206,7 +209,7 @@ def _fused_attention_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) 
 
 
 def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the buffers of flash attention's backward for concatenated sequences (N, H, D).
+    """Return the temporary buffers of flash attention's backward for concatenated sequences (N, H, D).
 
     `mha_varlen_bwd` (`cuda/flash_attn/flash_api.cpp`) leaves 128 rows between two sequences. The rule comes
     from the source, and was measured on no GPU.
@@ -228,7 +231,7 @@ def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> 
 
 
 def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the buffers of efficient attention's backward.
+    """Return the temporary buffers of efficient attention's backward.
 
     In 32 bits, other kernels first sum the gradient times the output (`delta`). In 16 bits, the kernel itself
     does so (`kKernelComputesDelta`, `mem_eff_attention/kernel_backward.h`). In 16 bits with heads wider than
@@ -315,7 +318,7 @@ def reduced_dimensions(arguments: Sequence[Any]) -> Sequence[int]:
 def partial_results(
     operand: Any, over: Sequence[int], out: Any, gpu: GpuSize, *, accumulated: int = ACCUMULATED
 ) -> Scratch:
-    """Return the buffers for the reduction of `operand` to `out`.
+    """Return the temporary buffers for the reduction of `operand` to `out`.
 
     `over` are the reduced dimensions, all by default. `accumulated` are the bytes of a partial result.
     """
@@ -349,8 +352,9 @@ def partial_results(
 # buffer. For the norms of columns in Adafactor over an embedding (256,000 x 2,176 in fp32), an H200 reserved
 # 133 MiB.
 def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shape, or its halves along the dimension with the largest extent, until each is small
-    enough."""
+    """Yield the shape of an operand, or of its halves along the largest dimension until each is
+    small enough.
+    """
     reach = [(size - 1) * stride * item for size, stride in zip(shape, strides, strict=True)]
     if sum(reach) < MOST_BYTES:
         yield tuple(shape)
@@ -370,7 +374,7 @@ class ReductionBytes(NamedTuple):
 
 
 def reduction(inputs: int, outputs: int, inner: bool, gpu: GpuSize) -> ReductionBytes | None:
-    """Return the buffers for the reduction of `inputs` values to each of `outputs`.
+    """Return the bytes of the temporary buffers for the reduction of `inputs` values to each of `outputs`.
 
     Return None if one block per output suffices. `inner` is True if the reduced dimension has the smallest
     stride. Source: `setReduceConfig`, `ReduceConfig::global_memory_size`, Reduce.cuh.

@@ -18,7 +18,7 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the result of `_grouped_mm` with rows padded to 16 bytes.
+    """Return an empty tensor for the result of `_grouped_mm`, with rows padded to 16 bytes.
 
     The source is `create_grouped_gemm_output_tensor` in `native/GroupedMMUtils.h`. `first` is (M, K) or (G,
     M, K), `second` (K, N) or (G, K, N). If one of them has no group dimension, `offs` has the ends of the G
@@ -45,7 +45,9 @@ def _groups(offs: torch.Tensor | None) -> int:
 def fused_rms_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result, and one number per row for backward (fp32 for half precision)."""
+    """Return empty tensors for the result of RMS norm and one number per row for backward (fp32 for half
+    precision).
+    """
     rows = [*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)]
     # The kernel computes statistics in fp32 (`_fused_rms_norm_cuda`); elsewhere torch composes the norm.
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -60,25 +62,30 @@ def fused_rms_norm_backward(
     weight: torch.Tensor | None,
     needs_grad: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the requested gradients of input and weight."""
+    """Return empty tensors for the requested gradients of RMS norm's input and weight."""
     of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad[0] else None
     return of_x, torch.empty_like(weight) if needs_grad[1] and weight is not None else None
 
 
 def ctc_loss_backward(gradient: torch.Tensor, log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
-    """Return the gradient of the log-probabilities (`native/LossCTC.cpp`)."""
+    """Return an empty tensor for the gradient of CTC loss, in the shape of the log-probabilities
+    (`native/LossCTC.cpp`).
+    """
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 def softmax_backward(
     gradient: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the gradient of the input, always contiguous (`native/cuda/SoftMax.cu`)."""
+    """Return an empty tensor for the gradient of softmax's input, always contiguous
+    (`native/cuda/SoftMax.cu`).
+    """
     return torch.empty_like(gradient, dtype=input_dtype, memory_format=torch.contiguous_format)
 
 
 def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *_: Any) -> torch.Tensor:
-    """Return the result of a loss: its elements, or one number in a buffer of the elements' size.
+    """Return an empty tensor for the result of a loss: its elements, or one number in a buffer of the
+    elements' size.
 
     The sources are `TORCH_META_FUNC(mse_loss)` and `(smooth_l1_loss)` in `native/BinaryOps.cpp`.
     """
@@ -91,8 +98,9 @@ def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *
 def binary_cross_entropy(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
 ) -> torch.Tensor:
-    """Return the loss in the input's shape, or one number in a buffer of that size (`native/Loss.cpp` and
-    `native/cuda/Loss.cu`)."""
+    """Return an empty tensor for the loss: the input's shape, or one number in a buffer of that size
+    (`native/Loss.cpp` and `native/cuda/Loss.cu`).
+    """
     return shrunk_loss(x, x, reduction)
 
 
@@ -105,7 +113,7 @@ def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.T
 def convolution_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *how: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the requested gradients of input, weight and bias.
+    """Return empty tensors for the requested gradients of a convolution's input, weight and bias.
 
     Input and weight alone determine a channels-last layout (`determine_backend_memory_format`,
     `native/Convolution.cpp`).
@@ -135,7 +143,7 @@ def addmm_in(
 
 
 def addmm_in_place(*operands: Any, out: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Return `out`, into which `addmm` writes."""
+    """Return `out`, the tensor into which a compiled `addmm` writes its result."""
     return out
 
 

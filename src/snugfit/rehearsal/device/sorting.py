@@ -31,8 +31,9 @@ hundred bytes."""
 
 
 def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the scratch of `sort_cuda_kernel`: a range of indices and a sort in place, or CUB's radix
-    sort."""
+    """Return the temporary buffers of `sort_cuda_kernel`: a range of indices and a sort in place, or CUB's
+    radix sort.
+    """
     operand, dims = arguments[0], [argument for argument in arguments[1:] if type(argument) is int]
     if not operand.numel() or not operand.dim():
         return ()
@@ -59,7 +60,9 @@ def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def scan(operand: Any, out: Any) -> Scratch:
-    """Return the state of CUB's scan, which exists for one-dimensional operands only (`scan_dim`)."""
+    """Return the temporary buffer for the state of CUB's scan; only one-dimensional operands need it
+    (`scan_dim`).
+    """
     if out.numel() < 1 or max(out.shape, default=0) != out.numel():
         return ()
     return nest(Buffer("scan", scan_bytes(-(-out.numel() // SCAN_TILE), out.element_size())))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class UseCounts(NamedTuple):
-    """Reference counts of a tensor, of its storage, and of its Python object."""
+    """Reference counts of a tensor: of its C++ object, of its storage, and of its Python object."""
 
     tensor: int
     storage: int
@@ -50,7 +50,9 @@ derivative."""
 
 
 class SoleOwner:
-    """A test for operators of a backward pass that write into their first operand and allocate nothing."""
+    """A test for operators of a backward pass that run in place because no other reference to their first
+    operand exists.
+    """
 
     def __init__(self) -> None:
         # The use counts are private functions of torch, which another release may not have.
@@ -82,13 +84,14 @@ class SoleOwner:
 
 @functools.cache
 def sole_owner(policy: Policy) -> SoleOwner:
-    """Return the test for this policy; its reference counts are measured once, while the policy is active."""
+    """Return the test for in-place operators of a backward pass on the simulated device. Its reference counts
+    are measured once, while the policy is active.
+    """
     return SoleOwner()
 
 
 def _may_be_added(first: torch.Tensor, other: Any) -> bool:
-    """Return True if the engine may add these gradients in place: same shape and dtype, the first one
-    dense."""
+    """Return True if autograd may add these gradients in place: same shape and dtype, the first one dense."""
     return (
         isinstance(other, torch.Tensor)
         and first.shape == other.shape
@@ -115,7 +118,7 @@ class _Counter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that Dynamo does not skip the mode, as the recorder does."""
+        """Return False, so that Dynamo does not skip this dispatch mode."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,7 +132,9 @@ class _Counter(TorchDispatchMode):
 
 
 def _counts_in_backward(operator: Any, example: Callable[[torch.Tensor], torch.Tensor]) -> list[UseCounts]:
-    """Return the reference counts at each run of the operator in this example's backward pass."""
+    """Return the reference counts of the first operand at each run of the operator in this example's backward
+    pass.
+    """
     x = torch.empty(4, 4, device="meta", requires_grad=True)
     counter = _Counter(operator)
     with torch.enable_grad(), counter:

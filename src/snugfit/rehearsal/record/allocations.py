@@ -38,7 +38,7 @@ _ZEROS = "aten::_efficientzerotensor"
 
 
 class Allocations:
-    """A record of when a run's storages are allocated and freed."""
+    """A record of when the storages (tensors' memory) of a run are allocated and freed."""
 
     def __init__(self, policy: Policy, modules: ModuleTracker) -> None:
         self.policy, self.modules = policy, modules
@@ -145,7 +145,7 @@ class Allocations:
             self.events.append(-(index + 1))
 
     def use_stream(self, number: int) -> int:
-        """Set the stream of later allocations, by number. Return the previous one."""
+        """Set the CUDA stream of later allocations, by number. Return the previous one."""
         before, self._stream = self._stream, number
         return before
 
@@ -162,7 +162,7 @@ class Allocations:
 
     @property
     def of_graphs(self) -> frozenset[int]:
-        """Indices of the blocks in the memory of CUDA graphs."""
+        """Indices of the memory blocks in the pool of CUDA graphs."""
         return frozenset(self._of_graphs)
 
     def is_of_graphs(self, storage: Any) -> bool:
@@ -174,7 +174,9 @@ class Allocations:
         return played is not None and played() is storage
 
     def built_block(self, storage: Any) -> int | None:
-        """Return the block of a storage that was allocated before the first step, or None for any other."""
+        """Return the memory block of a storage that was allocated before the first step, or None for any
+        other.
+        """
         index, _ = self._live.get(storage._cdata, (NO_BLOCK, None))
         return index if index != NO_BLOCK and self._blocks[index][4] < 0 else None
 
@@ -194,12 +196,12 @@ class Allocations:
         self._workspaces.clear()
 
     def live_bytes(self) -> int:
-        """Return the requested bytes of live blocks."""
+        """Return the requested bytes of all live memory blocks."""
         sizes = (self._blocks[abs(event) - 1][0] * (1 if event > 0 else -1) for event in self.events)
         return sum(sizes)
 
     def forget(self) -> None:
-        """Clear the recorded allocations and frees."""
+        """Clear the recorded allocations and frees of a run."""
         self.events.clear()
         self._blocks.clear()
         self._played.clear()
@@ -207,7 +209,7 @@ class Allocations:
     # ---- kinds of bytes ----------------------------------------------------------------------------------
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "", *, instead_of: str = "") -> None:
-        """Set the kind of this tensor's block, and its module if one is given.
+        """Set the kind (weight, gradient, ...) of this tensor's memory block, and its module if one is given.
 
         Only the first claim counts, except that it replaces a claim for the kind `instead_of`.
         """
@@ -220,7 +222,7 @@ class Allocations:
             block[2], block[5], block[6] = module or block[2], kind, stored_dtype(tensor)
 
     def blocks(self, phases: Sequence[Mark]) -> tuple[Block, ...]:
-        """Return all blocks, with the kinds that depend on the whole run.
+        """Return all memory blocks of the run, with their kinds (activation, temporary, ...).
 
         `phases` are the marks at which phases begin.
         """

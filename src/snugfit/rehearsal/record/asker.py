@@ -28,7 +28,7 @@ _WARNS = ("warn_if_padding_and_no_attention_mask",)
 
 
 class CodeLine(NamedTuple):
-    """A line of code and its stack frame."""
+    """A line of the model's code and its stack frame."""
 
     frame: FrameType
     """Stack frame of its function."""
@@ -37,8 +37,9 @@ class CodeLine(NamedTuple):
 
     @classmethod
     def asking(cls) -> Self | None:
-        """Return the line of the model's code that reads a value now, or None if the training loop reads
-        it."""
+        """Return the line of the model's code that now reads a tensor's value, or None if the training loop
+        reads it.
+        """
         frame: FrameType | None = sys._getframe(1)
         # The read passes through frames of torch and of the simulation; the first other frame is its origin.
         while frame is not None and _is_of(module_of(frame), _PASSES_ON):
@@ -50,7 +51,9 @@ class CodeLine(NamedTuple):
         return cls(frame, frame.f_lineno)
 
     def __str__(self) -> str:
-        """Return `, in T5ForSequenceClassification.forward (modeling_t5.py, line 1305: `eos_mask = ...`)`."""
+        """Return the line as text: `, in T5ForSequenceClassification.forward (modeling_t5.py, line 1305:
+        `eos_mask = ...`)`.
+        """
         code = self.frame.f_code
         source = traceback.FrameSummary(code.co_filename, self.line, code.co_name).line or ""
         shown = f": `{source[:_LONGEST_LINE]}`" if source else ""

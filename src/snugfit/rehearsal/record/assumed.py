@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Assumption(StrEnum):
-    """The assumption behind a value, as the start of a sentence that ends with the reading line."""
+    """The reason for a tensor's assumed value, as the start of a sentence that ends with the reading line."""
 
     BALANCED = (
         "Choices that depend on weights, such as a router's, are assumed to be spread evenly (balanced "
@@ -40,7 +40,7 @@ class Assumption(StrEnum):
 
 
 class Assumed(NamedTuple):
-    """An assumed value and its assumption."""
+    """An assumed value of a tensor without data, and the reason for the assumption."""
 
     assumption: Assumption
     """The reason why a value had to be assumed."""
@@ -49,7 +49,7 @@ class Assumed(NamedTuple):
 
 
 def assume(func: Any, args: tuple[Any, ...], index: int, out: torch.Tensor, routing: str) -> Assumed:
-    """Return the assumed value of result number `index` of an operator with unknown operands.
+    """Return an assumed value for result number `index` of an operator with unknown operands.
 
     The result has integers or booleans, in `out`'s shape.
     """
@@ -97,8 +97,9 @@ def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int
 
 
 def _choices(shape: tuple[int, ...], dim: int, options: int, *, spread: bool, whole: bool) -> torch.Tensor:
-    """Return int64 choices below `options` in this shape: different along `dim`, and between samples if
-    `spread`."""
+    """Return int64 choices below `options` in this shape; they differ along `dim`, and between samples if
+    `spread`.
+    """
     count = shape[dim] if dim >= 0 else 1
     samples = [size for at, size in enumerate(shape) if at != dim]
     # A sort uses every option, so a shift by `count` would be a shift by 0.

@@ -17,15 +17,16 @@ ABOUT_ONE = 1.0 + 2.0**-40
 
 
 class AssumedFloat(float):
-    """A float with an assumed value, which calls `decides` if a decision depends on it. Its value is added to
-    `known`."""
+    """A float whose value is assumed in a simulation. It calls `decides` if the model's code compares it. Its
+    value is added to `known`.
+    """
 
     __slots__ = ("_decides", "_known")
     _decides: Callable[[], None]
     _known: set[float]
 
     def __new__(cls, value: float, decides: Callable[[], None], known: set[float]) -> AssumedFloat:
-        """Return a number of this value."""
+        """Return an assumed float with this value."""
         number = super().__new__(cls, value)
         number._decides, number._known = decides, known
         if not (4 * value).is_integer():  # 0 is the result of many computations, so it identifies none
@@ -35,7 +36,9 @@ class AssumedFloat(float):
     __hash__ = float.__hash__
 
     def after_function(self, result: Any) -> Any:
-        """Return a function's result as an assumed number if it is a float; otherwise report a decision."""
+        """Return the result of a function on this number, as an assumed number if it is a float; otherwise
+        report a decision.
+        """
         if type(result) is float:
             return AssumedFloat(result, self._decides, self._known)
         self._decides()

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class HostCopies(Protocol):
-    """The weights and states that a simulation keeps on the host, and their copies to and from the device."""
+    """Interface for the weights and states that a simulation keeps on the host, and their copies to and from
+    the device.
+    """
 
     def copy_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of an operator that copies to the host, or `NotImplemented` for any other."""
@@ -65,7 +67,7 @@ class CopyRecorder(LinkObserver):
         self._write(STAGE_OUT, _moving(nbytes))
 
     def update_on_host(self, nbytes: int, dtype: torch.dtype) -> None:
-        """Record that the host waits, and updates these bytes of weights."""
+        """Record that the host waits for the device, and updates these bytes of weights itself."""
         self._wait()
         self._write(UPDATE_ON_HOST, _moving(nbytes, dtype=str(dtype)))
 
@@ -78,7 +80,7 @@ class CopyRecorder(LinkObserver):
         self._write(PREFETCH, _moving(nbytes))
 
     def work_on_host(self, nbytes: int) -> None:
-        """Record that the host reads and writes these bytes itself."""
+        """Record that the host reads and writes these bytes of weights, gradients or states itself."""
         self._write(WORK_ON_HOST, _moving(nbytes))
 
     def swap(self, nbytes: int) -> None:
@@ -86,7 +88,7 @@ class CopyRecorder(LinkObserver):
         self._write(SWAPPED, _moving(nbytes))
 
     def hold_on_host(self, nbytes: int, pinned: int) -> None:
-        """Record the bytes in host memory, and the page-locked part of them."""
+        """Record the bytes of weights and states in host memory, and the page-locked part of them."""
         self._write(HELD_ON_HOST, _moving(nbytes))
         self._write(PINNED_ON_HOST, _moving(pinned))
 
@@ -100,7 +102,7 @@ def _moving(nbytes: int, *, tensors: int = 1, dtype: str = "torch.uint8") -> Ker
 
 @contextlib.contextmanager
 def copies_heard(write: Write, wait: Callable[[], None]) -> Iterator[None]:
-    """Context in which `write` is called for each copy between host and device.
+    """Context in which the function `write` is called for each simulated copy between host and device.
 
     `wait` is called if the host waits for the device.
     """

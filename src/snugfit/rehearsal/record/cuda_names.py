@@ -96,17 +96,17 @@ class _TimedEvent:
     """A replacement for `torch.cuda.Event` in a user's module."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """Accept an event's arguments; no time is measured."""
+        """Accept the arguments of a CUDA event; a simulation measures no time."""
 
     def record(self, stream: Any = None) -> None:
-        """Do nothing, because no kernel runs."""
+        """Do nothing: a simulated event has no kernel to wait for."""
 
     def query(self) -> bool:
-        """Return True: all work is finished."""
+        """Return True: a simulated event has always occurred."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Return 1, in milliseconds."""
+        """Return 1, in milliseconds: a simulation measures no time."""
         return 1.0
 
     wait = synchronize = record
@@ -152,7 +152,7 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
 
 
 def _by_caller(plain: Any, answer: Any) -> Any:
-    """Return a function that calls `answer` if the user's code is the caller, and `plain` for libraries."""
+    """Return a function that calls `answer` if the user's code is the caller, and `plain` if a library is."""
 
     def ask(*arguments: Any, **keywords: Any) -> Any:
         # Libraries must see the real state, or they would call CUDA for tensors on `meta`.

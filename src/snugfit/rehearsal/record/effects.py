@@ -18,7 +18,9 @@ aten = torch.ops.aten
 
 
 class Effect(Enum):
-    """The relation between an operator's result and values."""
+    """The way in which an operator sets tracked values of tensors: it computes, fills, draws or
+    writes them.
+    """
 
     COMPUTES = "computes"
     """The result follows from the operands' values."""
@@ -107,7 +109,7 @@ _KEEPING = frozenset(
 
 
 def effect_of(func: Any) -> Effect:
-    """Return the effect of an operator, from its schema and tags."""
+    """Return the way in which an operator sets tracked values, from its schema and tags."""
     if func in FILLED:
         return Effect.FILLS
     schema = func._schema

@@ -43,7 +43,9 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def settings_known() -> Iterator[None]:
-    """Context in which benchmarks of kernels are left out of a simulation. They run only in a first step."""
+    """Context in which Triton's timing runs of kernel configurations are not simulated; they belong to a
+    first step.
+    """
     _TIMED.append(False)
     try:
         yield

@@ -74,7 +74,7 @@ KEEPS_CONTEXT = MATRIX_PRODUCTS | {
 
 
 class KernelCost(NamedTuple):
-    """The work of a kernel on the device: FLOPs, bytes and layout; the fields are those of `Kernel`."""
+    """The work of a kernel on the device: FLOPs, bytes and layout, with the fields of `Kernel`."""
 
     flops: int
     nbytes: int
@@ -106,7 +106,7 @@ def name_of_call(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @functools.lru_cache(maxsize=8192)
 def group_of(operator: str) -> str:
-    """Return the operator group of an operator.
+    """Return the class of an operator by the kind of its work.
 
     The classes are those of "Data Movement Is All You Need" (Ivanov et al., arXiv 2007.00072): contractions,
     statistical normalisations, element-wise.
@@ -164,7 +164,7 @@ def cost_of_generated(
 def _layout(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any], outputs: list[Any]
 ) -> str:
-    """Return the layout of the operands that selects the kernel: see `Kernel.layout`."""
+    """Return the layout of a kernel's operands, on which its speed depends: see `Kernel.layout`."""
     if "attention" in func._schema.name:
         return WITH_DROPOUT if _argument(func, args, kwargs, "dropout_p") else ""
     if torch.Tag.pointwise in func.tags or func._schema.name in _COPYING:
@@ -173,7 +173,7 @@ def _layout(
 
 
 def _leading(func: Any, inputs: list[Any], outputs: list[Any]) -> tuple[int, ...]:
-    """Return the leading dimensions of a product's matrices, or () for other operators."""
+    """Return the leading dimensions (strides) of a matrix product's operands, or () for other operators."""
     name = func._schema.name
     if name not in MATRIX_PRODUCTS:
         return ()
@@ -201,14 +201,15 @@ def _pointwise_layout(operands: list[Any]) -> str:
 
 
 def _across(operand: torch.Tensor) -> bool:
-    """Return True if this large operand is read across its rows: neighbours in a row are not adjacent in
-    memory."""
+    """Return True if a kernel reads this large operand across its rows: neighbours in a row are not adjacent
+    in memory.
+    """
     apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
     return apart and _nbytes(operand) > LARGEST_CACHED
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """Return the value of a named argument, given or by default."""
+    """Return the value of an operator's argument by name, given or by default."""
     for at, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
@@ -221,7 +222,8 @@ def reads_groups(func: Any, args: tuple[Any, ...], policy: Policy) -> bool:
 
 
 def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
-    """Return a grouped product's cost as the costs of one product per group, with groups of equal size.
+    """Return the cost of a product over groups (experts) as the costs of one product per group, with groups
+    of equal size.
 
     (M, K) by (G, K, N) is split by rows, (N, M) by (M, K) by the inner dimension.
     """
@@ -281,7 +283,9 @@ def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _arithmetic(func: Any, operand: torch.Tensor) -> str:
-    """Return the kernel's compute dtype: its operand's dtype, or TF32 for some products and convolutions."""
+    """Return the dtype in which a kernel computes: its operand's dtype, or TF32 for some products and
+    convolutions.
+    """
     if operand.dtype is torch.float32 and func._schema.name in PRODUCTS:
         backends: Any = torch.backends
         where = backends.cudnn.conv if "conv" in func._schema.name else backends.cuda.matmul
@@ -290,7 +294,7 @@ def _arithmetic(func: Any, operand: torch.Tensor) -> str:
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
-    """Return the FLOPs by torch's registry, or None if it has no formula.
+    """Return an operator's FLOPs by torch's registry, or None if it has no formula.
 
     The registry has no grouped products. Its formulas for attention do not support grouped queries: keys and
     values then count once per query head that uses them. They also count the half that a causal mask skips,
@@ -317,7 +321,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Return the FLOPs of a grouped product.
+    """Return the FLOPs of a product over groups (experts).
 
     The groups divide a dimension (rows, columns or inner dimension) if an operand has no group dimension.
     Those are (M, K) by (G, K, N), (G, M, K) by (K, N), and (M, K) by (K, N). In (G, M, K) by (G, K, N), each
@@ -371,9 +375,9 @@ def cost_by_lengths(
 ) -> KernelCost | None:
     """Correct the FLOPs of attention over sequences of several lengths, if the sequence ends are known.
 
-    FlashAttention computes tiles of `TILE` queries and keys. On shapes, torch's formula treats each sequence
-    as long as the longest. A padded row of an encoder may be three sequences, two of them short or empty.
-    Then the formula returns three times the FLOPs or more.
+    FlashAttention computes tiles of `TILE` queries and keys. On tensors without data, torch's formula treats
+    each sequence as long as the longest. A padded row of an encoder may be three sequences, two of them short
+    or empty. Then the formula returns three times the FLOPs or more.
     """
     at = _ENDS.get(operator)
     if cost is None or at is None or args[at] is None:

@@ -45,12 +45,12 @@ class ModuleTracker:
         self._with_kernels = 0  # active modules in which a kernel has run
 
     def name_modules(self, model: torch.nn.Module) -> None:
-        """Use the names of this model's modules; other modules are named by their class."""
+        """Name this model's modules by their dotted names; other modules are named by their class."""
         self._names = {id(module): name for name, module in model.named_modules()}
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Track modules and checkpoints inside the context."""
+        """Context in which the running module and its activation checkpoints are tracked."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
         with contextlib.ExitStack() as undo:
@@ -77,15 +77,15 @@ class ModuleTracker:
 
     @property
     def call(self) -> int:
-        """Number of the innermost active call of a module; 0 outside of all."""
+        """Number of the module call that runs now, the innermost one; 0 outside of all modules."""
         return self._calls[-1]
 
     def forget_counts(self) -> None:
-        """Set all counts to zero."""
+        """Set the counts of modules' kernels to zero."""
         self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:
-        """Return the number of modules whose first kernel is the current one."""
+        """Return the number of nested modules whose first kernel is the current one."""
         modules = len(self._paths) - self._with_kernels
         self._with_kernels = len(self._paths)
         return modules

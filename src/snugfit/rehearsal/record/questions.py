@@ -35,7 +35,7 @@ LARGEST = 2**27
 
 
 class Questions:
-    """The results of value reads in one simulated run.
+    """Computes results for a model's reads of tensor values in one simulated run, such as `.item()`.
 
     `wait` is called if the host waits for the device. `doubt` is called with each sentence about an
     assumption. `call` returns the number of the active call of a module.
@@ -59,8 +59,9 @@ class Questions:
         """Exact results of reads, by micro-batch in order."""
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator that reads a value, or NotImplemented for a copy within one
-        device."""
+        """Return the result of an operator that reads a tensor's value, or NotImplemented for a copy within
+        one device.
+        """
         if func is aten._local_scalar_dense.default:
             return self._scalar(func, args, kwargs)
         if func is aten.equal.default:
@@ -82,7 +83,9 @@ class Questions:
     # ---- numbers and truths ------------------------------------------------------------------------------
 
     def _scalar(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the value of a one-element tensor on `meta`, by its shadow."""
+        """Return the number in a one-element tensor on `meta`, from its shadow (the values tracked on the
+        CPU).
+        """
         tensor = args[0]
         if not tensor.is_meta:
             # A tensor that was copied to the host may contain an assumed number.
@@ -103,7 +106,7 @@ class Questions:
         return answer
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
-        """Return True if two tensors on `meta` have equal shadow values."""
+        """Return True if two tensors on `meta` have equal shadows (the values tracked on the CPU)."""
         self._wait()
         (one, assumed), (other, assumed_too) = self._value(first), self._value(second)
         assumption = assumed or assumed_too
@@ -116,7 +119,7 @@ class Questions:
         return answer
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor with the shadow value of this tensor."""
+        """Return a CPU tensor with the values tracked for this tensor on `meta` (its shadow)."""
         self._wait()
         value, assumption = self._value(tensor)
         copy = value.clone()
@@ -130,7 +133,9 @@ class Questions:
         return copy
 
     def item_of(self, tensor: torch.Tensor, item: Callable[[torch.Tensor], Any]) -> Any:
-        """Return the result of `tensor.item()`; an assumed float reports decisions based on it."""
+        """Return the result of `tensor.item()` in a simulation; an assumed float reports decisions based on
+        it.
+        """
         before, self._by_item = self._by_item, True
         self._deferred = False
         try:
@@ -142,7 +147,7 @@ class Questions:
         return AssumedFloat(ABOUT_ONE, self.decide, self._shadows.assumed_numbers)
 
     def decide(self) -> None:
-        """Report a decision based on an assumed float."""
+        """Report that the model's code decided by an assumed float."""
         self._warn_of(Assumption.NUMBER)
 
     def read(self, tensor: torch.Tensor) -> None:
@@ -155,7 +160,7 @@ class Questions:
 
     # The host computes with real numbers, so the assumption is a mark on the storage.
     def host_ran(self, args: Any, out: Any) -> None:
-        """Mark outputs of a host operator as assumed if an operand is."""
+        """Mark the outputs of an operator on the host as assumed if an operand is."""
         if self._shadows.is_unsure(args):
             for tensor in tensors_in(out):
                 self._shadows.set_unsure(tensor)
@@ -234,8 +239,9 @@ class Questions:
     # ---- values ------------------------------------------------------------------------------------------
 
     def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Assumption | None]:
-        """Return the shadow value of a tensor on the CPU and its assumption; the value is all ones if it is
-        unknown."""
+        """Return a tensor's values as tracked on the CPU, and the assumption behind them; all ones if they
+        are unknown.
+        """
         if not tensor.is_meta:
             return tensor, Assumption.NUMBER if self._shadows.is_unsure(tensor) else None
         view = self._shadows.of(tensor)
@@ -249,7 +255,7 @@ class Questions:
         return ones, Assumption.MASK if tensor.dtype is torch.bool else Assumption.NUMBER
 
     def _warn_of(self, assumption: Assumption, *, deferred: bool = False) -> None:
-        """Add the warning about an assumed result; with `deferred`, only after a decision depends on it."""
+        """Add the warning about an assumed value; with `deferred`, only after a decision depends on it."""
         if deferred:
             self._deferred = True
             return
@@ -273,7 +279,7 @@ class Questions:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def next_batch(self) -> None:
-        """Assign later results to the next micro-batch."""
+        """Assign later reads of values to the next micro-batch."""
         # The limit is for one call of a module, so it starts again with each micro-batch.
         self._asked.clear()
         if self.answers[-1]:
@@ -281,8 +287,9 @@ class Questions:
 
     @property
     def vary(self) -> bool:
-        """Return True if reads in two micro-batches had different results: then no step repeats the previous
-        one."""
+        """Return True if reads of values in two micro-batches had different results: then no step repeats the
+        previous one.
+        """
         batches: Iterator[list[Hashable]] = (answers for answers in self.answers if answers)
         first = next(batches, None)
         return any(answers != first for answers in batches)

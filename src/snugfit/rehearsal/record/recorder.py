@@ -73,7 +73,7 @@ STEPS_DIFFER = (
 
 
 class Recorder(TorchDispatchMode, Observer):
-    """A recorder of a run on `meta` tensors, and the run's observer."""
+    """Records the allocations and kernels of a run on `meta` tensors."""
 
     allocations: type[Allocations] = Allocations
 
@@ -121,7 +121,9 @@ class Recorder(TorchDispatchMode, Observer):
 
     @classmethod
     def micro_batches_to_settle(cls, setup: Setup) -> float:
-        """Return how many micro-batches more than usual precede those that are alike; infinite for none."""
+        """Return how many micro-batches more than usual precede the first that repeats; infinite if none
+        repeats.
+        """
         return 0
 
     @classmethod
@@ -188,16 +190,16 @@ class Recorder(TorchDispatchMode, Observer):
     # ---- methods of the observer ---------------------------------------------------------------------
 
     def step_begins(self, index: int) -> None:
-        """Record the start of optimizer step `index`."""
+        """Record in the trace that optimizer step `index` begins."""
         self._step = index
         self.phase("load")
 
     def step_ends(self, index: int) -> None:
-        """Record the end of optimizer step `index`."""
+        """Record in the trace that optimizer step `index` ends."""
         self._mark(MarkKind.STEP_END)
 
     def phase(self, name: str) -> None:
-        """Record the start of a phase, to which all later events belong."""
+        """Record in the trace that a phase begins; all later events belong to that phase."""
         # Before an update all gradients exist; the update or `zero_grad` may free them.
         if name == "update":
             self._claim_gradients()
@@ -210,7 +212,9 @@ class Recorder(TorchDispatchMode, Observer):
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Assign names and kinds to the storages of the built model and optimizer."""
+        """Assign names and kinds (weight, optimizer state, ...) to the memory of the built model and
+        optimizer.
+        """
         self._optimizer = optimizer
         self._modules.name_modules(model)
         for sentence in kernels_asked_for(model):
@@ -235,7 +239,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._shadows.set(tensor, value)
 
     def current_phase(self) -> str:
-        """Return the current phase of the step."""
+        """Return the current phase of the recorded step."""
         return self._phase
 
     def doubt(self, sentence: str) -> None:
@@ -315,7 +319,7 @@ class Recorder(TorchDispatchMode, Observer):
         return out
 
     def _hand_on(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return NotImplemented for an operator on wrappers around tensors, or decompose a composite
+        """Return NotImplemented for an operator on tensors that wrap others, or decompose a composite
         operator.
 
         The operators that a wrapper runs on its inner tensors arrive here later. Wrappers run below autograd,
@@ -385,8 +389,9 @@ class Recorder(TorchDispatchMode, Observer):
         return numbers
 
     def _read_lists(self, indices: Sequence[torch.Tensor | None]) -> None:
-        """Set the shadow values of indices that the source code gives as lists, if number and shapes
-        match."""
+        """Set the tracked values of indices that the source code gives as lists, if number and
+        shapes match.
+        """
         unknown = [
             one for one in indices if one is not None and one.is_meta and self._shadows.of(one) is None
         ]
@@ -460,7 +465,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def program(self, again: Counter[int] | None = None, *, lowered: bool = True) -> Iterator[None]:
-        """Record a compiled program inside the context.
+        """Context in which the kernels of a compiled program are recorded as such.
 
         `again` is None for a forward pass. For a backward pass it counts recomputed contractions by FLOPs. A
         program that is not `lowered` runs torch's operators.
@@ -478,7 +483,7 @@ class Recorder(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def played_back(self) -> Iterator[None]:
-        """Mark kernels inside the context as parts of one CUDA graph, which the host launches as a whole."""
+        """Context whose kernels are marked as parts of one CUDA graph, which the host launches as a whole."""
         self._played = True
         try:
             yield
@@ -486,7 +491,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._played = False
 
     def _is_again(self, operator: str, flops: int) -> bool:
-        """Return True if this kernel recomputes a part of the forward pass."""
+        """Return True if this kernel recomputes a part of the forward pass in the backward pass."""
         if self._phase != "backward":
             # Eager recomputation has gradient mode on; a forward program in backward belongs to a checkpoint.
             return False
@@ -541,7 +546,7 @@ def _holds_tensors(kind: type[Any]) -> bool:
 
 
 def _last_steps_differ(blocks: Sequence[Block], steps: int) -> bool:
-    """Return True if the last two steps request different bytes, and both have all states."""
+    """Return True if the last two steps allocate different bytes, although both have all optimizer states."""
     by_step = [
         Counter((one.operator, one.nbytes) for one in blocks if one.step == step) for step in range(steps)
     ]

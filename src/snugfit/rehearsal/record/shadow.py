@@ -26,11 +26,11 @@ _CPU = torch.device("cpu")
 
 
 class NotFollowed(Exception):
-    """Error for a value of a `meta` tensor that cannot be computed."""
+    """Error for a `meta` tensor whose values cannot be tracked on the CPU."""
 
 
 class Shadow:
-    """The CPU contents of a `meta` storage, computed at the first read."""
+    """The values of a `meta` storage, tracked on the CPU and computed at the first read."""
 
     __slots__ = ("_contents", "_make", "assumption", "depth")
 
@@ -50,8 +50,9 @@ class Shadow:
             self.depth = 1
 
     def contents(self) -> torch.UntypedStorage:
-        """Return the contents as bytes on the CPU. Raise `NotFollowed` if the CPU does not support the
-        computation."""
+        """Return the storage's values as bytes on the CPU. Raise `NotFollowed` if the CPU does not support
+        the computation.
+        """
         if self._contents is None:
             # A computation that failed once is not tried again.
             if self._make is None:
@@ -77,18 +78,19 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        """Return the geometry of this tensor."""
+        """Return size, strides, offset and dtype of this tensor in its storage."""
         nbytes, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
         return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, nbytes)
 
     def within(self, contents: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor with this geometry over `contents`."""
+        """Return a CPU tensor with this size, strides and dtype over the storage `contents`."""
         empty = torch.empty(0, dtype=self.dtype, device=_CPU)
         return empty.set_(contents, self.offset, self.shape, self.stride)
 
     def contents(self, value: torch.Tensor) -> torch.UntypedStorage:
-        """Return a storage that contains `value` in this geometry. Raise `NotFollowed` if the value has
-        another shape."""
+        """Return a CPU storage that contains `value` in this geometry. Raise `NotFollowed` if the value has
+        another shape.
+        """
         if tuple(value.shape) != self.shape:
             raise NotFollowed
         contents = torch.UntypedStorage(self.nbytes)
@@ -98,23 +100,25 @@ class Geometry(NamedTuple):
     def shadow(
         self, make: Callable[[], torch.Tensor], assumption: Assumption | None = None, depth: int = 0
     ) -> Shadow:
-        """Return the shadow of a storage with the result of `make`."""
+        """Return the tracked values (shadow) of a storage, computed by `make` at the first read."""
         return Shadow(lambda: self.contents(make()), assumption, depth)
 
 
 class View(NamedTuple):
-    """A `meta` tensor as a shadow and the tensor's geometry in it."""
+    """A `meta` tensor as the tracked values of its storage (shadow), and the tensor's geometry in it."""
 
     shadow: Shadow
     geometry: Geometry
 
     def tensor(self) -> torch.Tensor:
-        """Return the value on the CPU, which must not be modified. Raise `NotFollowed` without one."""
+        """Return the tracked value as a CPU tensor, which must not be modified. Raise `NotFollowed` without
+        one.
+        """
         return self.geometry.within(self.shadow.contents())
 
 
 class HostValue(NamedTuple):
-    """A tensor of the host in its current version."""
+    """The value of a host tensor at one moment, before later modifications."""
 
     value: torch.Tensor
     version: int
@@ -123,7 +127,7 @@ class HostValue(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> HostValue:
-        """Return this tensor's value; a small one is copied at once."""
+        """Return the current value of this host tensor; a small one is copied at once."""
         value, real = tensor.detach(), getattr(tensor, REAL_VALUES, None)
         # The host may overwrite a small tensor, such as a counter, before the value is read.
         if real is None and tensor.numel() * tensor.element_size() <= COPIED:
@@ -131,7 +135,7 @@ class HostValue(NamedTuple):
         return cls(value, value._version, real)
 
     def tensor(self) -> torch.Tensor:
-        """Return the value. Raise `NotFollowed` if the tensor was modified meanwhile."""
+        """Return the tensor's value. Raise `NotFollowed` if the tensor was modified meanwhile."""
         # A large tensor is not copied, so a later write makes the noted value unknown.
         if self.value._version != self.version:
             raise NotFollowed
@@ -139,7 +143,7 @@ class HostValue(NamedTuple):
 
 
 class DeferredRun:
-    """A deferred operator on shadows; one run computes all its results."""
+    """A deferred operator on tracked values; one run on the CPU computes all its results."""
 
     __slots__ = ("_arguments", "_func", "_results")
 
@@ -148,7 +152,7 @@ class DeferredRun:
         self._results: list[torch.Tensor] = []
 
     def result(self, number: int) -> torch.Tensor:
-        """Return the result of this index among those that are tensors."""
+        """Return one result of the deferred operator, by its index among those that are tensors."""
         # The results come from one run, at the read of the first of them.
         if not self._results:
             args, kwargs = values_of(self._arguments)
@@ -188,8 +192,9 @@ def _views(noted: Any) -> Iterator[View]:
 
 
 def rests_on(noted: Any) -> tuple[Assumption | None, int]:
-    """Return the first assumption on which these operands depend, and their longest chain of deferred
-    computations."""
+    """Return the first assumption behind these operands' tracked values, and their longest chain of deferred
+    operators.
+    """
     views = list(_views(noted))
     assumption = next((view.shadow.assumption for view in views if view.shadow.assumption), None)
     return assumption, max((view.shadow.depth for view in views), default=0)

@@ -44,7 +44,7 @@ _CPU = torch.device("cpu")
 
 
 class _ByStorage:
-    """Shadows by storage, each kept as long as its storage is alive.
+    """Tracked values (shadows) by storage, each kept as long as its storage is alive.
 
     Addresses are reused, so an address alone could assign the value of a freed tensor to a new one.
     """
@@ -53,12 +53,12 @@ class _ByStorage:
         self._by_address: dict[int, tuple[weakref.ref[Any], Shadow]] = {}
 
     def of(self, storage: Any) -> Shadow | None:
-        """Return the shadow of this storage, or None if its contents are unknown."""
+        """Return the tracked values of this storage, or None if they are unknown."""
         known = self._by_address.get(storage._cdata)
         return known[1] if known is not None and known[0]() is storage else None
 
     def put(self, storage: Any, shadow: Shadow) -> None:
-        """Set the shadow of this storage."""
+        """Set the tracked values of this storage."""
         address, known = storage._cdata, self._by_address
 
         def forget(reference: Any) -> None:
@@ -70,12 +70,12 @@ class _ByStorage:
         known[address] = weakref.ref(storage, forget), shadow
 
     def forget(self, storage: Any) -> None:
-        """Remove the shadow of this storage."""
+        """Remove the tracked values of this storage."""
         self._by_address.pop(storage._cdata, None)
 
 
 class Shadows:
-    """The shadows of one simulation, by storage."""
+    """The values that one simulation tracks on the CPU for `meta` tensors (shadows), by storage."""
 
     def __init__(self, routing: str = "balanced") -> None:
         self.routing = routing
@@ -86,20 +86,20 @@ class Shadows:
         """Storages of the host that contain assumed numbers, by address, each with a weak reference."""
 
     def of(self, tensor: torch.Tensor) -> View | None:
-        """Return the shadow of a tensor on `meta`, or None if its value is unknown."""
+        """Return the tracked values of a tensor on `meta`, or None if they are unknown."""
         shadow = self._known.of(tensor.untyped_storage())
         return View(shadow, Geometry.of(tensor)) if shadow is not None else None
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Mark the value of a tensor on `meta` as unknown."""
+        """Mark the tracked value of a tensor on `meta` as unknown."""
         self._known.forget(tensor.untyped_storage())
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor, assumption: Assumption | None = None) -> None:
-        """Set the value of a tensor on `meta`."""
+        """Set the tracked value of a tensor on `meta`."""
         self._put(tensor, Geometry.of(tensor).shadow(lambda: value, assumption))
 
     def follow(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Update the shadows of an operator's results and of the tensors that it writes."""
+        """Update the tracked values of an operator's results, and of the tensors that it writes."""
         effect = operator.effect
         if effect is Effect.COMPUTES:
             if not self._is_plainly_unknown(args, out):
@@ -154,8 +154,7 @@ class Shadows:
     # ---- new tensors -------------------------------------------------------------------------------------
 
     def _fill(self, out: torch.Tensor, number: Any) -> None:
-        """Set a constant as the tensor's value, also for zeros that become optimizer states: the shadow is
-        small, and short-lived."""
+        """Set a constant as a tensor's tracked value, also for zeros that become optimizer states."""
         geometry = Geometry.of(out)
         if geometry.nbytes > LARGEST or isinstance(number, complex) or number in self.assumed_numbers:
             return
@@ -236,8 +235,9 @@ class Shadows:
         self._known.put(tensor.untyped_storage(), shadow)
 
     def _note(self, operands: Any) -> Any:
-        """Return operands with views of shadows instead of tensors. Raise `NotFollowed` if one has no
-        shadow."""
+        """Return an operator's operands with tracked values in place of tensors. Raise `NotFollowed` if one
+        has none.
+        """
         if isinstance(operands, torch.Tensor):
             if not operands.is_meta:
                 if self.is_unsure(operands):

@@ -31,7 +31,7 @@ LARGEST_CACHE = 200_000
 
 
 class KnownCall:
-    """The cached data of an operator on operands of certain shapes."""
+    """The cached results and cost of an operator on operands of certain shapes."""
 
     __slots__ = ("costs", "result", "scratch")
 
@@ -45,7 +45,7 @@ class KnownCall:
 
 
 class Operator:
-    """An operator with properties of its schema, and the cached data of its calls."""
+    """An operator with properties of its schema, and the cached results and costs of its calls."""
 
     __slots__ = (
         "aliasing",
@@ -84,14 +84,14 @@ class ShapeCache:
         self._size = 0
 
     def operator(self, func: Any) -> Operator:
-        """Return the record of this operator."""
+        """Return the cached data of this operator."""
         operator = self._operators.get(id(func))
         if operator is None:
             operator = self._operators[id(func)] = Operator(func)
         return operator
 
     def call(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KnownCall | None:
-        """Return the record of this call, or None if there is no reliable key.
+        """Return the cached data of this operator call, or None if there is no reliable key.
 
         A key is reliable if the results' shapes depend only on the metadata of `meta` tensors and on plain
         arguments.
@@ -115,7 +115,7 @@ class ShapeCache:
     def run(
         self, operator: Operator, call: KnownCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return the result of the operator on these meta operands."""
+        """Return the result of the operator on these meta operands, from the cache if possible."""
         if operator.shape_function is not None:
             return operator.shape_function(*args, **kwargs)
         aliasing = operator.aliasing
@@ -140,7 +140,7 @@ class ShapeCache:
         kwargs: dict[str, Any],
         out: Any,
     ) -> KernelCost | None:
-        """Return the cost of this call's kernel, or None without a kernel."""
+        """Return the cost of an operator call's kernel, or None without a kernel."""
         if call is None:
             return cost_of(operator.func, args, kwargs, out)
         # Only fp32 products may run in TF32, so only their cost depends on the setting.
@@ -156,7 +156,7 @@ SHAPE_CACHE = ShapeCache()
 
 
 class ScratchCache:
-    """A cache of kernels' scratch under one policy."""
+    """A cache of kernels' temporary buffers on one device."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -164,7 +164,7 @@ class ScratchCache:
         self._number = _number_of(policy) if policy.remembers_scratch else next(_NUMBERS)
 
     def of(self, operator: Operator, call: KnownCall | None, args: tuple[Any, ...], out: Any) -> Scratch:
-        """Return the scratch of this call."""
+        """Return the temporary buffers of this operator call's kernel."""
         if call is None:
             return self.policy.scratch(operator.name, args, out)
         # a convolution's copies depend on the precision too
@@ -217,11 +217,11 @@ _META = torch.device("meta")
 
 
 class _NotAKey(Exception):
-    """Error for an operand that cannot be part of a cache key."""
+    """Error for an operand of an operator that cannot be part of a cache key."""
 
 
 def _aliasing(func: Any) -> str:
-    """Return the aliasing of an operator, from its schema.
+    """Return a word for the storage that an operator's results share with its operands, from its schema.
 
     `pure` operators share no storage. `in place` operators return their first operand. `of a list` operators
     write into each tensor of a list and return nothing, as foreach optimizers do. All others are `other`.
@@ -279,7 +279,7 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _template(out: Any) -> Any:
-    """Return a template that recreates this result, or None if none can.
+    """Return a template by which the cache recreates an operator's result, or None if none can.
 
     A missing result (the gradient of a frozen weight) has an empty template.
     """
@@ -300,7 +300,7 @@ def _template(out: Any) -> Any:
 
 
 def _shares(out: Any, operands: Any) -> bool:
-    """Return True if a result shares the storage of an operand or of another result."""
+    """Return True if a result of an operator shares the storage of an operand or of another result."""
     results = list(_storages(out))
     # Two results in one storage could not be recreated one by one.
     return len(set(results)) < len(results) or not set(results).isdisjoint(_storages(operands))

@@ -34,7 +34,8 @@ PASSES = ("forward", "backward")
 def deepen(
     shallow: RelativeTrace, deeper: RelativeTrace, periods: int, *, compiled: bool = True
 ) -> RelativeTrace | None:
-    """Return the trace of a model with `periods` more periods of layers than the deeper one, or None.
+    """Extend the traces of two small models to a model with `periods` more periods of layers; return it or
+    None.
 
     The deeper model has one period more than the shallow one. Return None if their traces do not differ by a
     period. In `compiled` passes, the order of consecutive frees depends on names, and is ignored.
@@ -55,12 +56,12 @@ def deepen(
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
-    """Return the layer numbers in a dotted name."""
+    """Return the layer numbers in a module's dotted name."""
     return tuple(map(int, NUMBER.findall(name)))
 
 
 class _Placed(NamedTuple):
-    """A free of a block, with the block's position in its pile."""
+    """A free of a memory block, with the block's position among the live blocks of equal size."""
 
     pile: Alloc
     younger: int
@@ -85,14 +86,14 @@ class _Piles:
         self._allocs: dict[int, Alloc] = {}
 
     def alloc(self, alloc: Alloc) -> None:
-        """Add a block to its stack and its pile."""
+        """Add a live memory block to its stack and its pile."""
         number = next(self._made)
         self._allocs[number] = alloc
         self._stacks[alloc.stack].append(number)
         self.piles[_pile_of(alloc)].append(number)
 
     def blocks_of(self, frees: Sequence[Any], *, by_name: bool) -> list[int]:
-        """Return the blocks that these consecutive frees release.
+        """Return the memory blocks that these consecutive frees release.
 
         Their order does not matter. In a compiled program it follows from buffer names (`buf9`, `buf10`).
         With `by_name`, the blocks are sorted independently of names.
@@ -106,7 +107,7 @@ class _Piles:
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
 
     def drop(self, number: int) -> _Placed:
-        """Remove a block, already absent from its stack, from its pile."""
+        """Remove a memory block, already absent from its stack, from its pile."""
         pile = _pile_of(self._allocs[number])
         blocks = self.piles[pile]
         older = blocks.index(number)
@@ -128,8 +129,9 @@ def _pile_of(alloc: Alloc) -> Alloc:
 
 
 def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[_Step]]:
-    """Return the moves, split where phases begin. `compiled` are the phases in which compiled programs
-    run."""
+    """Return the events of a trace, split where phases begin. `compiled` are the phases in which compiled
+    programs run.
+    """
     piles, phase = _Piles(), ""
     parts: list[list[_Step]] = [[]]
     # Only consecutive frees are sorted; an allocation between two fixes their order.
@@ -148,7 +150,7 @@ def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[
 
 
 def _kind(move: _Step) -> Hashable:
-    """Return a key of a move that is the same for the corresponding moves of all layers.
+    """Return a key of an event that is the same for the corresponding events of all layers.
 
     An allocation and its free have the same key: their pile.
     """
@@ -158,7 +160,9 @@ def _kind(move: _Step) -> Hashable:
 
 
 def _entries(moves: Sequence[_Step], grows: set[Hashable]) -> list[Entry]:
-    """Return the entries of these moves. Sizes of the kinds in `grows` count as numbers."""
+    """Return these events of a trace as entries that can be compared. Sizes of the kinds in `grows` count as
+    numbers.
+    """
     return [_entry(move, _kind(move) in grows) for move in moves]
 
 
@@ -190,7 +194,9 @@ def _sizeless(move: Any) -> Any:
 
 
 class _Written:
-    """The moves of the deep model that are written so far. Sizes of the kinds in `grows` count as numbers."""
+    """The events that are written so far for the deep model. Sizes of the kinds in `grows`
+    count as numbers.
+    """
 
     def __init__(self, grows: set[Hashable]) -> None:
         self.grows = grows
@@ -205,8 +211,9 @@ class _Written:
         """Blocks that the current forward pass allocated."""
 
     def add(self, like: _Step, grown: Grown) -> bool:
-        """Append a copy of a shallow model's move with the deep model's numbers. Return False if the block
-        that it frees does not exist."""
+        """Append a copy of a small model's event with the deep model's numbers. Return False if the block
+        that it frees does not exist.
+        """
         if type(like) is _Placed:
             return self._free(like, grown)
         if isinstance(like, (Alloc, Kernel)):
@@ -233,7 +240,7 @@ class _Written:
         self._written[self._allocs[number]] = alloc._replace(kind=kind)
 
     def _free(self, like: _Placed, grown: Grown) -> bool:
-        """Write the free of a block, counted from one end of its pile.
+        """Write the free of a memory block, counted from one end of its pile.
 
         It counts from the end at which the position is the same at any depth. In a pile that never grows, the
         shallow model's block may be arbitrary. There a program's buffer reuses the place that was freed last.
@@ -260,7 +267,7 @@ class _Written:
         return True
 
     def moves(self) -> Iterator[Move]:
-        """Yield all moves, each free with the position of its block."""
+        """Yield all events of the deep model, each free with the position of its memory block."""
         live = LiveSet()
         for move in self._written:
             # Piles served to find the block; the trace names it by its stack again.

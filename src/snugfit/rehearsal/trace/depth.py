@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """The layers of a model with a variable depth."""
+    """The number of layers of a model whose depth can be changed, and its config keys."""
 
     keys: tuple[str, ...]
     """Config keys that count the layers."""
@@ -34,7 +34,9 @@ class Depth:
     """Number of layers after which their kinds repeat."""
 
     def shallower(self, job: Job, layers: int) -> Job:
-        """Return the job with a model of this many layers. Lists with an entry per layer are truncated."""
+        """Return the job with a model of this many layers; config lists with an entry per layer are
+        truncated.
+        """
         facts = {
             key: value[:layers] if isinstance(value, list) and len(value) == self.layers else value
             for key, value in job.model.config.items()
@@ -65,7 +67,8 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
 
 
 def _periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> tuple[CheckpointWish | None, int]:
-    """Return checkpointing that divides a model of any depth, and its period in layers.
+    """Return checkpointing that divides a model of any depth as this wish divides one of `layers` layers, and
+    its period in layers.
 
     A wish for the first few layers has the whole depth as its period.
     """

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One entry of a sequence that describes a model, such as a move."""
+    """One entry of a sequence that describes a model, such as an event of its trace."""
 
     key: Hashable
     """Key of the entry that is the same at any depth and in any layer."""
@@ -36,7 +36,7 @@ class Grown(NamedTuple):
 
 
 class _Insertion(NamedTuple):
-    """A position at which the deeper sequence has more entries."""
+    """A position at which the deeper small model's sequence has more entries."""
 
     shallow: int
     """Number of entries of the shallow sequence before it."""
@@ -46,7 +46,8 @@ class _Insertion(NamedTuple):
 
 
 def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> list[Grown] | None:
-    """Return the sequence of a model with `periods` more periods of layers than the deeper one, or None.
+    """Extend the sequences of two small models to a model with `periods` more periods of layers; return it or
+    None.
 
     The deeper model has one period more than the shallow one. Return None if an insertion does not repeat the
     entries before it.
@@ -79,7 +80,9 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
 
 
 def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] | None:
-    """Return the insertions of `right` over `left`, or None if one does not repeat the entries before it."""
+    """Return the insertions that turn the sequence `left` into `right`, or None if one does not repeat the
+    entries before it.
+    """
     insertions: list[_Insertion] = []
     at, start = 0, 0  # index in `right`, and the end of the last insertion
     behind = 0
@@ -118,7 +121,7 @@ def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, m
 
 
 def _middle(right: Sequence[int], start: int, at: int, length: int) -> int:
-    """Return the middle of the positions that are possible for this insertion.
+    """Return the middle of the possible positions of repeated entries in a sequence.
 
     Entries at the ends of the repetition may have equal keys and other numbers.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatchProfile(NamedTuple):
-    """Peaks and saved bytes of one micro-batch's passes, or of an update."""
+    """Peak bytes and saved bytes of one micro-batch's forward and backward, or of an update."""
 
     number: int
     """Number of the micro-batch in its step, from 1; 0 for an update."""
@@ -34,7 +34,7 @@ class MicroBatchProfile(NamedTuple):
 
 
 class _MicroBatchMarks(NamedTuple):
-    """The marks of one micro-batch or update."""
+    """The positions in a trace between which one micro-batch or update runs."""
 
     number: int
     marks: list[Mark]
@@ -97,7 +97,7 @@ def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
 
 
 def _lasting(events: Sequence[int]) -> set[int]:
-    """Return the indices of the blocks that are never freed."""
+    """Return the indices of the memory blocks that are never freed."""
     return {event for event in events if event > 0} - {-event for event in events if event < 0}
 
 

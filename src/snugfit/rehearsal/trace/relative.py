@@ -37,7 +37,7 @@ STATES: str = Kind.OPTIMIZER_STATES
 
 
 class Alloc(NamedTuple):
-    """An allocation of a block, with the fields of `Block` except the step.
+    """An allocation of a memory block, with the fields of `Block` except the step.
 
     Blocks in the pool of CUDA graphs have the stream `GRAPH_STREAM`.
     """
@@ -52,12 +52,12 @@ class Alloc(NamedTuple):
 
     @property
     def stack(self) -> Alloc:
-        """The stack of the block, identified by the properties that its blocks have in common."""
+        """The stack of the memory block, identified by the properties that its blocks have in common."""
         return _stack_of(self)
 
 
 class Place(NamedTuple):
-    """Position of a kernel of the last step, counted back from the move that refers to it."""
+    """Position of a kernel in a trace's last step, counted back from the event that refers to it."""
 
     stream: int
     since: int
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A free of a live block."""
+    """A free of a live memory block, named by its stack and its distance from the top."""
 
     stack: Alloc
     stack_distance: int
@@ -75,7 +75,7 @@ class Free(NamedTuple):
 
 
 class StreamWait(NamedTuple):
-    """The next kernel's stream waits for these kernels of other streams (`Kernel.after`)."""
+    """A wait: the next kernel's stream waits for these kernels of other streams (`Kernel.after`)."""
 
     after: tuple[Place, ...]
 
@@ -99,7 +99,7 @@ def without_layer_numbers(module: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 17)
 def _stack_of(alloc: Alloc) -> Alloc:
-    """Return the stack of a block.
+    """Return the stack of a memory block: live blocks with equal properties.
 
     A stack does not separate optimizer states from temporaries, nor the states of different parameters. Both
     are known only at the end of the run.
@@ -113,7 +113,9 @@ def _stack_of(alloc: Alloc) -> Alloc:
 
 @dataclass(frozen=True)
 class RelativeTrace:
-    """The moves of a recorded run. A free names its block by its position among the live ones."""
+    """The events of a recorded run, in a form that can be repeated. A free names its block by the position
+    among live blocks.
+    """
 
     moves: tuple[Move, ...]
     attention: tuple[str, ...]
@@ -126,7 +128,7 @@ class RelativeTrace:
 
     @classmethod
     def of(cls, trace: Trace, marks: Sequence[Mark] = ()) -> RelativeTrace:
-        """Return this trace's moves.
+        """Return a trace in relative form.
 
         `marks` are all marks of its recording. Without them, kernels, waits and ends of steps are left out.
         """
@@ -134,7 +136,9 @@ class RelativeTrace:
         return cls(moves, trace.attention, trace.doubts, trace.groups)
 
     def trace(self) -> Trace:
-        """Return the trace with these moves. Raise `LookupError` if a move frees a block that is not live."""
+        """Return the trace with absolute block numbers. Raise `LookupError` if an event frees a block that is
+        not live.
+        """
         return _absolute(self)
 
 
@@ -179,26 +183,26 @@ def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: Str
 
 
 class StreamKernels:
-    """The kernels of one step so far, by stream, to convert between indices and relative positions."""
+    """The kernels of a trace's step so far, by stream, to convert between indices and relative positions."""
 
     def __init__(self) -> None:
         self._of: list[tuple[int, int]] = []  # each kernel's stream and its index there
         self._streams: dict[int, list[int]] = defaultdict(list)
 
     def add(self, kernel: Kernel) -> None:
-        """Add a launched kernel."""
+        """Add a launched kernel to those of its stream."""
         numbers = self._streams[kernel.stream]
         self._of.append((kernel.stream, len(numbers)))
         numbers.append(len(self._of) - 1)
 
     def places(self, kernels: Iterable[int]) -> tuple[Place, ...]:
-        """Return the places of these kernels, given by their indices in the step."""
+        """Return the relative positions of these kernels, given by their indices in the step."""
         of = [self._of[number] for number in kernels]
         # Counted from the newest kernel, so that the last kernel has the same place in every micro-batch.
         return tuple(Place(stream, len(self._streams[stream]) - 1 - number) for stream, number in of)
 
     def numbers(self, places: Iterable[Place]) -> tuple[int, ...]:
-        """Return the indices in the step of the kernels at these places, ascending.
+        """Return the indices in the step of the kernels at these relative positions, ascending.
 
         Raise `LookupError` if there is no such kernel.
         """
@@ -206,7 +210,9 @@ class StreamKernels:
 
 
 class LiveSet:
-    """The live blocks of a run, grouped in stacks. Blocks are numbered in the order of their allocation."""
+    """The live memory blocks of a run, grouped in stacks. Blocks are numbered in the order of their
+    allocation.
+    """
 
     def __init__(self) -> None:
         self.allocs: list[Alloc] = []
@@ -215,15 +221,16 @@ class LiveSet:
         """The live blocks of each stack, oldest first."""
 
     def alloc(self, alloc: Alloc) -> int:
-        """Allocate a block and return its number."""
+        """Allocate a memory block and return its number."""
         block = len(self.allocs)
         self.allocs.append(alloc)
         self.stacks[_stack_of(alloc)].append(block)
         return block
 
     def free(self, free: Free) -> int:
-        """Remove the block of this free and return its number. Raise `LookupError` if there is no such
-        block."""
+        """Remove the memory block of this free and return its number. Raise `LookupError` if there is no such
+        block.
+        """
         stack, distance, _ = free
         blocks = self.stacks[stack]
         if not 0 <= distance < len(blocks):
@@ -231,7 +238,7 @@ class LiveSet:
         return blocks.pop(-1 - distance)
 
     def free_of(self, block: int) -> Free:
-        """Free this block and return the move."""
+        """Free this memory block, and return the free as a relative event."""
         stack = _stack_of(self.allocs[block])
         blocks = self.stacks[stack]
         at = len(blocks) - 1
@@ -242,7 +249,7 @@ class LiveSet:
         return Free(stack, len(blocks) - at)
 
     def follow(self, moves: Iterable[Move]) -> range:
-        """Apply the allocations and frees of these moves. Return the numbers of the allocated blocks."""
+        """Apply the allocations and frees among these events. Return the numbers of the allocated blocks."""
         first = len(self.allocs)
         for move in moves:
             if type(move) is Alloc:
@@ -259,8 +266,9 @@ def _absolute(relative: RelativeTrace) -> Trace:
 
 
 class TraceWriter:
-    """A builder that writes a trace from the moves of a run, piece by piece. `moves` are all possible
-    moves."""
+    """A builder that writes a trace from the relative events of a run, piece by piece. `moves` are all
+    possible events.
+    """
 
     def __init__(self, moves: Iterable[Move]) -> None:
         self._blocks: list[Block] = []
@@ -275,9 +283,9 @@ class TraceWriter:
         self._is_plain = all(map(_is_plain, moves))
 
     def follow(self, moves: Iterable[Move], step: int | None = None) -> None:
-        """Write these moves; `step` replaces the step of their phases if it is given.
+        """Write these events; `step` replaces the step of their phases if it is given.
 
-        Raise `LookupError` if a move frees a block that is not live.
+        Raise `LookupError` if an event frees a block that is not live.
         """
         blocks, events, marks, streams = self._blocks, self._events, self._marks, self._streams
         by_move, stacks, last = self._by_move, self._stacks, self._last
@@ -322,7 +330,7 @@ class TraceWriter:
                 last.follow(move, len(events), ordered=not self._is_plain)
 
     def follow_times(self, moves: Sequence[Move], times: int, step: int) -> None:
-        """Write these moves `times` times.
+        """Write these events `times` times.
 
         Once a repetition begins and ends with the same live blocks, further copies only shift numbers.
         """
@@ -339,7 +347,7 @@ class TraceWriter:
                 return
 
     def trace(self, relative: RelativeTrace) -> Trace:
-        """Return the trace of all moves written so far."""
+        """Return the trace of all events written so far."""
         last, streams = self._last, self._streams
         return Trace(
             tuple(self._blocks),
@@ -368,7 +376,7 @@ class TraceWriter:
         )
 
     def _may_shift(self, moves: Sequence[Move]) -> bool:
-        """Return True if further copies of these moves can differ in numbers alone."""
+        """Return True if further copies of these events can differ in block numbers alone."""
         return self._is_plain and not any(
             # A freed state changes its kind (`_append_free`); blocks of other streams have further entries.
             (type(move) is Alloc and (move.kind == STATES or move.stream != DEFAULT_STREAM))
@@ -377,7 +385,7 @@ class TraceWriter:
         )
 
     def _live(self, moves: Sequence[Move]) -> dict[int, list[int]]:
-        """Return the live blocks on the stacks that these moves use."""
+        """Return the live memory blocks on the stacks that these events use."""
         stacks = {id(stack): stack for stack in map(self._stack, moves) if stack is not None}
         return {key: [*stack] for key, stack in stacks.items()}
 
@@ -391,8 +399,9 @@ class TraceWriter:
         return stack
 
     def _is_shifted(self, before: Mapping[int, Sequence[int]], by: int, first: int) -> bool:
-        """Return True if the stacks contain the same blocks as before, shifted by `by` if younger than
-        `first`."""
+        """Return True if the stacks contain the same blocks as before, with the numbers of those from `first`
+        on increased by `by`.
+        """
         # Blocks from before the repeated part stay; only those of the part itself may move.
         stacks = {id(stack): stack for stack in self._stacks.values()}
         return all(
@@ -401,7 +410,7 @@ class TraceWriter:
         )
 
     def _shift(self, counts: _TraceSize, times: int, first: int, moves: Sequence[Move]) -> None:
-        """Write the moves since these counts `times` more times, with shifted numbers."""
+        """Write `times` more copies of the events since these counts, with shifted block numbers."""
         blocks, events, marks, last = self._blocks, self._events, self._marks, self._last
         of_blocks, of_events = blocks[counts.blocks :], events[counts.events :]
         of_marks = marks[counts.marks :]
@@ -435,7 +444,7 @@ class _TraceSize(NamedTuple):
 
 
 def _is_plain(move: Move) -> bool:
-    """Return True if this move involves no second stream."""
+    """Return True if this event involves no second stream."""
     return type(move) is not StreamWait and not (type(move) is Free and move.awaited)
 
 
@@ -451,7 +460,9 @@ class _SteadyStep:
         self._after: tuple[int, ...] = ()
 
     def follow(self, move: Move, events: int, *, ordered: bool = True) -> None:
-        """Add a move after `events` events. Kernels are indexed by stream if `ordered`, for later waits."""
+        """Add an event after `events` allocations and frees. Kernels are indexed by stream if `ordered`, for
+        later waits.
+        """
         if type(move) is Kernel:
             self.kernels.append(move._replace(after=self._after) if self._after else move)
             self.launched.append(events)

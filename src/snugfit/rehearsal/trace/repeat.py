@@ -72,7 +72,7 @@ def short_run(
 
 
 class Piece(NamedTuple):
-    """Consecutive moves, and the number of their repetitions."""
+    """Consecutive events of a run, and the number of their repetitions."""
 
     moves: Sequence[Move]
     times: int = 1
@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PeriodicRun:
-    """A long run that stores each repeated part once."""
+    """A long run of steps that stores each repeated part once."""
 
     build: Sequence[Move]
     """Moves before the first step."""
@@ -94,7 +94,7 @@ class PeriodicRun:
     groups: int = 0
 
     def relative(self) -> RelativeTrace:
-        """Return the moves of the whole run in order."""
+        """Return the events of the whole run in order."""
         whole = [*self.build]
         for index in range(self.steps):
             for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
@@ -104,7 +104,9 @@ class PeriodicRun:
         return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups)
 
     def trace(self) -> Trace:
-        """Return the trace of the whole run. Raise `LookupError` if a move frees a block that is not live."""
+        """Return the trace of the whole run. Raise `LookupError` if an event frees a block that
+        is not live.
+        """
         pieces = [moves for step in self.recorded for moves, _ in step]
         writer = TraceWriter(itertools.chain(self.build, *pieces, self.rest))
         writer.follow(self.build)
@@ -134,7 +136,8 @@ class PeriodicRun:
 
 
 def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> PeriodicRun | None:
-    """Return the run of `steps` steps with `micro_batches` micro-batches, or None without a steady state.
+    """Extend a short recording to a run of `steps` steps with `micro_batches` micro-batches; return it, or
+    None without a steady state.
 
     The recording has `steps` or `RECORDED_STEPS` steps, and may have fewer micro-batches.
     """
@@ -153,7 +156,7 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
 
 
 class SplitSteps(NamedTuple):
-    """The moves of a run, split where its steps begin."""
+    """The events of a run, split where its steps begin."""
 
     build: Sequence[Move]
     """Moves before the first step."""
@@ -164,7 +167,7 @@ class SplitSteps(NamedTuple):
 
 
 def split_steps(moves: Sequence[Move]) -> SplitSteps:
-    """Split the moves of a run where its steps begin and end."""
+    """Split the events of a run where its steps begin and end."""
     first = next((at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.step == 0), 0)
     ends = [first, *(at + 1 for at, move in enumerate(moves) if move is MarkKind.STEP_END)]
     steps = [moves[start:end] for start, end in pairwise(ends)]
@@ -186,8 +189,8 @@ def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
 
 
 def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
-    """Return a step's moves for `micro_batches` micro-batches: the last but one is repeated, or left out for
-    one fewer.
+    """Return the events of a step with `micro_batches` micro-batches: the last but one is repeated, or left
+    out for one fewer.
 
     Return None if that micro-batch is not periodic.
     """
@@ -220,7 +223,7 @@ def _fill_skipped(moves: Sequence[Move], starts: Sequence[int]) -> Sequence[Piec
 
 
 def _leaves_as_many(moves: Sequence[Move]) -> bool:
-    """Return True if these moves leave the number of live blocks on each stack unchanged."""
+    """Return True if these events leave the number of live blocks on each stack unchanged."""
     # Equal counts per stack suffice: a stack identifies blocks only by their position.
     allocated = Counter([move.stack for move in moves if type(move) is Alloc])
     return allocated == Counter([move.stack for move in moves if type(move) is Free])

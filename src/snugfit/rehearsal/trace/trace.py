@@ -130,7 +130,7 @@ traffic.
 
 
 class Block(NamedTuple):
-    """One allocation of a run, of at least one byte."""
+    """One memory block of a run, of at least one byte, from its allocation to its free."""
 
     nbytes: int
     """Requested bytes, before the allocator rounds them."""
@@ -161,7 +161,7 @@ The source is `c10::CUDAGeneratorState::register_graph`.
 
 
 class Memory(Enum):
-    """The memory in which a run allocates."""
+    """The kinds of memory in which a run allocates, such as the pool of CUDA graphs."""
 
     OWN = auto()
     """The allocator's own pools of the current stream."""
@@ -172,7 +172,7 @@ class Memory(Enum):
 
 
 class MarkKind(StrEnum):
-    """Kinds of moments between two events of a run."""
+    """Kinds of moments that a trace marks, such as the start of a phase."""
 
     PHASE = "phase"
     """A phase of a step begins."""
@@ -189,7 +189,7 @@ class MarkKind(StrEnum):
 
 
 class Mark(NamedTuple):
-    """A moment of a run."""
+    """A moment of a run between two allocations or frees, such as the start of a phase."""
 
     event: int
     """Number of events before it."""
@@ -201,7 +201,7 @@ class Mark(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One operator of the steady step that runs on the device."""
+    """One kernel of the steady step: an operator that runs on the device."""
 
     operator: str
     module: str
@@ -261,7 +261,7 @@ class Kernel(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of the device in a part of a step."""
+    """The kernels and the host's waits in a part of a step."""
 
     kernels: tuple[Kernel, ...] = ()
     waits: tuple[int, ...] = ()
@@ -291,7 +291,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests of a run of some optimizer steps to a device."""
+    """The allocations, frees and kernels of a run of some optimizer steps on a device."""
 
     blocks: tuple[Block, ...]
     """Allocations of the run, in order."""
@@ -333,27 +333,27 @@ class Trace:
 
     @property
     def phases(self) -> tuple[Mark, ...]:
-        """The marks at which phases begin."""
+        """The marks of the trace at which phases begin."""
         return tuple(mark for mark in self.marks if mark.kind is MarkKind.PHASE)
 
     def memory_of(self, index: int) -> Memory:
-        """Return the memory of block `index`."""
+        """Return the kind of memory in which block `index` is allocated."""
         return Memory.GRAPHS if index in self.of_graphs else Memory.OWN
 
     @property
     def syncs(self) -> int:
-        """Number of times the last step waits for the device."""
+        """Number of times the last step of a trace waits for the device."""
         return len(self.waits)
 
     def live(self) -> Iterator[int]:
-        """Yield the requested bytes alive after each event."""
+        """Yield the allocated bytes that are live after each allocation or free."""
         current = 0
         for event in self.events:
             current += self.blocks[event - 1].nbytes if event > 0 else -self.blocks[-event - 1].nbytes
             yield current
 
     def peak(self) -> Peak:
-        """Return the first moment with the most requested bytes alive."""
+        """Return the first moment with the most allocated bytes live."""
         peak = Peak(0, -1)
         for position, current in enumerate(self.live()):
             if current > peak.nbytes:
@@ -361,7 +361,7 @@ class Trace:
         return peak
 
     def alive_at(self, position: int) -> list[int]:
-        """Return the indices of the blocks alive after event `position`."""
+        """Return the indices of the memory blocks that are live after event `position`."""
         # A dict keeps the order of allocation and removes in constant time.
         alive: dict[int, None] = {}
         for event in self.events[: position + 1]:
@@ -373,7 +373,7 @@ class Trace:
 
 
 class Recording(NamedTuple):
-    """A trace, and the marks that the trace itself leaves out."""
+    """A trace, and those of the run's marks that the trace itself leaves out."""
 
     trace: Trace
     marks: tuple[Mark, ...]

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class MicroBatchesHandler(Handler):
-    """Handler of gradient accumulation: pieces of the global batch, one after the other."""
+    """Handler of gradient accumulation: the global batch is computed in micro-batches, one
+    after the other.
+    """
 
     wish, slot, stage = "micro_batches", Slot.BATCHING, InstallStage.LOOP
     read_by_loops = True
@@ -30,7 +32,7 @@ class MicroBatchesHandler(Handler):
         }
 
     def script(self, value: int, context: ScriptContext) -> dict[str, Any]:
-        """Return the number of micro-batches as a constant of the script."""
+        """Return the number of micro-batches as a value for an exported script's template."""
         return {"pieces": value}
 
 
@@ -41,7 +43,7 @@ class LoaderHandler(Handler):
     wish, slot, stage = "loader", Slot.LOADING, InstallStage.LOAD
 
     def loader_arguments(self, value: LoaderWish, device: torch.device) -> dict[str, Any]:
-        """Return arguments of torch's `DataLoader`, by its names."""
+        """Return the keyword arguments of torch's `DataLoader`, as a dict."""
         return {
             "num_workers": 0 if device.type == "meta" else value.workers,
             "pin_memory": value.pinned and device.type == "cuda",
@@ -58,7 +60,9 @@ class LoaderHandler(Handler):
         return said
 
     def script(self, value: LoaderWish, context: ScriptContext) -> dict[str, Any]:
-        """Return arguments of the script's `DataLoader`."""
+        """Return the number of workers and the pinning of a `DataLoader`, as values for an exported script's
+        template.
+        """
         return {"workers": value.workers, "pinned": value.pinned}
 
 
@@ -75,7 +79,7 @@ class ExpandableSegmentsHandler(Handler):
     wish, slot, stage = "expandable_segments", Slot.ALLOCATOR, InstallStage.PROCESS
 
     def set_process(self, value: bool, device: torch.device) -> None:
-        """Set the allocator of this process, also after it has allocated."""
+        """Set the options of CUDA's allocator in this process, also after it has allocated."""
         import torch
 
         if value and device.type == "cuda":

@@ -48,7 +48,7 @@ def all_of(contexts: list[Context]) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class LiveTraining:
-    """A model that trains already and a new recipe for it, as a front-end passes them to the applier."""
+    """A model in training and a new recipe for it, with which the recipe is applied to the live model."""
 
     front_end: str
     """Name of the front-end, one of `applier.FRONT_ENDS`."""
@@ -98,8 +98,9 @@ class ScriptContext:
     """Names of the checkpointing options in this version of transformers."""
 
     def refusal(self, slot: Slot, why: str) -> RecipeError:
-        """Return the error for a field that a script cannot express, with its technique's name and the
-        reason."""
+        """Return the error for a field of the settings that an exported script cannot express, with the
+        technique and the reason.
+        """
         technique = _technique_for(self.recipe, slot)
         return RecipeError(
             f"{technique} cannot be exported: {why}.\nLeave it out or choose another technique for "
@@ -118,8 +119,8 @@ def _technique_for(recipe: Recipe, slot: Slot) -> Technique:
 
 
 class Handler:
-    """The effects of one field of `Setup`. The methods here do nothing; a handler overrides those that its
-    field needs.
+    """Base class that applies one field of `Setup` to models, loops and exported scripts. The methods here do
+    nothing; a handler overrides those that its field needs.
 
     Methods for the code, distribution and passes of a model are called only where the value differs from the
     plain loop's (`applier._used`).
@@ -144,33 +145,37 @@ class Handler:
     """True if every loop implements the field itself and reads it from the Setup."""
 
     def why_refused(self, value: Any, front_end: str) -> str:
-        """Return why a front-end that implements the field cannot implement this value; empty if it can."""
+        """Return the reason why a loop that implements the field cannot implement this value; empty if it
+        can.
+        """
         return ""
 
     # ---- a model ----
 
     def import_code(self, value: Any) -> None:
-        """Import libraries that must be imported before a simulation or a measurement begins."""
+        """Import libraries of the field that must be imported before a simulation or a measurement."""
 
     def model_arguments(self, value: Any) -> dict[str, Any]:
-        """Return arguments of the model's constructor."""
+        """Return keyword arguments of the model's constructor, as a dict."""
         return {}
 
     def replace_model(self, value: Any, model: Any) -> Any:
-        """Return the model to train in place of this one."""
+        """Return the model to train in place of a newly built one, for example with adapters."""
         return model
 
     def wrap(self, value: Any, model: Any) -> None:
         """Change modules of a model that is on its device, for example by wrapping layers."""
 
     def distribute(self, value: Any, model: Any) -> Any:
-        """Return the module to call instead of the wrapped model, by which this process trains it with
-        others."""
+        """Return the module to call in place of the wrapped model, such as DDP, for training in several
+        processes.
+        """
         return model
 
     def built_on(self, value: Any, job: Job) -> str:
-        """Return `host` for a model that is built on the host and then moved, `stays` for one that
-        `distribute` moves, else an empty text."""
+        """Return the place where the model is built: `host` if it is moved afterwards, `stays` for one that
+        `distribute` moves, else an empty text.
+        """
         return ""
 
     def make_optimizer(
@@ -181,77 +186,84 @@ class Handler:
     def step_passes(
         self, value: Any, model: Any, runs: Any, around: Callable[[], AbstractContextManager[Any]]
     ) -> StepPasses | None:
-        """Return the passes of a pipeline, in which each process has some layers, or None. `around` returns
-        the context of the forward pass."""
+        """Return the object that runs a pipeline's forward and backward passes; None if each process has all
+        layers. `around` returns the context of the forward pass.
+        """
 
     def engine(self, value: Any) -> StepEngine | None:
-        """Return another library's engine that runs the steps in place of a loop's, or None."""
+        """Return another library's engine that runs the optimizer steps in place of the training loop; None
+        without one.
+        """
 
     def refuse_training(self, value: Any, recipe: Recipe) -> None:
-        """Raise `UsageError` for a value that can be predicted and measured, but not trained."""
+        """Raise `UsageError` for a field's value that can be predicted and measured, but not trained."""
 
     def objections(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Yield reasons why a live model cannot train with this value."""
+        """Yield reasons why a live model cannot train with the field's new value."""
         return iter(())
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Apply this value to a live model, and yield a line of text for each change."""
+        """Apply the field's new value to a live model, and yield a line of text for each change."""
         return iter(())
 
     # ---- a scaler, a loader ----
 
     def make_scaler(self, value: Any, device: torch.device) -> torch.amp.GradScaler | None:
-        """Return the gradient scaler, or None without one."""
+        """Return the gradient scaler of the training loop, or None without one."""
 
     def loader_arguments(self, value: Any, device: torch.device) -> dict[str, Any]:
-        """Return arguments of torch's `DataLoader`."""
+        """Return keyword arguments of torch's `DataLoader`, as a dict."""
         return {}
 
     # ---- a step of the plain loop ----
 
     def fill_multiple(self, value: Any, loop: Any) -> int:
-        """Return a number of tokens; batches are padded to multiples of it. 0 adds no padding."""
+        """Return the number of tokens to whose multiples batches are padded; 0 adds no padding."""
         return 0
 
     def prepare_pieces(
         self, value: Any, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the host micro-batches of a step, changed as this value needs it."""
+        """Return the host micro-batches of a step, changed as the field requires, such as without padding."""
         return pieces
 
     def step_runner(self, value: Any, loop: Any, runner: StepRunner | None) -> StepRunner | None:
-        """Return the object that runs the loop's steps in place of `runner`; None leaves them to the loop."""
+        """Return the object that runs the training loop's steps in place of `runner`; None leaves them to the
+        loop.
+        """
         return runner
 
     # ---- a step, a process ----
 
     def around_forward(self, value: Any, device: torch.device) -> Context | None:
-        """Return the context of a forward pass and its loss, or None without one."""
+        """Return the context of a forward pass and its loss; None if the field needs none."""
 
     def around_pass(self, value: Any, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
-        """Return the context around the passes of a micro-batch on the device, or None. `is_last` marks the
-        step's last. In the context the batch may be replaced by this process's part."""
+        """Return the context around a micro-batch's forward and backward on the device; None if the field
+        needs none. `is_last` marks the step's last. In the context the batch may be replaced by this
+        process's part.
+        """
 
     def around_evaluation(self, value: Any, model: Any, batch: dict[str, Any]) -> Context | None:
-        """Return the context of a forward pass without a backward pass, over a batch on the device, or
-        None.
+        """Return the context of an evaluation's forward pass over a batch on the device; None if the field
+        needs none.
         """
 
     def after_update(self, value: Any, model: Any, step: int) -> None:
-        """Run the field's work after an optimizer step of this process; `step` counts from 0."""
+        """Run the work that the field needs after an optimizer step of this process; `step` counts from 0."""
 
     def after_evaluation(self, value: Any, model: Any) -> None:
-        """Run the field's work after an evaluation's forward passes."""
+        """Run the work that the field needs after an evaluation's forward passes."""
 
     def around_run(self, value: Any) -> Context | None:
-        """Return the context around all steps of a run, or None."""
+        """Return the context around all steps of a run; None if the field needs none."""
 
     def around_rehearsal(self, value: Any, *, on_gpu: bool) -> Context | None:
         """Return the context of a simulated step, in which compiled code computes shapes instead of data; or
         None. With `on_gpu` a GPU's step is simulated, else a CPU's."""
 
     def set_process(self, value: Any, device: torch.device) -> None:
-        """Set process-wide options, before the model is built."""
+        """Set process-wide options, such as the allocator's, before the model is built."""
 
     def environment(self, value: Any) -> Mapping[str, str | None]:
         """Return environment variables for a new process with the effect of `set_process`; None removes a
@@ -261,11 +273,11 @@ class Handler:
     # ---- other libraries ----
 
     def training_arguments(self, value: Any, job: Job, device: torch.device) -> dict[str, Any]:
-        """Return the `TrainingArguments` that express this value."""
+        """Return the keyword arguments of `TrainingArguments` that express this value, as a dict."""
         return {}
 
     def accelerator_arguments(self, value: Any) -> dict[str, Any]:
-        """Return the arguments of accelerate's `Accelerator` for this value."""
+        """Return the keyword arguments of accelerate's `Accelerator` for this value, as a dict."""
         return {}
 
     def setup_for_accelerate(self, value: Any, setup: Setup) -> Setup:
@@ -273,7 +285,7 @@ class Handler:
         return setup
 
     def around_accelerate(self, value: Any, device: torch.device) -> Context | None:
-        """Return the context around all of accelerate's work, or None."""
+        """Return the context around all of accelerate's work; None if the field needs none."""
 
     def build_for_accelerate(self, value: Any, setup: Setup, build: Callable[..., Any]) -> Any:
         """Return the model that is passed to accelerate, or None for the usual one. `build` takes further
@@ -283,5 +295,5 @@ class Handler:
         """Set options of a new `Accelerator` for this model."""
 
     def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:
-        """Return the values of an exported script's template that express the field."""
+        """Return the values of an exported script's template that express the field, as a dict."""
         return {}

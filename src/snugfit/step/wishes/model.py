@@ -33,12 +33,12 @@ class AttentionHandler(Handler):
     wish, slot, stage = "attention", Slot.ATTENTION, InstallStage.BUILD
 
     def import_code(self, value: str) -> None:
-        """Register a feature's attention in transformers."""
+        """Register a feature's attention function in transformers."""
         if own := own_attentions().get(value):
             own.register.run()
 
     def model_arguments(self, value: str) -> dict[str, Any]:
-        """Return the attention as an argument of `instantiate`."""
+        """Return the attention implementation as a keyword argument of `instantiate`, in a dict."""
         self.import_code(value)
         return {"attention": value}
 
@@ -117,12 +117,12 @@ class AttentionHandler(Handler):
 
 
 class WeightsDtypeHandler(Handler):
-    """Handler of the dtype of floating-point weights."""
+    """Handler of the dtype of floating-point weights: it casts models and writes the dtype into scripts."""
 
     wish, slot, stage = "weights_dtype", Slot.PRECISION, InstallStage.BUILD
 
     def model_arguments(self, value: str | None) -> dict[str, Any]:
-        """Return the dtype as an argument of `instantiate`."""
+        """Return the weights' dtype as a keyword argument of `instantiate`, in a dict."""
         return {"dtype": value}
 
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
@@ -162,12 +162,12 @@ def dtype_of(model: Any) -> str:
 
 
 class CheckpointHandler(Handler):
-    """Handler of activation checkpointing."""
+    """Handler of activation checkpointing: it wraps layers so that the backward pass recomputes them."""
 
     wish, slot, stage = "checkpoint", Slot.CHECKPOINTING, InstallStage.RECOMPUTE
 
     def wrap(self, value: CheckpointWish | None, model: Any) -> None:
-        """Wrap the chosen layers for checkpointing, after the modules inside are final."""
+        """Wrap the chosen layers for activation checkpointing, after the modules inside are final."""
         if value is not None:
             checkpoint_layers(model, value)
 
@@ -182,7 +182,9 @@ class CheckpointHandler(Handler):
             yield f"activations are those of {live.technique(self.slot)}"
 
     def script(self, value: CheckpointWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return a call of the model's own checkpointing switch, which supports single layers only."""
+        """Return a call of the model's own checkpointing switch, as text for an exported script. It supports
+        single layers only.
+        """
         if value is None or context.trainer:
             return {}
         if value.layers_per_span != 1:

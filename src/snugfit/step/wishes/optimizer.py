@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 class OptimizerHandler(Handler):
-    """Handler of the optimizer. A front-end with its own parameter groups and numbers calls
-    `make_optimizer`."""
+    """Handler of the optimizer. Loops with parameter groups and hyperparameters of their own call
+    `make_optimizer`.
+    """
 
     wish, slot, stage = "optimizer", Slot.OPTIMIZER, InstallStage.OPTIMIZE
     read_by_loops = True
@@ -49,8 +50,9 @@ class OptimizerHandler(Handler):
 
 
 def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """Return the optimizer over these parameters or groups; arguments of the recipe override `numbers`. A
-    given model is prepared for it."""
+    """Return the optimizer over these parameters or groups; the recipe's arguments override the
+    hyperparameters `numbers`. A given model is prepared for the optimizer.
+    """
     if wish.prepare and model is not None:
         wish.prepare.run(model)
     optimizer: torch.optim.Optimizer = wish.factory.run(groups, **numbers)
@@ -58,10 +60,11 @@ def make_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any)
 
 
 def known_numbers(wish: OptimizerWish, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's numbers, such as `lr`, that the constructor takes and the recipe does not set.
+    """Return the user's hyperparameters, such as `lr`, that the constructor takes and the recipe does not
+    set.
 
-    Only numbers with the same meaning in every optimizer are included. `eps` has it only with two `betas`
-    (Adafactor has two of them, AdEMAMix three betas).
+    Only hyperparameters with the same meaning in every optimizer are included. `eps` has it only with two
+    `betas` (Adafactor has two of them, AdEMAMix three betas).
     """
     accepted = inspect.signature(wish.factory.resolve()).parameters.keys() - wish.factory.arguments.keys()
     is_of_adam = "betas" in accepted and len(numbers.get("betas", ())) == 2

@@ -28,7 +28,7 @@ class OwnAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         **further: Any,
     ) -> None:
-        """Store the arguments in the defaults of each group."""
+        """Store the hyperparameters in the defaults of each parameter group."""
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, **self.further, **further})
 

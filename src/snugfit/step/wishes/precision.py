@@ -22,7 +22,7 @@ MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class AutocastHandler(Handler):
-    """Handler of autocast's dtype."""
+    """Handler of autocast's dtype: it puts forward passes under autocast."""
 
     wish, slot, stage = "autocast", Slot.PRECISION, InstallStage.LOOP
     accelerate_does_it = True
@@ -73,7 +73,7 @@ class ScaleGradientsHandler(Handler):
         return torch.amp.GradScaler(device.type) if value else None
 
     def script(self, value: bool, context: ScriptContext) -> dict[str, Any]:
-        """Return whether the loop has a scaler."""
+        """Return a flag for an exported script's template: True if the loop has a gradient scaler."""
         return {"scaled": value}
 
 
@@ -87,7 +87,7 @@ class MatmulHandler(Handler):
         return partial(matmul_precision, value)
 
     def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
-        """Return the value that the backends are set to."""
+        """Return the precision of fp32 matrix products, as a value for an exported script's template."""
         return {"matmul": value}
 
 

@@ -26,7 +26,7 @@ def literal(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CallText:
-    """A call of another library's function, as Python text."""
+    """A call of another library's function with its arguments, as Python text."""
 
     imported: str
     """The line that imports the function."""
@@ -36,8 +36,8 @@ class CallText:
 
 
 def call_text(call: Call, first: str) -> CallText | None:
-    """Return the call with `first` as its positional arguments. None for a function of snugfit's own, which a
-    script without snugfit does not have.
+    """Return the Python text of a call, with `first` as its positional arguments. None for a function of
+    snugfit's own, which a script without snugfit does not have.
     """
     if call.path.startswith(_OWN):
         return None

@@ -41,11 +41,13 @@ class MicroBatches(Technique):
 
     @property
     def value(self) -> int:
-        """Return the number of pieces."""
+        """Return the number of micro-batches into which the global batch is split."""
         return self.n
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse a number of pieces that does not divide the batch into equal, non-empty ones."""
+        """Yield an objection to a number of micro-batches that does not divide the batch into equal,
+        non-empty ones.
+        """
         if job.batch_size % self.n:
             near = nearest_divisors(job.batch_size, self.n)
             tries = " or ".join(f"{self.name}({divisor})" for divisor in near)
@@ -53,8 +55,9 @@ class MicroBatches(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan may cut this job's batch: its samples depend on each other. Random data of the
-        job may also hide such a dependence."""
+        """Return the reason why no plan may split this job's batch: its samples depend on each other. Random
+        data of the job may also hide such a dependence.
+        """
         # A loss that compares samples (contrastive, batch statistics) has another value for pieces.
         if reason := mixing_of(job).reason:
             return (
@@ -73,7 +76,7 @@ class MicroBatches(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield this technique with each number of pieces that divides the job's batch."""
+        """Yield this technique with each number of micro-batches that divides the job's batch."""
         yield from (cls(n=n) for n in divisors_of(job.batch_size) if n > 1)
 
 

@@ -64,5 +64,5 @@ class EveryLayer(Technique):
     )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse prefix tuning, since recomputed layers would drop its keys and values."""
+        """Yield an objection to prefix tuning, since recomputed layers would drop its keys and values."""
         return dropped_prefix(job)

@@ -50,11 +50,11 @@ class EveryNthLayer(Technique):
 
     @property
     def value(self) -> CheckpointWish:
-        """Return every n-th layer, each a span of its own."""
+        """Return checkpointing of every n-th layer, each recomputed by itself."""
         return CheckpointWish(every=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse prefix tuning, since recomputed layers would drop its keys and values."""
+        """Yield an objection to prefix tuning, since recomputed layers would drop its keys and values."""
         return dropped_prefix(job)
 
     @classmethod

@@ -33,12 +33,12 @@ class FirstLayers(Technique):
 
     @property
     def value(self) -> CheckpointWish:
-        """Return the first k layers, each a span of its own."""
+        """Return checkpointing of the first k layers, each recomputed by itself."""
         # Backward comes to the first layers last, when the activations of all others are freed.
         return CheckpointWish(first=self.k)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse prefix tuning, since recomputed layers would drop its keys and values."""
+        """Yield an objection to prefix tuning, since recomputed layers would drop its keys and values."""
         return dropped_prefix(job)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
@@ -51,15 +51,18 @@ class FirstLayers(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan can choose k: the number of layers is unknown. Empty if it is known."""
+        """Return the reason why no plan can choose the number k of layers: the number of layers is unknown.
+        Empty if it is known.
+        """
         if job.model.layers > 1:
             return ""
         return f"its config has no number of layers (--keep '{cls.name}(2)' plans with two)"
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return this technique for 1 to L - 1 of the model's L layers, each with less memory than the one
-        before."""
+        """Return first_layers(k) for k from 1 to L - 1, with L layers in the model; each needs less memory
+        than the one before.
+        """
         # All layers together are `every_layer`, a technique of its own.
         return [cls(k=k) for k in range(1, job.model.layers)]
 

@@ -38,7 +38,7 @@ class Segments(Technique):
 
     @property
     def value(self) -> CheckpointWish:
-        """Return the stack of layers in k spans."""
+        """Return checkpointing of all layers in k segments, each recomputed as a whole."""
         return CheckpointWish(layers_per_span=0, spans=self.k)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

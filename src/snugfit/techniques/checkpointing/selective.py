@@ -65,8 +65,9 @@ class Selective(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: sequences are short, or attention is not kept.
-        Recomputing fewer layers then saves the same bytes in less time, as measured and predicted."""
+        """Return the reason why no plan chooses selective checkpointing: sequences are short, or attention is
+        not kept. Recomputing fewer layers then saves the same bytes in less time, as measured and predicted.
+        """
         stated = {} if job.model.module is not None else job.model.config
         # The width in the job's own config avoids an import of transformers for most jobs.
         short = not has_sequence(job.task) or job.sequence_length < _stated_width(stated)
@@ -93,8 +94,9 @@ class Selective(Technique):
         yield cls(what="products" if lost else "attention")
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return why a plan skips this combination: attention with dropout would be computed again. Empty if
-        it would not."""
+        """Return the reason why a plan skips selective checkpointing beside other techniques: attention with
+        dropout would be computed again. Empty if it would not.
+        """
         dropout = job.stated_dropout(of="att")
         is_seeded = seeds_dropout(recipe[Slot.KERNELS].alone)
         if not dropout or (is_seeded and draws_once(recipe[Slot.ENGINE].alone)):

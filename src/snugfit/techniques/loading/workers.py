@@ -53,7 +53,7 @@ class Workers(Technique):
 
     @property
     def value(self) -> LoaderWish:
-        """Return n worker processes with pinned batches."""
+        """Return the DataLoader settings: n worker processes, and batches in pinned memory."""
         return LoaderWish(workers=self.n, pinned=True)
 
 

@@ -28,7 +28,7 @@ class AdamW(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Choose torch's AdamW with foreach kernels."""
+        """Set torch's AdamW with foreach kernels as the optimizer of the Setup."""
         # torch chooses foreach by itself on CUDA; the name makes every device do the same.
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": True})
         return setup.with_adamw(OptimizerWish(factory=factory, trainer_name="adamw_torch"))

@@ -21,6 +21,6 @@ class AdamWFused(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"optim": "adamw_torch_fused"}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Choose torch's AdamW with fused kernels."""
+        """Set torch's AdamW with fused kernels as the optimizer of the Setup."""
         factory = Call(path="torch.optim:AdamW", arguments={"fused": True})
         return setup.with_adamw(OptimizerWish(factory=factory, trainer_name="adamw_torch_fused"))

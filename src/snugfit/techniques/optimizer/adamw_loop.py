@@ -21,6 +21,8 @@ class AdamWLoop(Technique):
     elsewhere: ClassVar = ("adamw_for_loop", "adamw_single_tensor")
 
     def install(self, setup: Setup) -> Setup:
-        """Choose torch's AdamW without foreach, which runs its kernels parameter by parameter."""
+        """Set torch's AdamW without foreach as the optimizer of the Setup; its kernels run parameter by
+        parameter.
+        """
         factory = Call(path="torch.optim:AdamW", arguments={"foreach": False, "fused": False})
         return setup.with_adamw(OptimizerWish(factory=factory))

@@ -26,7 +26,7 @@ class Sgd(Technique):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return torch's SGD; the HF Trainer's own has no momentum."""
+        """Return torch's SGD as the optimizer of the Setup; the HF Trainer's own has no momentum."""
         factory = Call(path="torch.optim:SGD", arguments={"momentum": self.momentum, "foreach": True})
         name = None if self.momentum else "sgd"
         return OptimizerWish(factory=factory, trainer_name=name)

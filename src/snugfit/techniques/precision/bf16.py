@@ -29,7 +29,7 @@ class Bf16(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": True, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Run the forward pass and the loss under autocast."""
+        """Set the Setup to run the forward pass and the loss under bfloat16 autocast."""
         # bfloat16 has the exponent of fp32, so no gradient underflows and none is scaled.
         return setup.with_precision(products="bfloat16")
 

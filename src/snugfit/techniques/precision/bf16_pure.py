@@ -29,12 +29,14 @@ class Bf16Pure(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Create the weights in bfloat16 and use no autocast."""
+        """Set the Setup to create the weights in bfloat16 and to use no autocast."""
         return setup.with_precision(weights="bfloat16")
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: weights that are loaded in bfloat16 stay as they are."""
+        """Return the reason why no plan chooses weights in bfloat16: weights that are loaded in bfloat16 stay
+        as they are.
+        """
         if job.dtype == "bfloat16":
             return "the weights are already loaded in bfloat16, so it changes nothing"
         return ""

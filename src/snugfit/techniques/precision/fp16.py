@@ -31,7 +31,9 @@ class Fp16(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": True}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Run forward pass and loss under autocast, with a gradient scaler around the update."""
+        """Set the Setup to run forward and loss under float16 autocast, with a gradient scaler around the
+        update.
+        """
         # float16 reaches down to 6e-8 only, so small gradients need a scaled loss.
         return setup.with_precision(products="float16", is_scaled=True)
 
@@ -41,7 +43,7 @@ class Fp16(Technique):
         return other.name == "bf16" and compute_capability is not None and compute_capability >= (8, 0)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse trained weights of 16 bits: the scaler takes 32-bit gradients only."""
+        """Yield an objection to trained weights of 16 bits: the scaler takes 32-bit gradients only."""
         # Adapters may train in fp32 on 16-bit weights, which the scaler accepts.
         adapted = setup_of(self, recipe[Slot.ADAPTERS])
         if job.trains and (dtype := adapted.trained_dtype(job)) in LOST_BELOW:

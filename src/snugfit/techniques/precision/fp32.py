@@ -26,13 +26,14 @@ class Fp32(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Create the weights in 32 bits and use no autocast."""
+        """Set the Setup to create the weights in 32 bits and to use no autocast."""
         return setup.with_precision(weights="float32")
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: weights are loaded in fp32, or would take twice the
-        memory."""
+        """Return the reason why no plan chooses weights in fp32: weights are loaded in fp32, or would take
+        twice the memory.
+        """
         if job.dtype == "float32":
             return "the weights are already loaded in float32, so it changes nothing"
         return f"it is more exact than the weights as loaded, {job.dtype}, and needs twice their memory"

@@ -31,7 +31,7 @@ _IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Return True if this model has adapters."""
+    """Return True if this model has peft adapters."""
     return isinstance(getattr(model, "peft_config", None), Mapping) and bool(model.peft_config)
 
 

@@ -145,7 +145,7 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _text(value: Any) -> str:
-    """Return an instruction's argument as text.
+    """Return the argument of a Python bytecode instruction as text.
 
     A set is sorted, because its order is random. Code gives only its name, because it is added by itself.
     """

@@ -42,11 +42,11 @@ class Writable(Protocol):
 
     @property
     def step(self) -> int:
-        """The number of finished optimizer steps."""
+        """The number of optimizer steps finished before the snapshot."""
 
     @property
     def bytes(self) -> int:
-        """The size of its files in bytes."""
+        """The size of the snapshot's files in bytes."""
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint's files into `folder`."""
@@ -54,10 +54,10 @@ class Writable(Protocol):
 
 @runtime_checkable
 class WrittenByAll(Writable, Protocol):
-    """A snapshot that several processes write, each its part."""
+    """A snapshot of a run that several processes write, each its own files."""
 
     def write_share(self) -> None:
-        """Write the part of a process other than the first, while the first runs `write`."""
+        """Write the checkpoint's files of a process other than the first, while the first runs `write`."""
 
     def close(self) -> None:
         """End the write in the first process, finished or not; the other processes wait for this."""
@@ -143,7 +143,7 @@ class CheckpointManager:
         self._failure: Exception | None = None
 
     def check_first_update(self, state: Callable[[], TrainState]) -> None:
-        """Check the optimizer's states after this process's first update, which creates them.
+        """After this process's first update, check that a checkpoint can contain the optimizer's states.
 
         Raises `SnugfitError` for states that a checkpoint cannot contain.
         """
@@ -334,7 +334,9 @@ class CheckpointManager:
 
 
 def _write_share(snapshot: Writable, *_: Any) -> None:
-    """Write the part of a process other than the first. Its errors are reported by the first process."""
+    """Write a checkpoint's files of a process other than the first. Its errors are reported by the first
+    process.
+    """
     if isinstance(snapshot, WrittenByAll):
         with suppress(Exception):
             snapshot.write_share()

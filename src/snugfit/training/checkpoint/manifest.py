@@ -47,7 +47,7 @@ prove nothing about the checkpoint."""
 
 
 class BrokenCheckpoint(SnugfitError):
-    """Error: the folder is not a whole checkpoint; the message names the file and its fault."""
+    """Error: the folder is not a complete checkpoint; the message names the file and its fault."""
 
 
 class NewerCheckpoint(SnugfitError):
@@ -71,7 +71,7 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that is whole by its manifest."""
+    """A checkpoint whose files its manifest has confirmed as complete."""
 
     folder: Path
     """The folder of the checkpoint."""
@@ -159,7 +159,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Context that adds this file's name to the system's errors."""
+    """Context in which the system's errors get the name of this file."""
     try:
         yield
     except OSError as refusal:

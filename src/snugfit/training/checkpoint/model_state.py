@@ -79,7 +79,7 @@ class ModelState:
     """The tensors of `extra`, by their names there."""
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all saved tensors."""
+        """Yield all tensors of the model's state that are saved."""
         yield from self.tensors.values()
         yield from self.extra_tensors.values()
 
@@ -92,7 +92,7 @@ class ModelState:
         )
 
     def write(self, folder: Path, written: Mapping[int, tuple[str, str] | None]) -> None:
-        """Write the tensors that no other file has, and the remaining state.
+        """Write the model's tensors that no other file of the checkpoint has, and its remaining state.
 
         `written` has the name and file of each tensor that is in one, by its `id`. None means that the file
         is loaded as a whole.
@@ -271,8 +271,9 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
-    """Copy a value into the parameter or buffer of this name; replace a buffer of another size, such as a
-    cache."""
+    """Copy a saved value into the model's parameter or buffer of this name; replace a buffer of
+    another size.
+    """
     import torch
 
     if own.shape == value.shape:
@@ -354,7 +355,7 @@ def _is_memory(name: str) -> bool:
 
 
 def numbers_of(model: torch.nn.Module) -> Numbers:
-    """Return all numbers and switches in the attributes of modules."""
+    """Return all numbers and switches in the attributes of a model's modules, by module and attribute."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -365,7 +366,9 @@ def numbers_of(model: torch.nn.Module) -> Numbers:
 
 
 def attributes_to_keep(model: torch.nn.Module, before: Numbers) -> dict[str, dict[str, Any]]:
-    """Return the numbers that differ from `before`, and tensors, by module and attribute."""
+    """Return module attributes to save: the numbers that differ from `before`, and tensors, by module and
+    attribute.
+    """
     attributes: dict[str, dict[str, Any]] = {}
     for (path, name), value in numbers_of(model).items():
         if (path, name) not in before or before[path, name] != value:

@@ -53,12 +53,13 @@ class StateParts:
         return None
 
     def snapshot(self, state: Any, staging: Staging, *, random: Sequence[Any], is_last: bool) -> Any:
-        """Return a copy of this process's part (`WrittenByAll`). With `is_last` the first process has the
-        whole model too."""
+        """Return a copy on the host of this process's part of the run's state (`WrittenByAll`). With
+        `is_last` the first process has the whole model too.
+        """
         raise NotImplementedError
 
     def has_files(self, folder: Path) -> bool:
-        """Return whether several processes wrote this checkpoint, each its part."""
+        """Return True if several processes wrote this checkpoint, each its own files."""
         return False
 
     def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Any) -> None:
@@ -66,16 +67,19 @@ class StateParts:
         it."""
 
     def restore(self, state: Any, folder: Path) -> None:
-        """Reduce a state that was just restored to this process's part, and load the rest of that part from
-        `folder`."""
+        """Reduce the run's restored state to this process's part, and load the rest of that part from
+        `folder`.
+        """
 
     def of_trainer(self, trainer: Any) -> Any:
-        """Return the parts of each process of a user's Trainer; None if each has all of the model."""
+        """Return the checkpoint operations for a Trainer with sharded weights; None if each process has the
+        whole model.
+        """
 
 
 @functools.cache
 def state_parts() -> StateParts:
-    """Return the feature's checkpoint operations for shards, or those for a whole state."""
+    """Return the checkpoint operations of the feature for sharded states, or those for a whole state."""
     parts: StateParts = next((make() for make in hooks("state_parts")), StateParts())
     return parts
 

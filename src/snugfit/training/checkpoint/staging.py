@@ -28,7 +28,7 @@ ALIGNED = 256
 
 
 class Staging:
-    """Host memory for the copies of one device's tensors; each `begin` frees all of it."""
+    """Host memory for a snapshot's copies of one device's tensors; each `begin` frees all of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._locks = device.type == "cuda"
@@ -54,7 +54,8 @@ class Staging:
         self._copies.clear()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy on the host; tensors with shared memory (tied weights) get one copy.
+        """Copy a tensor to contiguous memory on the host; tensors with shared memory (tied weights) get one
+        copy.
 
         A copy from a GPU is complete after a synchronization with the device.
         """

@@ -187,7 +187,7 @@ def snapshot(
     processing: Any = None,
     random: Sequence[Any] = (),
 ) -> Snapshot:
-    """Copy the run to the host. Waits for the device.
+    """Copy the run's state to the host, as a `Snapshot`. Waits for the device.
 
     It must be called between two steps, after the previous snapshot is written. `random` has the generators
     of all processes, if there are several.
@@ -270,7 +270,9 @@ def release_unused_memory(device: torch.device) -> None:
 
 
 def state_of(state: TrainState, random: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return all state except the model's. `random` has the generators of all processes, by rank."""
+    """Return the run's state without the model: optimizer, schedule, scaler, counts and generators. `random`
+    has the generators of all processes, by rank.
+    """
     return {
         "optimizer": optimizer_state(state.optimizer),
         "optimized": _optimized_names(state),
@@ -291,7 +293,7 @@ def _optimized_names(state: TrainState) -> list[str]:
 
 @contextlib.contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """Context for reading a checkpoint's files.
+    """Context for reading a checkpoint's files, in which errors name their content as foreign.
 
     Raises `SnugfitError` for content that snugfit does not write: the checksums are right, so another program
     has made it.
@@ -373,7 +375,7 @@ def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the tree and the tensors of the state in `folder`, for `unpack`."""
+    """Read the saved state in `folder`: return the tree and the tensors that `unpack` takes."""
     from safetensors.torch import load_file
 
     return json.loads((folder / STATE).read_text(encoding="utf-8")), load_file(folder / TENSORS)

@@ -52,7 +52,7 @@ class AllBroken(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A damaged checkpoint that was ignored."""
+    """A damaged checkpoint that a search for the newest one ignored."""
 
     step: int
     """The step in its name."""

@@ -94,7 +94,7 @@ class ActiveRun:
 
     @property
     def progress(self) -> RunProgress:
-        """The progress of the run."""
+        """The run's counts, such as finished steps, and its best metric."""
         return self.state.progress
 
     def first_samples(self) -> dict[str, torch.Tensor]:
@@ -121,7 +121,9 @@ class ActiveRun:
     def take_step(
         self, micro_batches: list[dict[str, Any]], meanwhile: Callable[[], None]
     ) -> StepResult | Exhausted:
-        """Take one step, or react to its rejection as the options require."""
+        """Take one training step. If the step is rejected, stop the run or skip the step, as the options
+        require.
+        """
         self._rng_at_step_start = rng_states(self._run.device)
         self.step.sync_before_update |= self.progress.step < self._sync_to
         if self._run.ranks.are_many:
@@ -208,7 +210,9 @@ class ActiveRun:
         self._checkpoints.save(self.progress.step, self._snapshot, best=best)
 
     def _snapshot(self, staging: Staging) -> Writable | None:
-        """Return this process's part of a snapshot; None if another process saves all of it."""
+        """Return this process's part of a copy of the run's state; None if another process
+        saves all of it.
+        """
         ranks = self._run.ranks
         random = ranks.gather(all_rng_states(self._run.device)) if ranks.are_many else []
         if self._is_sharded:

@@ -40,7 +40,7 @@ class Evaluated:
     """Share of correct predictions, from 0 to 1; None for a task without classes."""
 
     def metric(self, name: str) -> float:
-        """Return the value of `loss` or `accuracy`; NaN if it is None."""
+        """Return the evaluation's loss or accuracy by its name; NaN if it is None."""
         value = self.loss if name == "loss" else self.accuracy
         return math.nan if value is None else value
 

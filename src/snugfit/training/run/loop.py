@@ -103,7 +103,7 @@ class WeightsNonFinite(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of an optimizer step."""
+    """The mean loss of one optimizer step, and a flag for its update of the weights."""
 
     loss: float
     """Mean over the global batch."""
@@ -119,12 +119,12 @@ class PhaseTracker(Observer):
         self.now = "build"
 
     def phase(self, name: str) -> None:
-        """Set the current phase."""
+        """Set the current phase of the step, for error messages."""
         self.now = name
 
 
 def _nothing() -> None:
-    """Do nothing: the default of a callback."""
+    """Do nothing: the default of callbacks of a training step."""
 
 
 class TrainingStep(PlainStep):
@@ -164,7 +164,9 @@ class TrainingStep(PlainStep):
         """True if the device was still busy in the last step when the host had done its own work."""
 
     def start_runner(self) -> None:
-        """Let a runner run the following steps. Updates within passes wait only for the norm of a clip."""
+        """Let a `StepRunner` run the following steps. Updates within the backward pass wait only for the norm
+        of a clip.
+        """
         super().start_runner()
         if self.runner is not None and self.runner.updates_within and not self.job.clip:
             self.sync_before_update = False
@@ -175,7 +177,7 @@ class TrainingStep(PlainStep):
         micro_batches: Sequence[dict[str, Any]],
         meanwhile: Callable[[], None] = _nothing,
     ) -> StepResult | Exhausted:
-        """Call `take`, and return an out-of-memory error as `Exhausted`.
+        """Take a training step; return `Exhausted` in place of an out-of-memory error.
 
         The traceback of an exception would keep the step's tensors alive.
         """
@@ -249,7 +251,7 @@ class TrainingStep(PlainStep):
         return super().needs_norm() or self.sync_before_update
 
     def reads_gradients(self) -> bool:
-        """Return whether updates wait for the gradients, and not for their norm alone."""
+        """Return True if an update must wait for the gradients' values, and not for their norm alone."""
         # With a clip, a finite norm proves that all gradients are finite.
         return self.sync_before_update and not self.job.clip
 
@@ -281,7 +283,7 @@ class TrainingStep(PlainStep):
         return self._update(state, trained, norm)
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """Return the losses' factors over the items of all processes.
+        """Return the weights of the micro-batches' losses among the counted items of all processes.
 
         Labels of a micro-batch without counted items are overwritten, because a mean over nothing is NaN,
         even times 0.
@@ -304,7 +306,7 @@ class TrainingStep(PlainStep):
         self._asked_of_loss()
 
     def read_norm(self, state: TrainState) -> None:
-        """Read the last step's norm if it is unread.
+        """Read the last step's gradient norm from the device, if it is unread.
 
         Raises `WeightsNonFinite` if it is not finite: the update has then made NaN weights.
         """
@@ -328,7 +330,7 @@ class TrainingStep(PlainStep):
                 raise WeightsNonFinite
 
     def _is_so_in_all_stages(self, is_so: bool) -> bool:
-        """Return True if `is_so` is True in all processes of a pipeline, each with its own layers.
+        """Return True if the condition `is_so` holds in all processes of a pipeline.
 
         Without a pipeline every process has the same result.
         """
@@ -349,7 +351,9 @@ class TrainingStep(PlainStep):
     def _raise_if_non_finite(
         self, state: TrainState, trained: list[torch.nn.Parameter], loss: float, *, has_norm: bool
     ) -> None:
-        """Raise `NonFinite` for bad gradients; waits for them, or for their norm."""
+        """Raise `NonFinite` if gradients contain NaN or infinity; wait for the gradients, or
+        for their norm.
+        """
         self.unread, length = False, self._check.norm() if has_norm else None
         # Without a clip, the norm is only that of the check, and is not logged.
         self.norm = length if self.job.clip else None
@@ -387,7 +391,7 @@ class TrainingStep(PlainStep):
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if no tensor has a NaN or an infinity; waits for the device."""
+    """Return True if no tensor contains NaN or infinity; wait for the device."""
     # The largest absolute value is NaN or infinite if any value is, and needs a single reduction.
     parts = tensor_parts()
     largest = parts.whole(parts.total_norm(tensors, norm_type=float("inf")))
@@ -395,7 +399,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 class FiniteCheck:
-    """Copies the loss and gradient norm of each step to the host with as little waiting as possible."""
+    """Copies the loss and gradient norm of each step to the host, with as little waiting as possible."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -408,13 +412,13 @@ class FiniteCheck:
         self._gradients_known = torch.cuda.Event() if cuda else None
 
     def record_loss(self, loss: torch.Tensor) -> None:
-        """Record the step's loss, a scalar on the device, before the backward pass."""
+        """Record the step's loss, a scalar on the device, before the backward pass, to read it later."""
         self._loss.copy_(loss.float(), non_blocking=True)
         if self._loss_known is not None:
             self._loss_known.record()
 
     def loss(self) -> float:
-        """Return the step's loss; waits for the forward pass alone."""
+        """Return the step's loss; wait for the forward pass alone."""
         if self._loss_known is not None:
             self._loss_known.synchronize()
         return self._loss.item()
@@ -432,7 +436,7 @@ class FiniteCheck:
         return self._gradients_known is None or bool(self._gradients_known.query())
 
     def norm(self) -> float:
-        """Return the recorded norm; waits for it."""
+        """Return the recorded gradient norm; wait for the device to compute it."""
         if self._gradients_known is not None:
             self._gradients_known.synchronize()
         return self._norm.item()

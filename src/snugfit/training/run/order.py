@@ -108,17 +108,19 @@ class SampleOrder:
         return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of this step, from 0."""
+        """Return the epoch of this training step, from 0."""
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> tuple[int, ...]:
-        """Return the samples of the `step`-th optimizer step of the whole run, from 0, over all processes."""
+        """Return the sample indices of the `step`-th optimizer step of the whole run, from 0, over all
+        processes.
+        """
         epoch, index = divmod(step, self.steps_per_epoch)
         first = index * self.batch_size
         return tuple(_epoch(self, epoch)[first : first + self.batch_size].tolist())
 
     def step(self, step: int) -> MicroBatchIndices:
-        """Return the samples of this process's micro-batches of a step.
+        """Return the sample indices of this process's micro-batches of a step.
 
         In an epoch's last batch, which may be smaller, all processes have the same number of micro-batches.
         Some of them may be empty.
@@ -126,7 +128,7 @@ class SampleOrder:
         return self._shares(step)[self.rank]
 
     def step_of_all(self, step: int) -> MicroBatchIndices:
-        """Return the samples of all processes' micro-batches, in the order of processes."""
+        """Return the sample indices of all processes' micro-batches of a step, in the order of processes."""
         return tuple(itertools.chain(*self._shares(step)))
 
     def _shares(self, step: int) -> list[MicroBatchIndices]:
@@ -146,7 +148,7 @@ class SampleOrder:
 
 
 def _cut(samples: tuple[int, ...], count: int) -> MicroBatchIndices:
-    """Return the samples in `count` pieces, whose sizes differ by one at most."""
+    """Return the samples split into `count` pieces, whose sizes differ by one at most."""
     ends = [len(samples) * (number + 1) // count for number in range(count)]
     return tuple(samples[start:end] for start, end in itertools.pairwise([0, *ends]))
 

@@ -56,7 +56,7 @@ FINGERPRINT_SAMPLES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """A dataset with its collate function."""
+    """A dataset of training samples with its collate function."""
 
     samples: Sequence[Mapping[str, Any]]
     """A map-style dataset: `len`, and a sample for each index.
@@ -131,7 +131,7 @@ class Run:
     """This process among those that train together, in the mesh of the recipe."""
 
     def setup(self, recipe: Recipe) -> Setup:
-        """Return a recipe's settings for this number of processes."""
+        """Return the training settings (`Setup`) of the recipe for this number of processes."""
         return on_gpus(recipe.setup(), self.ranks.size)
 
     def recipe_after(self, about: Mapping[str, Any]) -> Recipe:
@@ -142,7 +142,7 @@ class Run:
         return _shared_as(Recipe.parse(about["recipe"]), self.recipe)
 
     def order(self, micro_batches: int) -> SampleOrder:
-        """Return the order of the samples, with this number of micro-batches."""
+        """Return the object that computes the order of samples, for this number of micro-batches."""
         sampling = self.options.train_sampling_strategy
         return SampleOrder(
             len(self.data.samples),
@@ -164,7 +164,7 @@ class Run:
         return options.max_steps or math.ceil(options.num_train_epochs * order.steps_per_epoch)
 
     def about(self, recipe: Recipe) -> dict[str, Any]:
-        """Return the description of the run for its checkpoints; it continues under `recipe`."""
+        """Return the description of the run that its checkpoints store; it continues under `recipe`."""
         return {
             "job": self.job.to_json(),
             "asked": str(self.recipe),
@@ -188,7 +188,7 @@ class Run:
         return facts
 
     def _weights(self) -> list[list[Any]] | None:
-        """Return names and sizes of the files of the initial weights.
+        """Return names and sizes of the files with the run's initial weights.
 
         Adapters are saved without the weights that they adapt. A resumed run must therefore begin with the
         same ones, in any folder.
@@ -296,7 +296,7 @@ def _on_another_mesh(before: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _shared_as(recipe: Recipe, other: Recipe) -> Recipe:
-    """Return the recipe with the distribution over GPUs of another one."""
+    """Return the recipe with the distribution over GPUs of another recipe."""
     for slot in roster.slots_of_several_gpus():
         recipe = recipe.with_(other[slot])
     return recipe

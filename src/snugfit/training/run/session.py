@@ -82,7 +82,7 @@ class Session:
         checkpoints.is_too_late = lambda: stops.too_late
 
     def train(self, checkpoint: Checkpoint | None, ran_out: Any = None) -> Trained:
-        """Train to the end, from `checkpoint` or from the beginning.
+        """Train to the end of the run, from `checkpoint` or from the beginning.
 
         `ran_out` is the record of exhausted memory that ended all processes of the previous run.
         """
@@ -113,7 +113,9 @@ class Session:
             self._checkpoints.wait()  # no thread may write here after the folder is released
 
     def _begin(self, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-        """Build the run under this recipe. Raises `OutOfMemory` if the model cannot even be built."""
+        """Build the run's model and optimizer under this recipe. Raises `OutOfMemory` if the model cannot
+        even be built.
+        """
         try:
             self._open(recipe, checkpoint)
         except (SnugfitError, RuntimeError, MemoryError) as fault:
@@ -122,7 +124,7 @@ class Session:
             raise not_built(self._run, recipe, cause) from fault
 
     def _open_after(self, ran_out: Any, checkpoint: Checkpoint | None) -> None:
-        """Build the run of several processes under another recipe, after memory ran out in one of them."""
+        """Build the run in all processes under another recipe, after memory ran out in one of them."""
         self._ran_out, ranks, before = ran_out, self._run.ranks, ran_out.recipe
         mixes = True
         while mixes:
@@ -226,7 +228,7 @@ class Session:
         return self._active.progress
 
     def _take_steps(self) -> str | Exhausted:
-        """Take steps until the run's end, a stop, or the end of memory."""
+        """Take training steps until the run's end, a signal to stop, or a lack of memory."""
         active = self._active
         # The evaluation that a signal abandoned comes first.
         if outcome := self._at_boundary() if self._progress.unevaluated else self._outcome():
@@ -282,7 +284,9 @@ class Session:
             self._logger.write(self._active.step.norm)
 
     def _next(self, prefetcher: Prefetcher[MicroBatches | None]) -> MicroBatches | None:
-        """Return the next step's micro-batches. If loading fails, save the trained steps first."""
+        """Return the next step's micro-batches from the loader. If loading fails, save the trained steps
+        first.
+        """
         try:
             return prefetcher.take()
         except Exception:
@@ -293,7 +297,7 @@ class Session:
             raise
 
     def _meanwhile(self, prefetcher: Prefetcher[MicroBatches | None]) -> None:
-        """Write the previous step's events and fetch a batch, during the device's backward pass."""
+        """During the device's backward pass, write the previous step's events and fetch the next batch."""
         self._logger.write(self._active.step.norm)
         prefetcher.fetch()
 
@@ -334,7 +338,7 @@ class Session:
         return is_due(strategy, every, self._progress.step, active.steps, active.order.steps_per_epoch)
 
     def _evaluate(self) -> bool:
-        """Evaluate the model; return True if the result is the best so far."""
+        """Evaluate the model on the evaluation data; return True if the result is the best so far."""
         assert self._run.evaluation is not None
         self._active.check_weights()
         options, progress = self._run.options, self._progress

@@ -26,7 +26,7 @@ losses."""
 
 
 class LossSpike(StepRejected):
-    """Error that rejects a step because of a spike of its loss."""
+    """Error that rejects a training step because its loss is far above the previous losses."""
 
     name, option = "spike", "on_loss_spike"
 

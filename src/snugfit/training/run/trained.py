@@ -18,7 +18,7 @@ FINISHED, EARLY, STOPPED = "finished", "stopped early", "stopped"
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The outcome of a run, with its model and its last metrics."""
+    """The outcome of a training run, with its model and its last metrics."""
 
     outcome: str
     """`finished`; `stopped early`, without further gain in evaluations; or `stopped` by a signal."""

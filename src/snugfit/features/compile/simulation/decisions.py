@@ -25,7 +25,7 @@ CHOSEN_AMONG = 2
 
 @dataclass
 class Reuse:
-    """An estimate for a buffer that may reuse the memory of an older one."""
+    """Inductor's estimate for a buffer that may reuse the memory of an older one."""
 
     nbytes: int
     taken: bool

@@ -62,7 +62,7 @@ class _Node:
 
 
 class _State(Enum):
-    """State of a program after its last run in this step: run with kernels, recorded, or replayed."""
+    """The way in which a compiled program last ran in this step: run with kernels, recorded, or replayed."""
 
     NOTHING = auto()
     FIRST_RUN = auto()
@@ -88,7 +88,9 @@ class GraphTrees:
         self._calls += 1
 
     def call(self, function: GraphFunction, arguments: list[Any]) -> Any:
-        """Run a program: with kernels the first time, then recorded, then as a replay."""
+        """Run a compiled program: with kernels the first time, then recorded as a CUDA graph, then as a
+        replay.
+        """
         self._start()
         out = self._run(function, arguments)
         # Between a forward pass and its backward pass no new step can begin.
@@ -97,7 +99,7 @@ class GraphTrees:
         return out
 
     def _start(self) -> None:
-        """Create the graphs' memory pool at the first call."""
+        """Create the memory pool of the simulated CUDA graphs at the first call of a program."""
         import torch
 
         if not self._generator:
@@ -135,7 +137,7 @@ class GraphTrees:
 
     @property
     def _last(self) -> _Node:
-        """Return the program that ran last in this step."""
+        """Return the compiled program that ran last in this step."""
         return self._path[-1] if self._path else self._roots
 
     def _try_to_end(self) -> None:
@@ -149,14 +151,14 @@ class GraphTrees:
         self._path, self._state = [], _State.NOTHING
 
     def _live(self) -> Iterator[tuple[Place, Any]]:
-        """Yield the live outputs of the programs of this step, with their positions."""
+        """Yield the live outputs of the compiled programs of this step, with their positions."""
         for depth, node in enumerate(self._path):
             for number, reference in enumerate(node.outputs):
                 if reference is not None and (storage := reference()) is not None:
                     yield (depth, number), storage
 
     def _places(self, function: GraphFunction, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the origin of each input.
+        """Return the origin of each input of a compiled program: a live output of another one, or an address.
 
         A static input that is no weight is assumed to have the same address in each step.
         """
@@ -224,8 +226,9 @@ class GraphTrees:
         return out
 
     def _copy_inputs(self, node: _Node, arguments: list[Any]) -> list[Any]:
-        """Return the inputs, with those of changing addresses copied to the recorded addresses. Empty the
-        given list."""
+        """Return a CUDA graph's inputs, with those of changing addresses copied to the recorded addresses.
+        Empty the given list.
+        """
         import torch
 
         given = list(arguments)

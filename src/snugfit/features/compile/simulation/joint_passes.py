@@ -44,7 +44,7 @@ PADDED = (
 def joint_passes_for(
     policy: Policy, doubt: Callable[[str], None], times: Callable[[PaddedProduct], None]
 ) -> Iterator[None]:
-    """Context in which Inductor's passes run with tensors on the CPU and decisions for the policy's device.
+    """Context in which Inductor's passes run with tensors on the CPU and decisions for the simulated device.
 
     The passes ignore patterns and constants on `meta`. Autograd, with which they trace, needs a GPU for
     tensors on `cuda`. `doubt` is called with assumptions, and `times` with the products that a GPU would

@@ -67,7 +67,7 @@ _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward
 
 @dataclass
 class _Program:
-    """One program of those that torch.compile makes of a graph."""
+    """One of the programs that torch.compile generates from a graph."""
 
     call: Callable[[list[Any]], Any]
     strides: list[tuple[int, ...] | None]
@@ -154,7 +154,7 @@ class Compiler:
             time_padding(self._policy, products, self._padded)
 
     def play(self, function: GraphFunction, arguments: list[Any]) -> Any:
-        """Run a program as a simulated CUDA graph, with the copies of its inputs."""
+        """Run a compiled program as a simulated CUDA graph, with the copies of its inputs."""
         with self._inside():
             return self._trees.call(function, arguments)
 
@@ -167,7 +167,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
-        """Context in which a program of this simulation is recorded."""
+        """Context in which the kernels of a compiled program are recorded for this simulation."""
         import torch
 
         # A program inside an operator's dispatch does not count: there Dynamo compiles torch's own Python.
@@ -380,7 +380,7 @@ def _surroundings() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> Iterator[None]:
-    """Context in which the compiled layers of a Setup are compiled for the policy's device.
+    """Context in which a Setup's compiled layers are compiled for the simulated device.
 
     Their programs and kernels go to the recorder.
     """

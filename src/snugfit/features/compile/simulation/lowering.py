@@ -243,7 +243,7 @@ def _interface(policy: CudaPolicy) -> Any:
     )
 
     class Described(CudaInterface):
-        """torch's device interface of a machine with this GPU."""
+        """Replacement of torch's device interface, which describes a machine with this GPU."""
 
         Worker: Any = SimpleNamespace(  # read by processes that compile
             set_device=lambda device: None,
@@ -285,11 +285,11 @@ class _Driver:
         return 0
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """Return CUDA's default stream."""
+        """Return the number of CUDA's default stream for generated code."""
         return 0
 
     def get_active_torch_device(self) -> Any:
-        """Return the only device of torch."""
+        """Return torch's name of the only device, for generated code."""
         import torch
 
         return torch.device("cuda", 0)

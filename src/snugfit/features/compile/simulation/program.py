@@ -46,7 +46,7 @@ _CHOICES = {"flash_attention_for_cpu": "flash_for_cpu"}
 
 
 def attention_in(text: str) -> tuple[str, ...]:
-    """Return the attention kernels in a program, by their names in a trace."""
+    """Return the attention kernels in a compiled program, by their names in a trace."""
     names = dict.fromkeys(_ATTENTION.findall(text))
     return tuple(_CHOICES.get(name, name) for name in names)
 
@@ -58,7 +58,7 @@ def as_boxed(run: Run) -> Run:
 
 
 def load(text: str, launch: Launch, choose: Choose) -> Run:
-    """Return a function that runs this program on a list of inputs, which it empties."""
+    """Return a function that runs this compiled program on a list of inputs, which it empties."""
     tree = ast.parse(text)
     names = _namespace()
     program: list[ast.stmt] = []
@@ -79,7 +79,9 @@ _BESIDES = ("get_args", "benchmark_compiled_module")
 
 
 def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
-    """Return name and source of a compiled kernel, or None for another statement."""
+    """Return name and source of the compiled kernel in a program's statement, or None for
+    another statement.
+    """
     call, target = statement.value, statement.targets[0]
     if not (
         isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and isinstance(target, ast.Name)
@@ -94,7 +96,7 @@ def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
 
 
 class _GeneratedKernel:
-    """A replacement for a compiled kernel."""
+    """A replacement for a generated kernel that records launches instead of running."""
 
     def __init__(self, name: str, source: str, launch: Launch, choose: Choose) -> None:
         self.name, self._source, self._launch, self._choose = name, source, launch, choose
@@ -110,7 +112,7 @@ class _GeneratedKernel:
             self._roles = [name for name, _ in _PARAMETER.findall(signature[1])]
 
     def run(self, *arguments: Any, stream: Any = None, **_: Any) -> None:
-        """Record a launch of the kernel."""
+        """Record a launch of the kernel, without running it."""
         import torch
 
         reads, writes, changes = [], [], []
@@ -162,7 +164,7 @@ _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_tensor_me
 
 
 def _namespace() -> dict[str, Any]:
-    """Return the namespace of a program, for tensors on `meta`."""
+    """Return the global names with which a compiled program runs on tensors on `meta`."""
     import math
     import random
 
@@ -244,7 +246,7 @@ class _Cuda:
 
     @staticmethod
     def set_device(index: int) -> None:
-        """Do nothing, because it is the current device already."""
+        """Do nothing: the only simulated device is current already."""
 
     class _DeviceGuard:
         def __init__(self, index: int) -> None:

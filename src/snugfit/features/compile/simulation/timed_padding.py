@@ -46,7 +46,7 @@ class PaddedProduct(NamedTuple):
 def product_of(
     match: Any, first: torch.Tensor, second: torch.Tensor, operator: Any, added: Any
 ) -> PaddedProduct:
-    """Return the product that a graph pass has matched, for a benchmark."""
+    """Return the matrix product that a graph pass has matched, for a benchmark of padding."""
     from torch._inductor.fx_passes import pad_mm
 
     def describe(tensor: torch.Tensor, name: str = "") -> Operand:

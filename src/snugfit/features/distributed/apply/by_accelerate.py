@@ -72,7 +72,9 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
 
 
 def told_to_accelerate(setup: Setup) -> Setup:
-    """Return the same Setup, with the dtype of gathered weights as accelerate's mixed precision."""
+    """Return the Setup with the dtype of gathered weights moved to autocast, which sets accelerate's mixed
+    precision.
+    """
     wish = PARALLEL.of(setup)
     if wish is None or wish.dtype is None:
         return setup
@@ -106,7 +108,9 @@ def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
 
 
 def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
-    """Return arguments of `Accelerator` for these processes. One axis needs no `ParallelismConfig`."""
+    """Return keyword arguments of accelerate's `Accelerator` for training in several processes. One axis
+    needs no `ParallelismConfig`.
+    """
     if wish.weights == "copied":
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -123,7 +127,7 @@ def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
 
 
 def training_arguments(wish: ParallelWish) -> dict[str, Any]:
-    """Return the `TrainingArguments` that distribute the model in this way."""
+    """Return the `TrainingArguments` that distribute the model over processes, as a dict."""
     # Without arguments, the Trainer of one of several processes takes DDP.
     if wish.weights == "copied":
         return {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def split(tensors: Iterable[torch.Tensor], key: Callable[[Any], Any]) -> list[list[torch.Tensor]]:
-    """Group the tensors by a key, in the order of the first of each."""
+    """Return the tensors in groups of equal keys, in the order of each group's first tensor."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(key(tensor), []).append(tensor)
@@ -32,28 +32,28 @@ def mesh(tensor: Any) -> Any:
 
 
 class MeshParts(TensorParts):
-    """Tensors that are whole, or sharded over meshes of ranks."""
+    """Operations on tensors that are whole, or sharded over meshes of ranks."""
 
     def is_part(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is sharded."""
+        """Return True if the tensor is sharded over a mesh of ranks."""
         return mesh(tensor) is not None
 
     def own(self, tensor: Any) -> torch.Tensor:
-        """Return this process's shard."""
+        """Return this process's shard of the tensor."""
         shard: torch.Tensor = tensor.to_local() if self.is_part(tensor) else tensor
         return shard
 
     def whole(self, tensor: Any) -> torch.Tensor:
-        """Return the gathered tensor."""
+        """Return the whole tensor, gathered from all ranks."""
         gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return gathered
 
     def groups(self, tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return the tensors of each mesh."""
+        """Return the tensors in groups, one for each mesh of ranks over which they are sharded."""
         return split(tensors, mesh)
 
     def total_norm(self, tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of all, sharded as they are if all are sharded over one mesh."""
+        """Return the norm of all tensors as one vector; it is sharded if all are sharded over one mesh."""
         import torch
 
         tensors = list(tensors)

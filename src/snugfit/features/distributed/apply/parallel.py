@@ -69,7 +69,7 @@ class ParallelHandler(Handler):
         return by_accelerate.why_refused(value, front_end)
 
     def import_code(self, value: ParallelWish) -> None:
-        """Import torch's own code before any measurement."""
+        """Import torch's code for several processes before any measurement."""
         import torch.distributed.fsdp
         import torch.distributed.optim
         import torch.distributed.pipelining
@@ -179,7 +179,9 @@ class ParallelHandler(Handler):
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
     def setup_for_accelerate(self, value: ParallelWish, setup: Setup) -> Setup:
-        """Return the Setup with the dtype of gathered weights as accelerate's mixed precision."""
+        """Return the Setup with the dtype of gathered weights moved to autocast, which sets accelerate's
+        mixed precision.
+        """
         return by_accelerate.told_to_accelerate(setup)
 
     def around_accelerate(self, value: ParallelWish, device: torch.device) -> Context | None:
@@ -196,18 +198,20 @@ class ParallelHandler(Handler):
         return model
 
     def set_accelerator(self, value: ParallelWish, accelerator: Any, model: Any) -> None:
-        """Pass the layers' classes to accelerate's FSDP2."""
+        """Pass the classes of the model's layers to accelerate's FSDP2, which shards each layer
+        as a group.
+        """
         if value.weights == "sharded":
             by_accelerate.name_layers(accelerator, model)
 
     def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
-        """Return the arguments of `Accelerator` for several processes."""
+        """Return the keyword arguments of `Accelerator` for several processes, as a dict."""
         return by_accelerate.accelerator_arguments(value) if value is not None else {}
 
     def training_arguments(
         self, value: ParallelWish | None, job: Job, device: torch.device
     ) -> dict[str, Any]:
-        """Return the `TrainingArguments` for several processes."""
+        """Return the `TrainingArguments` for several processes, as a dict."""
         return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish, model: Any, step: int) -> None:
@@ -227,7 +231,7 @@ class ParallelHandler(Handler):
                     module.reshard()
 
     def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the values of a script's template that distribute the model."""
+        """Return the values with which an exported script's template distributes the model."""
         return {} if value is None else parallel_fields(value, context)
 
 
@@ -369,8 +373,9 @@ def _imports(wish: ParallelWish) -> tuple[str, ...]:
 
 
 def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any]:
-    """Return the values of a script's template. Raises `RecipeError` for a setting that the script does not
-    support."""
+    """Return the values with which an exported script's template distributes the model. Raises `RecipeError`
+    for a setting that the script does not support.
+    """
     cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
     if cuts_more:
         raise context.refusal(
@@ -405,7 +410,7 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
 
 
 def _why_not(wish: ParallelWish, target: str) -> str:
-    """Return why no script of this target is written; empty if one is."""
+    """Return the reason why no script is exported for this target; empty if one is."""
     if target == "torch":
         return ""
     if target == "deepspeed":

@@ -37,7 +37,7 @@ EACH = ("attention_mask", "position_ids")
 
 
 class StagePasses:
-    """The forward and backward passes of this process's stages."""
+    """Runs the forward and backward passes of this process's pipeline stages."""
 
     def __init__(
         self, wish: ParallelWish, runs: Any, model: Any, around: Callable[[], AbstractContextManager[Any]]
@@ -61,12 +61,12 @@ class StagePasses:
 
     @property
     def is_first(self) -> bool:
-        """Return True if this process has the first stage, which takes token ids."""
+        """Return True if this process has the first pipeline stage, which takes token ids."""
         return 0 in self._parts
 
     @property
     def is_last(self) -> bool:
-        """Return True if this process has the last stage, which computes the loss."""
+        """Return True if this process has the last pipeline stage, which computes the loss."""
         return self._wish.all_stages - 1 in self._parts
 
     def accumulate(
@@ -91,7 +91,7 @@ class StagePasses:
         return total
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a batch that this process's stages need."""
+        """Return the inputs of a batch that this process's pipeline stages need."""
         named = (*EACH, *(["input_ids"] if self.is_first else []), *(["labels"] if self.is_last else []))
         return {name: value for name, value in batch.items() if name in named}
 
@@ -254,11 +254,11 @@ class StagesInTurn:
 
     @property
     def training(self) -> bool:
-        """Return True in training mode."""
+        """Return True if the pipeline's stages are in training mode."""
         return bool(self._passes.model.training)
 
     def train(self, mode: bool = True) -> None:
-        """Set training or evaluation mode."""
+        """Set the pipeline's stages to training or evaluation mode."""
         self._passes.model.train(mode)
 
     def eval(self) -> None:
@@ -301,7 +301,7 @@ def _stage_class() -> type[PipelineStage]:
         hidden: Any
 
         def forward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """Run a forward pass of one micro-batch."""
+            """Run the forward pass of one micro-batch in this pipeline stage."""
             self.observer.phase("forward")
             try:
                 with self.around():
@@ -319,8 +319,9 @@ def _stage_class() -> type[PipelineStage]:
             return out
 
         def backward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """Run the backward pass of one micro-batch, whole or only for the gradient of the stage's
-            inputs."""
+            """Run the backward pass of one micro-batch in this pipeline stage, whole or only for the gradient
+            of its inputs.
+            """
             self.observer.phase("backward")
             return super().backward_one_chunk(*given, **more)
 

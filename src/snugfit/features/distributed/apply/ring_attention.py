@@ -39,7 +39,7 @@ SEQUENCE = 2
 
 
 def register() -> None:
-    """Register this attention by its name in transformers. It has no mask among transformers' masks, so
+    """Register ring attention by its name in transformers. It has no mask among transformers' masks, so
     models make none. torch's ring is extended to CPUs too.
     """
     import torch
@@ -82,7 +82,7 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
 
 
 def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return copies of the model's inputs before they are cut, since torch cuts them in place."""
+    """Return copies of the model's inputs, since torch cuts the originals in place."""
     import torch
 
     ids = batch["input_ids"].clone()
@@ -178,7 +178,7 @@ def attend(
 
 
 def _dtype_of(query: torch.Tensor) -> str:
-    """Return the dtype of attention: autocast's where it is on, or that of the query."""
+    """Return the dtype in which ring attention computes: autocast's where it is on, or that of the query."""
     import torch
 
     device = query.device.type

@@ -19,8 +19,9 @@ _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """Return an optimizer of torch with states sharded over the processes; `numbers` (learning rate and
-    others) override the recipe's."""
+    """Return an optimizer of torch with states sharded over the processes; the hyperparameters `numbers`
+    (learning rate and others) override the recipe's.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kind: Any = wish.factory.resolve()
@@ -33,6 +34,8 @@ def spreads_states(optimizer: Any) -> bool:
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer with this process's states: the inner one if states are sharded, else itself."""
+    """Return the optimizer that has this process's states: the inner one if states are sharded,
+    else itself.
+    """
     local: Any = optimizer
     return local.optim if spreads_states(optimizer) else local  # type: ignore[no-any-return]

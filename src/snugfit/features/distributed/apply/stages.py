@@ -61,7 +61,7 @@ def _elsewhere() -> Any:
                 self.weight = weight
 
         def forward(self, hidden_states: Any, *arguments: Any, **keywords: Any) -> Any:
-            """Return the hidden states unchanged."""
+            """Return the hidden states unchanged, in place of a layer of another pipeline stage."""
             return hidden_states
 
     return Elsewhere
@@ -84,12 +84,12 @@ def position_of(wish: ParallelWish, rank: int) -> int:
 
 
 def stages_at(position: int, wish: ParallelWish) -> range:
-    """Return the numbers of the stages that the process at this position has."""
+    """Return the indices of the pipeline stages that the process at this position has."""
     return range(position, wish.all_stages, wish.stages)
 
 
 def layers_at(position: int, wish: ParallelWish, layers: int) -> list[int]:
-    """Return the numbers of the layers, of `layers` in all, that the process at this position has."""
+    """Return the indices of the layers, of `layers` in all, that the process at this position has."""
     return [one for stage in stages_at(position, wish) for one in layers_of(stage, wish.all_stages, layers)]
 
 
@@ -186,8 +186,9 @@ def shared_weight(model: Any) -> torch.nn.Parameter | None:
 
 
 class _Stage:
-    """Replacement of a model's forward pass by that of one stage. It is no module, so it adds no part to the
-    model."""
+    """Replacement of a model's forward pass by that of one pipeline stage. It is no module, so it adds no
+    part to the model.
+    """
 
     def __init__(self, model: Any, decoder: Any, *, is_first: bool, is_last: bool) -> None:
         self._decoder, self._is_first, self._is_last = decoder, is_first, is_last

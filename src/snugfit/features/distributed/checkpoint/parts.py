@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class SpreadState(StateParts):
-    """State of one of several processes: parts of weights, layers or optimizer states, saved in shards."""
+    """Checkpoint operations of one of several processes: parts of weights, layers or optimizer states, saved
+    in shards.
+    """
 
     is_spread = staticmethod(shards.is_sharded)
     lacks_layers = staticmethod(is_stage)
@@ -37,8 +39,9 @@ class SpreadState(StateParts):
         return own_part(saved, optimized, names) if is_stage(model) else (optimized, saved)
 
     def tensor_bytes(self, state: Any) -> list[int] | None:
-        """Return the bytes of each tensor that this process writes for DeepSpeed's engine; None without an
-        engine."""
+        """Return the bytes of each tensor that this process writes for DeepSpeed's engine; None if no engine
+        runs.
+        """
         is_own = is_of_engine(state.optimizer)
         return part_bytes(state.model, state.ranks.rank, state.ranks.size) if is_own else None
 
@@ -48,7 +51,7 @@ class SpreadState(StateParts):
         load_model_state(model, folder)
 
     def of_trainer(self, trainer: Any) -> Any:
-        """Return the code for a Trainer by DDP, or by FSDP2 where it is configured."""
+        """Return the checkpoint operations for a Trainer with DDP, or with FSDP2 where it is configured."""
         from snugfit.features.distributed.trainer.sharded import DdpTrainer, ShardedTrainer
 
         return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)

@@ -80,7 +80,7 @@ def is_part(tensor: Any) -> bool:
 
 
 def holds_parts(model: torch.nn.Module) -> bool:
-    """Return True if this process has parts of the model's weights."""
+    """Return True if this process has shards of the model's weights, and not whole ones."""
     return any(is_part(weight) for weight in model.parameters())
 
 
@@ -91,7 +91,7 @@ def is_sharded(state: TrainState) -> bool:
 
 
 def has_shards(folder: Path) -> bool:
-    """Return True if several processes wrote this checkpoint, each its part."""
+    """Return True if several processes wrote this checkpoint, each its shards."""
     return (folder / SHARDS).is_dir()
 
 
@@ -160,7 +160,7 @@ class ShardedSnapshot:
             self.processing.save_pretrained(folder)
 
     def write_share(self) -> None:
-        """Write this process's parts into the folder that the first process has created."""
+        """Write this process's shards into the checkpoint folder that the first process has created."""
         folder = from_first(None, self.ranks.writing)
         if folder is not None:
             self._write_parts(Path(folder))
@@ -212,7 +212,9 @@ def shards_of(
 
 
 def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tensor]:
-    """Return copies of this process's parts. An engine's parts are gathered one by one, and freed."""
+    """Return copies of this process's shards on the host. An engine's parts are gathered one by one, and
+    freed.
+    """
     if not is_of_engine(state.optimizer):
         return {name: _on_host(part, staging) for name, part in _parts(state).items()}
     copied = {}
@@ -222,7 +224,8 @@ def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tenso
 
 
 def _parts(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors that this process writes: its parts of weights and states, or whole ones of its own.
+    """Return the tensors that this process writes into a checkpoint: its parts of weights and states, or
+    whole ones of its own.
 
     Whole weights of several processes are written by one of them (tensor parallelism leaves some whole).
     """
@@ -249,7 +252,7 @@ def _shared_by_all(state: TrainState) -> ModelState:
 
 
 def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
-    """Return all state except the model's, without parts.
+    """Return the run's state without the model and without sharded tensors.
 
     The first process adds the other processes' optimizer states. All processes call it.
     """
@@ -265,7 +268,7 @@ def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
 
 
 def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
-    """Return the whole model with weights on the host, in the first process. All processes call it."""
+    """Gather the whole model with weights on the host in the first process. All processes call it."""
     import torch
 
     if is_of_engine(state.optimizer):
@@ -560,7 +563,7 @@ def put_parts(
 
 
 def _batches(known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the metadata in batches, whose states are read at once."""
+    """Yield the metadata of saved optimizer states in groups that are read at once."""
     some: dict[str, Any] = {}
     total = 0
     for name, part in known.items():

@@ -52,7 +52,7 @@ def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bo
         """A writer that adds the file's name to a system error before the processes exchange their errors."""
 
         def write_data(self, plan: Any, planner: Any) -> Any:
-            """Write this process's file. Raises `OSError` if the system refuses it."""
+            """Write this process's file of shards. Raises `OSError` if the system refuses it."""
             try:
                 return super().write_data(plan, planner)
             except (OSError, RuntimeError) as fault:
@@ -81,12 +81,12 @@ def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: boo
         """Reader that takes the list of parts from `list_of_parts`."""
 
         def read_metadata(self, *given: Any, **more: Any) -> Any:
-            """Return the list of parts, in place of torch's own method."""
+            """Return the metadata of the stored shards, in place of torch's own method."""
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
         def read_data(self, plan: Any, planner: Any) -> Any:
-            """Read this process's parts. Raises `SnugfitError` for one that torch has not written."""
+            """Read this process's shards. Raises `SnugfitError` for one that torch has not written."""
             for index in dict.fromkeys(item.storage_index for item in plan.items):
                 _refuse_packed(folder, index.fqn, metadata.storage_data[index])
             return super().read_data(plan, planner)
@@ -96,7 +96,7 @@ def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: boo
 
 
 def list_of_parts(folder: Path) -> Mapping[str, Any]:
-    """Return the metadata of all parts in the folder, by name.
+    """Return the metadata of all stored shards in the folder, by name.
 
     Raises `SnugfitError` for a list with anything but tensors, or with tensors larger than their files.
     """
@@ -170,11 +170,11 @@ class _Slice(io.RawIOBase):
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
-        """Return True: the slice can be read."""
+        """Return True: this part of a file can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Return True: the slice has `seek`."""
+        """Return True: this part of a file supports `seek`."""
         return True
 
     def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
@@ -201,7 +201,9 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler that finds only classes that describe tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class of this name. Raises `UnpicklingError` for any other class."""
+        """Return the class of this name that a pickle refers to. Raises `UnpicklingError` for any other
+        class.
+        """
         import torch
 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

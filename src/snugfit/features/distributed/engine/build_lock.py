@@ -64,8 +64,7 @@ def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[Non
     acquire = FileBaton.try_acquire
 
     def acquire_in_the_end(baton: FileBaton) -> bool:
-        """Return True to build again after each wait: the lock's holder may have died, and ninja builds
-        nothing twice."""
+        """Let torch try a build again after each wait, and return True: the lock's holder may have died."""
         wait = LockWait(Path(baton.lock_file_path), tell)
         while not acquire(baton):
             wait.look()
@@ -77,15 +76,16 @@ def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[Non
 
 
 class LockWait:
-    """State of a wait for one lock file."""
+    """The lock file of another process's build, and the reasons already printed for waiting."""
 
     def __init__(self, lock: Path, tell: Callable[[str], None]) -> None:
         self._lock, self._tell = lock, tell
         self._began, self._text = time.monotonic(), ""
 
     def look(self) -> None:
-        """Remove the lock if its holder is dead; otherwise print the reason of the wait, once for each
-        reason."""
+        """Remove the lock file if its process is dead; otherwise print the reason of the wait, once for each
+        reason.
+        """
         reason = remove_if_dead(self._lock)
         if reason is None:
             name = self._lock.parent.name

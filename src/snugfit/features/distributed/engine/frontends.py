@@ -32,7 +32,7 @@ class EngineAccelerateStep(AccelerateStep):
     """The guide's hand-written loop, with an engine made by accelerate."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build, run `steps` optimizer steps, and return their losses."""
+        """Build model and engine, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
         with placed_on(self.device), run_context(self.setup), made_by_accelerate(self.device):
@@ -89,7 +89,7 @@ class EngineTrainerStep(TrainerStep):
     """The HF Trainer, whose engine it makes of `TrainingArguments(deepspeed=...)`."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build, run `steps` optimizer steps, and return their losses."""
+        """Build model and engine, run `steps` optimizer steps, and return their losses."""
         with made_by_accelerate(self.device):
             return super().run(steps, observer)
 

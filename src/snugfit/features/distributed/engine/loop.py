@@ -43,7 +43,7 @@ class EngineStep(PlainStep):
     """The plain loop over one job and Setup, with steps of DeepSpeed's engine."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build, run `steps` optimizer steps, and return their losses."""
+        """Build model and engine, run `steps` optimizer steps, and return their losses."""
         if not self.job.trains:
             raise UsageError("DeepSpeed's engine only trains. Evaluate without it.")
         with run_context(self.setup), in_process_group(self.device):

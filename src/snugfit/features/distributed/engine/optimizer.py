@@ -97,7 +97,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def _inner(self) -> Any:
-        """Return the engine's optimizer of the partitions."""
+        """Return DeepSpeed's inner optimizer, which updates the partitions."""
         return self.engine.optimizer.optimizer
 
     def _flat_weights(self) -> list[torch.Tensor]:
@@ -115,7 +115,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return [name for name, value in states[0].items() if is_of_weights(value)] if states else []
 
     def step_count(self) -> torch.Tensor | None:
-        """Return the number of updates as the tensor that torch's AdamW keeps; None before the first."""
+        """Return the number of updates so far as a tensor, the form of torch's AdamW; None
+        before the first.
+        """
         states = self._own_states()
         if not states:
             return None
@@ -181,7 +183,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def is_of_weights(value: Any) -> bool:
-    """Return True if a state is as large as its weight; False for single numbers."""
+    """Return True if an optimizer state is as large as its weight; False for single numbers."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
@@ -216,7 +218,7 @@ def _put_weight(weight: Any, value: torch.Tensor) -> None:
 
 
 def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a whole tensor under the third stage: an equal part, the last one
+    """Return this process's shard of a tensor under DeepSpeed's third stage: an equal part, the last one
     padded.
     """
     import torch.distributed as dist

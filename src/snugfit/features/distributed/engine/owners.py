@@ -30,8 +30,8 @@ def owners(model: torch.nn.Module, ranks: int) -> dict[str, int]:
 
 
 def part_bytes(model: torch.nn.Module, rank: int, ranks: int) -> list[int]:
-    """Return the bytes of each tensor that a process writes, once there are states. Each trained weight has
-    two states, and all three are in fp32.
+    """Return the bytes of each tensor that a process with DeepSpeed's engine writes into a checkpoint. Each
+    trained weight has two states, and all three are in fp32.
     """
     chosen = owners(model, ranks)
     sizes = []

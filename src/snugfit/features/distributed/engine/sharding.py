@@ -52,7 +52,7 @@ class ShardingHandler(Handler):
             import deepspeed.ops.adam  # noqa: F401
 
     def engine(self, value: ShardingWish) -> StepEngine:
-        """Return the interface to DeepSpeed's engine."""
+        """Return the object through which the core calls DeepSpeed's engine."""
         return DeepSpeed(value)
 
     def refuse_training(self, value: ShardingWish, recipe: Recipe) -> None:
@@ -76,8 +76,8 @@ class ShardingHandler(Handler):
         return {"deepspeed": config, "bf16": bf16}
 
     def script(self, value: ShardingWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the engine's configuration for its own script; the Trainer's arguments have it already.
-        Raises `RecipeError` for other loops.
+        """Return DeepSpeed's configuration for an exported script of its engine; the Trainer's arguments have
+        it already. Raises `RecipeError` for other loops.
         """
         if value is None and context.target == "deepspeed":
             raise context.refusal(self.slot, "its steps are not those of DeepSpeed's engine")
@@ -131,7 +131,7 @@ class DeepSpeed:
     def context(
         self, device: torch.device, tell: Callable[[str], None]
     ) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a run, in which DeepSpeed has a process group."""
+        """Return the context around a run with DeepSpeed's engine, in which a process group exists."""
         from snugfit.features.distributed.engine.loop import in_process_group
 
         return in_process_group(device, tell)
@@ -139,12 +139,13 @@ class DeepSpeed:
     def start(
         self, job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[Any, torch.optim.Optimizer]:
-        """Return the engine around model and optimizer, and its wrapped optimizer, for the job of one
-        process."""
+        """Return DeepSpeed's engine around model and optimizer, and its wrapped optimizer, for the job of one
+        process.
+        """
         from snugfit.features.distributed.engine.optimizer import start_engine
 
         return start_engine(job, setup, model, optimizer)
 
     def stop(self, runs: Any) -> None:
-        """Remove the engine's hooks from the model."""
+        """Remove the hooks of DeepSpeed's engine from the model."""
         runs.destroy()

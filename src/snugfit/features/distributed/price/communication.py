@@ -52,7 +52,7 @@ class Interconnect(GpuLink):
     """Calibrated share of the link's rate that large exchanges reach, by NCCL's kernel."""
 
     def seconds(self, kernel: Kernel) -> float:
-        """Return the seconds of an exchange that no other kernel slows."""
+        """Return the seconds of an exchange between GPUs that no other kernel slows."""
         peers, stride = kernel.peers
         if peers < 2:
             return 0.0

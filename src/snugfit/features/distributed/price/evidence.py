@@ -27,7 +27,7 @@ def total(
     conditions: Collection[str] = (),
     counts: Mapping[str, float] = MappingProxyType({"once": 1}),
 ) -> float:
-    """Return the sum of the rows of a quantity, with the counts that their formulas name."""
+    """Return the sum over the evidence rows of a quantity, with the counts that their formulas name."""
     return sum(
         float(row["value"]) * counts.get(row["formula"], 0)
         for row in _rows(quantity)

@@ -97,7 +97,7 @@ def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:
 
 
 class DistributedExchanges(Exchanges):
-    """Prediction of the figures of several processes."""
+    """Predicts bytes and seconds of a step in several processes, such as the stages of a pipeline."""
 
     modules = (
         "snugfit.features.distributed.simulate.ranks",
@@ -139,13 +139,15 @@ class DistributedExchanges(Exchanges):
     def differing(
         self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None
     ) -> PipelinedRanks | None:
-        """Return the step of all pipeline stages together; None if all ranks are alike."""
+        """Return the prediction of all pipeline stages together; None if all ranks are alike."""
         return PipelinedRanks(ranks, job, setup, gpu) if len(ranks) > 1 else None
 
     def few_layers_question(
         self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
     ) -> StagesQuestion | None:
-        """Return the simulation of pipeline stages with few layers; None if it does not apply."""
+        """Return the prediction of pipeline stages from a simulation of few layers; None if it does not
+        apply.
+        """
         from snugfit.features.distributed.price.few_stages import StagesQuestion
 
         wish = PARALLEL.of(setup)

@@ -63,8 +63,9 @@ STEPS = 2
 
 
 class _StageFigures(NamedTuple):
-    """Figures of one GPU's pipeline stages on one kind of GPU; all but the first grow linearly with
-    layers."""
+    """Predicted figures of one GPU's pipeline stages on one kind of GPU; all but the first grow linearly with
+    layers.
+    """
 
     unused_bytes: float
     """Bytes that the allocator reserves without use, plus bytes outside the allocator."""
@@ -78,18 +79,18 @@ class _StageFigures(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Return all figures in one sequence."""
+        """Return all figures of the stages as one flat sequence of numbers."""
         return (*self[:-1], *self.passes)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _StageFigures:
-        """Return the figures from one sequence."""
+        """Return the figures of the stages from a flat sequence of numbers."""
         unused, allocated, after, model, *passes = numbers
         return cls(unused, allocated, after, model, tuple(passes))
 
 
 class StagesStep(NamedTuple):
-    """Predicted bytes of the GPUs with the largest stage, and seconds of a step."""
+    """Predicted bytes of the GPUs with the largest pipeline stage, and seconds of a step."""
 
     needed_bytes: int
     step_seconds: float
@@ -135,7 +136,7 @@ class StagesQuestion:
         ]
 
     def _depths(self, depth: Depth | None) -> tuple[int, ...]:
-        """Return the layers of each stage in the simulated models: two numbers, or 0 for the whole model.
+        """Return two small numbers of layers per pipeline stage to simulate, or 0 for the whole model.
 
         The whole model is simulated if no two smaller ones are less work.
         """
@@ -233,7 +234,7 @@ class StagesQuestion:
     def _deep(
         self, stage: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> _StageFigures:
-        """Return the figures of one stage of the whole model, with all micro-batches."""
+        """Return the predicted figures of one pipeline stage of the whole model, with all micro-batches."""
         kind, pieces = _place(stage, self._wish), self._setup.micro_batches
         layers = len(layers_at(stage, self._wish, self._part.model.layers))
         # A GPU has `chunks` stages of so many layers.

@@ -61,7 +61,7 @@ _PASSES = frozenset({FORWARD, BACKWARD})
 
 
 class Pass(NamedTuple):
-    """A GPU's unit of work for one micro-batch."""
+    """A pass of a pipeline schedule: one GPU's unit of work for one micro-batch."""
 
     kind: str
     """Kind of the pass, one of `KINDS`."""
@@ -82,14 +82,15 @@ def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
 
 
 def stand_in(position: int, wish: ParallelWish, layers: int) -> int:
-    """Return the simulated position that represents this one."""
+    """Return the position of the simulated rank that represents the rank at this position."""
     kind = _kind(position, wish, layers)
     return next(one for one in stages_to_rehearse(wish, layers) if _kind(one, wish, layers) == kind)
 
 
 def _kind(position: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
-    """Return a key that is equal for alike positions: the ends of the model, and the number of layers in each
-    stage."""
+    """Return a key that is equal for pipeline positions with the same work. It has the ends of the model, and
+    the number of layers in each stage.
+    """
     lengths = [len(layers_of(stage, wish.all_stages, layers)) for stage in stages_at(position, wish)]
     return position == 0, position == wish.stages - 1, *lengths
 
@@ -133,7 +134,7 @@ class PipelinedStep:
 
 
 def without_other_stages(trace: Trace) -> Trace:
-    """Return a copy of a stage's trace without waits for other stages."""
+    """Return a copy of a pipeline stage's trace without waits for other stages."""
     kernels = (
         # Without peers, such a kernel takes no time.
         kernel._replace(peers=ALONE, nbytes=0) if kernel.operator in (SEND, RECEIVE) else kernel
@@ -191,7 +192,9 @@ def orders_of(wish: ParallelWish, micro_batches: int) -> Sequence[Sequence[Pass]
 
 
 def _order_of(stage: int, wish: ParallelWish, micro_batches: int) -> Iterator[Pass]:
-    """Yield the passes of a stage, in order (torch's `ScheduleGPipe`, `Schedule1F1B`)."""
+    """Yield the passes of a pipeline stage in its schedule's order (torch's `ScheduleGPipe`,
+    `Schedule1F1B`).
+    """
     waiting = min(micro_batches, wish.stages - stage)
     first = micro_batches if wish.schedule == GPIPE else waiting
     yield from (Pass(FORWARD, stage, number) for number in range(first))

@@ -101,7 +101,7 @@ class SimulatedStreams:
         return min(left / self._rate(number) for number, left in self._left.items())
 
     def _advance(self, moment: float) -> None:
-        """Advance the streams to this moment."""
+        """Advance the simulated streams to this moment, in seconds."""
         left, now = self._left, self.now
         while left:
             share = 0 < self._running_exchanges < len(left)

@@ -49,15 +49,15 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return 1
 
     def current_device(self) -> str:
-        """Return the name of the only device."""
+        """Return the name of the only simulated device."""
         return "meta"
 
     def current_device_name(self) -> str:
-        """Return the name of the only device."""
+        """Return the name of the only simulated device."""
         return "meta"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return an empty context."""
+        """Return an empty context, since there is only one device."""
         return contextlib.nullcontext()
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -75,15 +75,15 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return self._streams.Event
 
     def stream(self, stream: Any) -> Any:
-        """Return a context in which the stream is current."""
+        """Return a context in which this simulated stream is current."""
         return self._streams.stream(stream)
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        """Return the current stream."""
+        """Return the simulated stream that is current."""
         return self._streams.current_stream()
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """Return the computing stream."""
+        """Return the default stream of the simulation, which computes."""
         return self._streams.default_stream()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
@@ -96,7 +96,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return tensor
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Do nothing, because no memory is page-locked."""
+        """Do nothing: simulated memory is not really page-locked."""
 
     def create_op_builder(self, op_name: str) -> None:
         """Return None, because no operator is compiled for tensors without data."""
@@ -106,7 +106,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return self._memory_bytes - self._recorder.memory.live_bytes()
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes of the whole device."""
+        """Return the bytes of memory of the whole simulated device."""
         return self._memory_bytes
 
     def empty_cache(self) -> None:
@@ -114,7 +114,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         self._recorder.empty_cache()
 
     def _no_memory(self, *arguments: Any) -> int:
-        """Return 0; no decision depends on it."""
+        """Return 0 bytes of memory; no decision of DeepSpeed depends on it."""
         return 0
 
     get_rss = reset_rss = memory_allocated = max_memory_allocated = _no_memory

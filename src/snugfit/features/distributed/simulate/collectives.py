@@ -48,15 +48,16 @@ def is_collective(func: Any) -> bool:
 
 
 def gives_its_own(func: Any) -> bool:
-    """Return True if an operator returns the awaited tensor itself. On shapes alone, torch returns another
-    one."""
+    """Return True if an operator returns the awaited tensor itself. On tensors without data, torch returns
+    another one.
+    """
     return bool(func._schema.name.endswith("::wait_tensor"))
 
 
 def is_wrapping(func: Any) -> bool:
     """Return True if an operator wraps a tensor in exchange, so that its first use waits.
 
-    On shapes alone, torch (2.13) creates an empty tensor instead.
+    On tensors without data, torch (2.13) creates an empty tensor instead.
     """
     return bool(func._schema.name == "_c10d_functional::_wrap_tensor_autograd")
 
@@ -85,7 +86,7 @@ def is_async(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def group_of(func: Any, args: tuple[Any, ...]) -> Any:
-    """Return the process group of an operator."""
+    """Return the process group in which a collective operator exchanges tensors."""
     return CollectiveOp.get_process_group(func, args)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ShapesModule:
-    """A replacement of `torch.cuda` for tensors on `meta`, for a machine of `devices` devices."""
+    """A replacement of `torch.cuda` for tensors on `meta`, which simulates `devices` GPUs."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ShapesModule:
         return self._order
 
     def current_stream(self, *device: Any) -> ShapesStream:
-        """Return the current stream."""
+        """Return the simulated stream that is current."""
         return self._streams[self._order.current]
 
     def default_stream(self, *device: Any) -> ShapesStream:
@@ -62,33 +62,33 @@ class ShapesModule:
         return self._streams[DEFAULT_STREAM]
 
     def set_stream(self, stream: ShapesStream) -> None:
-        """Set the current stream."""
+        """Set the current simulated stream."""
         self._order.use(stream.stream_id)
 
     def stream(self, stream: ShapesStream | None) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the stream is current; None changes nothing."""
+        """Return a context in which this simulated stream is current; None changes nothing."""
         return contextlib.nullcontext() if stream is None else stream
 
     def current_device(self) -> None:
         """Return None: a tensor on `meta` has a device without an index."""
 
     def device_count(self) -> int:
-        """Return one device per rank."""
+        """Return the number of simulated devices: one per rank."""
         return self._devices
 
     def is_initialized(self) -> bool:
-        """Return True: there is nothing to initialize."""
+        """Return True, since a simulated device needs no initialization."""
         return True
 
     is_available = is_initialized
 
     def _do_nothing(self, *arguments: Any, **keywords: Any) -> None:
-        """Do nothing, because the device computes nothing and draws no random numbers."""
+        """Do nothing: a simulated device neither computes nor draws random numbers."""
 
     set_device = synchronize = manual_seed = manual_seed_all = set_rng_state = _do_nothing
 
     def get_rng_state(self, *device: Any) -> torch.Tensor:
-        """Return the state of an unused generator."""
+        """Return a random state; the simulated device draws no numbers."""
         import torch
 
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
@@ -119,7 +119,7 @@ class ShapesEvent:
             self._module.wait()
 
     def query(self) -> bool:
-        """Return True: the event has occurred."""
+        """Return True: simulated events have always occurred."""
         return True
 
 
@@ -134,16 +134,16 @@ class ShapesStream:
         self._before: list[ShapesStream] = []
 
     def wait_stream(self, other: ShapesStream) -> None:
-        """Wait for all work that the other stream has now."""
+        """Let this stream wait for all work that the other stream has now."""
         order = self._module.order
         order.wait(self.stream_id, order.moment(other.stream_id))
 
     def wait_event(self, event: ShapesEvent) -> None:
-        """Wait for the event."""
+        """Let this stream wait for the event."""
         event.wait(self)
 
     def record_event(self, event: ShapesEvent | None = None) -> ShapesEvent:
-        """Return an event of the current position."""
+        """Return an event that marks the current position of this stream."""
         event = event or ShapesEvent(self._module)
         event.record(self)
         return event
@@ -156,7 +156,7 @@ class ShapesStream:
         self._module.wait()
 
     def query(self) -> bool:
-        """Return True: all work is finished."""
+        """Return True: the work of a simulated stream is always finished."""
         return True
 
     def __enter__(self) -> ShapesStream:

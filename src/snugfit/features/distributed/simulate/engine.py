@@ -42,7 +42,7 @@ class CpuAdam:
         return self
 
     def create_adam(self, *arguments: Any) -> None:
-        """Do nothing, because there is no compiled optimizer."""
+        """Do nothing: a simulation has no compiled CPU optimizer."""
 
     destroy_adam = create_adam
 
@@ -71,7 +71,7 @@ class FileHandle:
     async_pwrite = async_pread
 
     def wait(self) -> int:
-        """Return the number of finished reads and writes."""
+        """Return the number of finished reads and writes of files."""
         done, self._pending = self._pending, 0
         return done
 
@@ -83,7 +83,7 @@ class FileHandle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's page-locked bytes as freed."""
+        """Subtract a freed tensor's bytes from the page-locked host memory."""
         LOCKED.discard(tensor.untyped_storage()._cdata)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -96,7 +96,7 @@ LOCKED: set[int] = set()
 
 
 class FileOperator:
-    """A replacement for DeepSpeed's builder, and for the module that it compiles."""
+    """Replacement of DeepSpeed's builder of the file operator, and of the module that it compiles."""
 
     def __init__(self, host: HostTensors) -> None:
         self._host = host
@@ -106,7 +106,7 @@ class FileOperator:
         return self
 
     def aio_handle(self, **settings: Any) -> FileHandle:
-        """Return a handle; its settings change no byte count."""
+        """Return a simulated reader and writer of files; its settings change no byte count."""
         return FileHandle(self._host)
 
 

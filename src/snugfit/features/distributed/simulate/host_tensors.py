@@ -195,7 +195,9 @@ class HostTensors(TorchDispatchMode):
         return self._skip(func, args, kwargs)
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of a factory, in untouched pages if it is on the host and large."""
+        """Return the tensor that a factory operator creates, in untouched pages if it is large and on the
+        host.
+        """
         operand = next((one for one in args if isinstance(one, torch.Tensor)), None)
         device = kwargs.get("device") or (operand.device if operand is not None else "cpu")
         if not _is_host(device):

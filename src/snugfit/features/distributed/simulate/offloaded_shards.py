@@ -50,7 +50,9 @@ class HostShards(HostTensors):
 
 @contextlib.contextmanager
 def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
-    """Place the shards that FSDP2 offloads on the host inside the context. Yield the host's memory."""
+    """Context in which FSDP2's offloaded shards are placed on the simulated host. Yields the
+    host's memory.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     host = HostShards(

@@ -13,7 +13,7 @@ Patch = tuple[Any, str, Any]
 
 @contextlib.contextmanager
 def replace_attributes(patches: Iterable[Patch]) -> Iterator[None]:
-    """Replace these attributes inside the context."""
+    """Context in which attributes of objects have these replacements."""
     with contextlib.ExitStack() as stack:
         for owner, name, instead in patches:
             stack.enter_context(patch.object(owner, name, instead, create=True))

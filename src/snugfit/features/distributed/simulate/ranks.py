@@ -190,7 +190,7 @@ class RankRecorder(Recorder):
         self._add_work_of_host(PART_OPERATORS, operators)
 
     def count_weights_apart(self, weights: int) -> None:
-        """Record the weights whose gradients the host computes apart, by their number."""
+        """Record the number of weights whose gradients the host computes separately (`zero_bubble`)."""
         self._add_work_of_host(WEIGHTS_APART, weights)
 
     def _add_work_of_host(self, what: str, often: int) -> None:
@@ -198,7 +198,7 @@ class RankRecorder(Recorder):
             self._add_to_last_step(what, KernelCost(0, 0, (), "", often, "", ()))
 
     def _count_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count an operator on sharded tensors.
+        """Count an operator on sharded tensors (DTensor), whose sharding the host computes.
 
         Outside of forward and backward, the cost depends on the number of operands. Optimizers and clipping
         have lists of them.
@@ -319,7 +319,7 @@ class _Unlogged:
         return getattr(self._log, name)
 
     def set_runtime_stats_and_log(self) -> None:
-        """Write nothing, because there are no times."""
+        """Write nothing, because a simulation of DDP has no times to log."""
 
 
 def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -403,7 +403,7 @@ def averaged_buckets(recorder: RankRecorder) -> Patch:
 
 
 def _count_calls(method: Callable[..., Any], recorder: RankRecorder, hooks: int) -> Callable[..., Any]:
-    """Return a method of FSDP2 that first records `hooks` hooks of the host."""
+    """Return a replacement of a method of FSDP2, which first records `hooks` hooks on the host."""
 
     @functools.wraps(method)
     def count_and_run(*arguments: Any, **keywords: Any) -> Any:
@@ -539,7 +539,7 @@ class _Handle:
         self._tensors = tensors
 
     def wait(self, *timeout: Any) -> bool:
-        """Return True: the exchange is finished."""
+        """Return True: a simulated exchange is always finished."""
         return True
 
 

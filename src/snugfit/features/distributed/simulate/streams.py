@@ -16,7 +16,9 @@ Moment = frozenset[int]
 
 
 class StreamOrder:
-    """The current stream of a simulation, and the waits between streams. Streams have numbers; 0 computes."""
+    """The current stream of a simulation, and the waits between streams. Streams are numbers; 0 is the
+    computing stream.
+    """
 
     def __init__(self, tell: Callable[[int], int]) -> None:
         self._tell = tell
@@ -27,7 +29,7 @@ class StreamOrder:
         self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # kernels for which its next one waits
 
     def make(self) -> int:
-        """Return the number of a new stream."""
+        """Return the number of a newly created stream."""
         self._made += 1
         return self._made
 
@@ -37,18 +39,18 @@ class StreamOrder:
         self._tell(stream)
 
     def moment(self, stream: int) -> Moment:
-        """Return the current position of a stream."""
+        """Return the current position of a stream: the kernels that must end before it continues."""
         # Only kernels of the recorded step have numbers, so an event of an earlier step has none.
         last = {self._last[stream]} if stream in self._last else set()
         return frozenset(last | self._awaited[stream])
 
     def wait(self, stream: int, moment: Moment) -> None:
-        """Let a stream wait for the position of another."""
+        """Let a stream wait for a position of another stream."""
         # A stream runs after its own last kernel anyway.
         self._awaited[stream] |= moment - {self._last.get(stream, -1)}
 
     def place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the stream of the kernel with this index, and the kernels for which it waits."""
+        """Return the stream in which the kernel with this index runs, and the kernels for which it waits."""
         awaited = tuple(sorted(self._awaited.pop(self.current, ())))
         self._last[self.current] = number
         return self.current, awaited

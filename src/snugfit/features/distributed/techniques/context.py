@@ -119,15 +119,16 @@ class ContextParallel(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: no group within a host can share the sequences. Empty if
-        one can."""
+        """Return the reason why no plan cuts sequences over GPUs: no group within a host can share the
+        sequences. Empty if one can.
+        """
         if any(cls.settings(job)):
             return ""
         return next(_of_model(job), "sequences cannot be cut into equal pieces without padding").rstrip(".")
 
 
 def _of_model(job: Job) -> Iterator[str]:
-    """Yield why this model cannot use ring attention."""
+    """Yield the reasons why this model cannot use ring attention."""
     if job.task is not Task.CAUSAL_LM:
         yield f"ring attention is causal, and the task is {job.task}. It is for causal-lm."
         return
@@ -158,7 +159,9 @@ def _types_of(rope: dict[str, Any]) -> set[str]:
 
 
 def _other_attention(kind: Any, text: dict[str, Any]) -> str:
-    """Return how this model mixes tokens other than by torch's causal attention; empty if it does not."""
+    """Return a description of layers that mix tokens other than by torch's causal attention; empty if it does
+    not.
+    """
     layers = {*(text.get("layer_types") or ())} - {"full_attention"}
     if layers:
         return f"has layers of other kinds ({', '.join(sorted(layers))})"

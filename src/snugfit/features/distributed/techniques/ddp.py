@@ -39,5 +39,5 @@ class Ddp(several_gpus.SharedBatch):
         yield cls(bucket_views=True)
 
     def wish(self) -> ParallelWish:
-        """Return the value of the field `parallel`: weights copied to all GPUs."""
+        """Return the distribution over processes (field `parallel`): weights copied to all GPUs."""
         return ParallelWish(weights="copied", bucket_views=self.bucket_views)

@@ -145,7 +145,7 @@ def refuse_training(wish: ShardingWish) -> None:
 
 
 def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[str]:
-    """Yield why the engine cannot run this job or recipe."""
+    """Yield the reasons why DeepSpeed's engine cannot run this job or recipe."""
     setup = recipe[Slot.PRECISION].alone
     if not job.trains:
         yield "it is about training only. Leave it out."

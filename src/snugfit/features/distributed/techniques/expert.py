@@ -63,8 +63,9 @@ class Expert(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: no group within a host can share the experts. Empty if
-        one can."""
+        """Return the reason why no plan spreads experts over GPUs: no group within a host can share the
+        experts. Empty if one can.
+        """
         if any(cls.settings(job)):
             return ""
         return next(tensor_plans.objections_to_experts(job, 2)).rstrip(".")

@@ -48,5 +48,5 @@ class Fsdp(several_gpus.SharedBatch):
             yield several_gpus.SHARDS_ON_HOST
 
     def wish(self) -> ParallelWish:
-        """Return the value of the field `parallel`: weights sharded over all GPUs."""
+        """Return the distribution over processes (field `parallel`): weights sharded over all GPUs."""
         return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")

@@ -51,7 +51,9 @@ class Hsdp(several_gpus.SharedBatch):
         yield from (cls(n=n) for n in (2, 4, 8))
 
     def wish(self) -> ParallelWish:
-        """Return the value of the field `parallel`: copies of the weights, each sharded over n GPUs."""
+        """Return the distribution over processes (field `parallel`): copies of the weights, each sharded over
+        n GPUs.
+        """
         return ParallelWish(
             weights="sharded", shards=self.n, reshard=self.reshard, on_host=self.offload == "cpu"
         )

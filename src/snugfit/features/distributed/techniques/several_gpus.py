@@ -76,7 +76,7 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
-    """Yield why several GPUs cannot train this job under this recipe."""
+    """Yield the reasons why several GPUs cannot train this job under this recipe."""
     setup = setup_of(recipe[Slot.PRECISION], recipe[Slot.OPTIMIZER])
     if not job.trains:
         yield "it is about training only. Leave it out."
@@ -120,7 +120,9 @@ class SharedBatch(Technique):
 
     @abstractmethod
     def wish(self) -> ParallelWish:
-        """Return the value of the field `parallel`: the distribution of the model along the data axis."""
+        """Return the distribution over processes (field `parallel`): the distribution of the model along the
+        data axis.
+        """
 
     def install(self, setup: Setup) -> Setup:
         """Set the Setup's `parallel` field to distribute the model over all GPUs."""

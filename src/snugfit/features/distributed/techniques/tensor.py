@@ -70,8 +70,9 @@ class Tensor(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: no group within a host can share the model. Empty if one
-        can."""
+        """Return the reason why no plan cuts matrices over GPUs: no group within a host can share the model.
+        Empty if one can.
+        """
         if any(cls.settings(job)):
             return ""
         return next(tensor_plans.objections(job, 2)).rstrip(".")

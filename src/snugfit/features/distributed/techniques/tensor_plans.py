@@ -31,8 +31,8 @@ SIZES = {
 
 
 def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
-    """Yield why this model cannot be cut into this many parts. With `experts` these are divided whole, else
-    cut too.
+    """Yield the reasons why this model cannot be cut into this many parts. With `experts` these are divided
+    whole, else cut too.
     """
     if job.model.module is not None:
         return

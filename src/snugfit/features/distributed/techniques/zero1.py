@@ -28,5 +28,7 @@ class Zero1(several_gpus.SharedBatch):
     """True if gradients are views of the averaged buckets, without memory of their own, as for `ddp`."""
 
     def wish(self) -> ParallelWish:
-        """Return the value of the field `parallel`: weights copied, optimizer states sharded."""
+        """Return the distribution over processes (field `parallel`): weights copied, optimizer states
+        sharded.
+        """
         return ParallelWish(weights="copied", states="sharded", bucket_views=self.bucket_views)

@@ -63,15 +63,19 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
 class DdpTrainer(TrainerParts):
-    """Trainer with the whole model in each process (DDP), which may also read shards."""
+    """Operations on a Trainer's model and checkpoints under DDP: whole weights in each process. Checkpoints
+    may be sharded.
+    """
 
     @property
     def configured(self) -> ParallelWish:
-        """Return the Trainer's configuration as a value of the field `parallel`."""
+        """Return the Trainer's DDP configuration as a value of the field `parallel`."""
         return ParallelWish()
 
     def refuse_sharding(self, recipe: Recipe) -> None:
-        """Raise `RecipeError` for techniques for several GPUs other than the Trainer's own."""
+        """Raise `RecipeError` for techniques for several GPUs that differ from the Trainer's own
+        configuration.
+        """
         refuse_other_sharding(recipe, self.configured)
 
     def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
@@ -85,7 +89,7 @@ class DdpTrainer(TrainerParts):
             super().load_weights(model, folder, ranks)
 
     def restore(self, state: TrainState, folder: Path) -> None:
-        """Restore a whole or sharded state."""
+        """Restore a run's state from a whole or a sharded checkpoint."""
         super().restore(state, folder)
         # The restored states may be whole, and each process needs only its parts.
         if is_sharded(state):
@@ -95,14 +99,14 @@ class DdpTrainer(TrainerParts):
 
 
 class ShardedTrainer(DdpTrainer):
-    """Trainer whose weights FSDP2 shards."""
+    """Operations on a Trainer's model and checkpoints if FSDP2 shards its weights."""
 
     word = "fsdp"
     is_spread = True
 
     @property
     def configured(self) -> ParallelWish:
-        """Return the Trainer's configuration as a value of the field `parallel`."""
+        """Return the Trainer's FSDP configuration as a value of the field `parallel`."""
         reshard = "layers" if self.trainer.accelerator.state.fsdp_plugin.reshard_after_forward else "none"
         return ParallelWish(weights="sharded", reshard=reshard)
 
@@ -193,8 +197,9 @@ class ShardedTrainer(DdpTrainer):
         processing: Any,
         is_stopped: bool,
     ) -> ShardedSnapshot:
-        """Return a snapshot of this process's parts. At the run's end, unless a signal stopped it, the first
-        process also saves the whole model."""
+        """Return a copy of this process's shards of the run's state. At the run's end, unless a signal
+        stopped it, the first process also saves the whole model.
+        """
         trainer = self.trainer
         # A forward pass may have left whole weights in place of the parts.
         self.drop_gathered()

@@ -40,7 +40,9 @@ from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as, mov
 
 
 class Numbers(NamedTuple):
-    """The scalars of one AdamW step, as torch computes them on the host (`torch/optim/adam.py`)."""
+    """The scalars of one AdamW step, such as bias corrections, as torch computes them on the host
+    (`torch/optim/adam.py`).
+    """
 
     keep: float
     """Factor of a weight after decay: 1 - rate * decay."""
@@ -58,7 +60,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Numbers:
-        """Return the scalars of a group's step with this number, counted from 1."""
+        """Return the scalars for a step of this parameter group; `step` counts from 1."""
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5,
@@ -105,8 +107,9 @@ class MasterAdamW(OwnAdamW):
                 self.state[weight] = {RESIDUAL: in_bits_of(residual, self.residual_dtype)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states without a change of their dtypes: torch's own would cast them to bfloat16. Low
-        halves of masters get the bits that this optimizer keeps."""
+        """Load optimizer states without a change of their dtypes: torch's own would cast them to bfloat16.
+        Low halves of masters get the bits that this optimizer keeps.
+        """
         # torch's own method casts states to the weight's dtype, bfloat16.
         super().load_state_dict(state_dict)
         self._tables = None
@@ -129,8 +132,8 @@ class MasterAdamW(OwnAdamW):
     # ---- the host's half ---------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Prepare a step: read the gradients' addresses, and count a step of each weight with a gradient. The
-        step's numbers are copied to the device in stream order.
+        """Prepare an update: read the gradients' addresses, and increment the step count of each weight with
+        a gradient. The step's scalars are copied to the device in stream order.
         """
         self.find_gradients()
         self.count_step()
@@ -149,7 +152,7 @@ class MasterAdamW(OwnAdamW):
             table.find()
 
     def count_step(self) -> None:
-        """Count a step, after `find_gradients`. `launch` follows."""
+        """Increment the step counts of the weights, after `find_gradients`; `launch` follows."""
         rows: dict[tuple[int, int], int] = {}
         counted = [self.state[weight] for weight, _ in self._plain if weight.grad is not None]
         for table, groups in zip(self._tables or (), self._groups_of_tables, strict=True):
@@ -222,12 +225,15 @@ class MasterAdamW(OwnAdamW):
         return self._without_states
 
     def _states_are_as_before(self) -> bool:
-        """Return whether the states are still the same objects; loading a checkpoint replaces them."""
+        """Return True if the optimizer's states are still the same objects; loading a checkpoint replaces
+        them.
+        """
         return len(self.state) == len(self._known) and all(map(is_, self.state.values(), self._known))
 
     def make_states(self, weight: torch.Tensor) -> None:
-        """Create a weight's states, before its first step. Raises `RecipeError` for a dtype that is neither
-        bfloat16 nor fp32."""
+        """Create the moments of a weight, before its first step. Raises `RecipeError` for a dtype that is
+        neither bfloat16 nor fp32.
+        """
         if weight.dtype not in (torch.bfloat16, torch.float32):
             raise RecipeError(
                 f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try 'bf16'."
@@ -257,7 +263,7 @@ class MasterAdamW(OwnAdamW):
         return residual
 
     def _make_tables(self) -> None:
-        """Build a table for each kind of update, from the weights with states."""
+        """Build the tables of addresses that the update kernels read, one for each kind of weight."""
         # A kernel updates weights of one dtype.
         kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []
@@ -317,7 +323,7 @@ def is_refused(norm: torch.Tensor | None) -> bool:
 
 
 def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
-    """Return gradients in 32 bits, scaled by the coefficient if there is one."""
+    """Return gradients in 32 bits, multiplied by the clipping factor if there is one."""
     return slope.to(torch.float32) if coefficient is None else slope.to(torch.float32) * coefficient
 
 

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 
 class LaunchSettings(NamedTuple):
-    """Settings of the update's launch. Results are the same with all of them, except for `exact`."""
+    """Launch settings of the kernel that updates weights by AdamW. Results are the same with all of them,
+    except for `exact`.
+    """
 
     block: int = 1024
     """Elements that a program updates at once, a power of two."""

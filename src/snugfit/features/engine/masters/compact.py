@@ -40,29 +40,30 @@ DRAW_BITS = 8
 
 
 class Chances(NamedTuple):
-    """Random numbers between 0 and 1 for stochastic rounding, one of each kind for an element."""
+    """Random numbers between 0 and 1 for stochastic rounding: two per element, one for each moment."""
 
     first: torch.Tensor
     second: torch.Tensor
 
 
 def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
-    """Return the random numbers of `count` elements of a weight from `begin`, in a step of this number."""
+    """Return the random numbers for `count` elements of a weight from `begin`, in a step of this number."""
     # A hash and no draw: a step repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
     bits = _hash(begin, count, step, device)
     return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
 
 
 def draws(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return random whole numbers from 0 to 255, int32, of the same elements in the same step. They are the
-    highest bits of the hash times the golden ratio. Neither half of the hash, the moments' chances,
-    determines them alone."""
+    """Return random integers from 0 to 255, int32, to round the same elements' weights in this step. They are
+    the highest bits of the hash times the golden ratio. Neither half of the hash, the moments' chances,
+    determines them alone.
+    """
     bits = _hash(begin, count, step, device)
     return bits.mul_(STRIDE).bitwise_and_(_ALL).bitwise_right_shift_(32 - DRAW_BITS).to(torch.int32)
 
 
 def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return a 32-bit hash for each of these elements, as int64."""
+    """Return a 32-bit random hash for each of these elements of a weight, as int64."""
     bits = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
     bits.add_(step * STRIDE).bitwise_and_(_ALL)
     # torch has no unsigned integers, so 32 bits are in int64 and cut after each product.
@@ -86,19 +87,19 @@ def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def scale_count(elements: int) -> int:
-    """Return the number of groups of this many elements."""
+    """Return the number of quantization groups of this many elements."""
     return -(-elements // GROUP)
 
 
 def widen_first(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return first moments in fp32 (N,) from codes (N,) and their groups' scales."""
+    """Dequantize first moments: return fp32 (N,) from 8-bit codes (N,) and their groups' scales."""
     wide = cut_in_groups(codes.to(torch.float32))
     share = scales.unsqueeze(1) * (1.0 / FIRST_TOP**2)
     return (wide * wide.abs() * share).flatten()[: codes.numel()]
 
 
 def widen_second(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return second moments in fp32 (N,) from codes (N,) and their groups' scales."""
+    """Dequantize second moments: return fp32 (N,) from 8-bit codes (N,) and their groups' scales."""
     square = cut_in_groups(codes.to(torch.float32)).square_()
     share = scales.unsqueeze(1) * (1.0 / SECOND_TOP**4)
     return (square * square * share).flatten()[: codes.numel()]
@@ -107,7 +108,7 @@ def widen_second(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def narrow_first(
     exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write codes (N,) and scales of fp32 first moments (N,), rounded stochastically."""
+    """Quantize fp32 first moments (N,): write 8-bit codes (N,) and scales, rounded stochastically."""
     sizes = cut_in_groups(exact.abs())
     shares = _shares(sizes, scales) * FIRST_TOP**2
     below = shares.sqrt().floor_()
@@ -120,7 +121,7 @@ def narrow_first(
 def narrow_second(
     exact: torch.Tensor, chance: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write codes (N,) and scales of fp32 second moments (N,), rounded stochastically."""
+    """Quantize fp32 second moments (N,): write 8-bit codes (N,) and scales, rounded stochastically."""
     sizes = cut_in_groups(exact)
     shares = _shares(sizes, scales) * float(SECOND_TOP**4)
     below = shares.sqrt().sqrt_().floor_()
@@ -134,7 +135,7 @@ def narrow_second(
 
 
 def _shares(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return each element's share of the largest in its group, which is written as the group's scale."""
+    """Return each element divided by the largest of its group, which is written as the group's scale."""
     largest = sizes.amax(1)
     scales.copy_(largest)
     # A smaller scale has no reciprocal in 32 bits, and means zeros.

@@ -27,7 +27,7 @@ SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 
 
 class CompactTable(WeightTable):
-    """A table of addresses whose records end with both scales."""
+    """A table of addresses for update kernels whose records end with the scales of both 8-bit moments."""
 
     record = 9
     group = compact.GROUP
@@ -35,7 +35,9 @@ class CompactTable(WeightTable):
 
     @classmethod
     def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
-        """Return the low half, both moments and both scales of a weight."""
+        """Return the tensors that an update reads beside the weight: low half, both moments and
+        both scales.
+        """
         return [*super().tensors_kept(state), *(state[name] for name in SCALES)]
 
 
@@ -54,7 +56,7 @@ class CompactAdamW(MasterAdamW):
         *,
         master_bits: Literal[32, 24] = 32,
     ) -> None:
-        """Take torch's default numbers, repeated because optimizers are built from the signature
+        """Set torch's default hyperparameters, repeated because optimizers are built from the signature
         (`wishes/optimizer.py`). `master_bits` is the size of masters in halves.
         """
         # 24 bits are a bfloat16 and 8 more.
@@ -80,7 +82,7 @@ class CompactAdamW(MasterAdamW):
         numbers: Numbers,
         coefficient: torch.Tensor | None,
     ) -> None:
-        """Update one weight in plain torch, and store its moments as codes again."""
+        """Update one weight in plain torch without a kernel, and store its moments as 8-bit codes again."""
         state = self.state[weight]
         slopes, values = flat(laid_out_as(weight, gradient)), flat(weight)
         codes = [flat(state[name]) for name in MOMENTS]

@@ -33,7 +33,7 @@ FIRST_MIX, SECOND_MIX = tl.constexpr(MIXES[0]), tl.constexpr(MIXES[1])
 
 @triton.jit
 def hash_of(at, step):  # type: ignore[no-untyped-def]
-    """Return a 32-bit hash for each element in this step (`compact.chances`)."""
+    """Return a 32-bit random hash for each element in this step (`compact.chances`)."""
     bits = at.to(tl.uint32) + step.to(tl.uint32) * STEP_STRIDE
     bits ^= bits >> 16
     bits *= FIRST_MIX
@@ -45,7 +45,7 @@ def hash_of(at, step):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def reciprocal(largest):  # type: ignore[no-untyped-def]
-    """Return the reciprocal of a scale; 0 for a scale that means zeros."""
+    """Return the reciprocal of a group's scale; 0 for a scale of 0."""
     # The inner selection avoids a division by zero, whose result would be selected away.
     return tl.where(largest > LEAST_SCALE, tl.div_rn(1.0, tl.where(largest > LEAST_SCALE, largest, 1.0)), 0.0)
 
@@ -59,7 +59,7 @@ def root_of(number, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def first_codes(first, largest, chance, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return codes of first moments, in fp32 (`compact.narrow_first`)."""
+    """Return 8-bit codes of fp32 first moments (`compact.narrow_first`)."""
     shares = tl.abs(first) * reciprocal(largest)[:, None] * FIRST_SQUARE
     below = tl.floor(root_of(shares, EXACT))
     above = chance * (2.0 * below + 1.0) < shares - below * below
@@ -69,7 +69,7 @@ def first_codes(first, largest, chance, EXACT: tl.constexpr):  # type: ignore[no
 
 @triton.jit  # type: ignore[untyped-decorator]
 def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return codes of second moments, in fp32 (`compact.narrow_second`)."""
+    """Return 8-bit codes of fp32 second moments (`compact.narrow_second`)."""
     shares = second * reciprocal(largest)[:, None] * SECOND_FOURTH
     below = tl.floor(root_of(root_of(shares, EXACT), EXACT))
     low, high = below * below, (below + 1.0) * (below + 1.0)
@@ -82,7 +82,7 @@ def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the address of second halves as a pointer to their dtype."""
+    """Return the address of the weights' low halves as a pointer to their dtype."""
     if HALVES == 8:
         # A thread reads half as many bytes of 8-bit data, so that its elements stay the same.
         lower = pointer(residual, tl.int8, NARROW // 2 if NARROW > 1 else 1)
@@ -93,14 +93,16 @@ def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join_parts(upper, lower, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the masters in fp32, joined from both halves (`halves.join`)."""
+    """Return the fp32 master weights, joined from their high and low halves (`halves.join`)."""
     # The shift puts 8 bits in units of the 16-bit half.
     return join_halves(upper, lower.to(tl.int32) << 8) if HALVES == 8 else join_halves(upper, lower)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def parts_of(exact, bits, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return both halves of masters in fp32. Those of 24 bits are rounded by draws (`compact.draws`)."""
+    """Return the high and low halves of fp32 master weights. Masters of 24 bits are rounded by random
+    integers (`compact.draws`).
+    """
     if HALVES == 8:
         upper, lower = split_by_chance(exact, ((bits * STEP_STRIDE) >> LAST_BITS).to(tl.int32))
     else:
@@ -116,8 +118,8 @@ def update_compact(  # type: ignore[no-untyped-def]
     CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update `BLOCK` elements from `begin` at these addresses, one group per row; with `MASKED`, only the
-    first `left`.
+    """Update `BLOCK` elements by AdamW from `begin` at these addresses, one group per row; with `MASKED`,
+    only the first `left`.
     """
     rows = tl.arange(0, BLOCK // GROUP)
     at = rows[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

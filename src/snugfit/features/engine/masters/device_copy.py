@@ -32,7 +32,9 @@ class DeviceCopy:
         self._turn = 0
 
     def write(self, rows: Sequence[object]) -> None:
-        """Write the first rows, on the current stream; the other rows keep their earlier values."""
+        """Copy rows of the host buffer to the device tensor, on the current stream; later rows keep their
+        values.
+        """
         self._turn = turn = (self._turn + 1) % len(self._buffers)
         if self._copied is not None:
             # The buffer may still be read by the copy of four writes ago.

@@ -23,14 +23,14 @@ def is_finite(number):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def join_halves(upper, lower):  # type: ignore[no-untyped-def]
-    """Return the 32-bit number that has these halves, of 16 bits each."""
+    """Return the 32-bit number whose upper and lower 16 bits these are."""
     # The lower half has a sign, so it is added and not put in place.
     return ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def upper_half(exact):  # type: ignore[no-untyped-def]
-    """Return the upper half of a number as 16 bits, and the difference to it as the lower half."""
+    """Return the upper 16 bits of a number, and the remaining difference as the lower half."""
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
     # Halfway cases go away from zero: 16 bits could not distinguish an even rule's cases.
@@ -53,7 +53,7 @@ def split_by_chance(exact, draws):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pointer(address, element, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return an address as a pointer to these elements."""
+    """Return an address as a Triton pointer to elements of this type."""
     return tl.multiple_of(address.to(tl.pointer_type(element)), ALIGNED)
 
 

@@ -41,19 +41,21 @@ UNIT = 1 << 8
 
 
 def lower_bits(residual: torch.Tensor | None) -> int:
-    """Return the bits of a low half: 16 or 8, and 0 without one."""
+    """Return the number of bits in a weight's low half: 16 or 8, and 0 without one."""
     return 0 if residual is None else 8 * residual.dtype.itemsize
 
 
 def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 numbers that have these halves, bfloat16 and int16 or int8."""
+    """Return the fp32 numbers whose high halves are in bfloat16 and low halves in int16 or int8."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     unit = UNIT if residual.dtype is torch.int8 else 1
     return bits.add_(residual, alpha=unit).view(torch.float32)
 
 
 def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
-    """Write both halves of these 32-bit numbers, which are overwritten; the second half has 16 bits."""
+    """Split 32-bit numbers into a bfloat16 half and a second half, and overwrite the numbers; the second half
+    has 16 bits.
+    """
     # NaN has many bit patterns, which could carry into the sign; it becomes the usual one.
     exact.masked_fill_(exact.isnan(), math.nan)
     bits = exact.view(torch.int32)
@@ -66,8 +68,9 @@ def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> 
 def split_by_chance(
     exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, draws: torch.Tensor
 ) -> None:
-    """Write both halves of these 32-bit numbers, which are overwritten; the second half has 8 bits. A number
-    is rounded up where its bits beyond 24 and `draws`, int32 from 0 to 255, add up to a unit.
+    """Split 32-bit numbers into a bfloat16 half and a second half, and overwrite the numbers; the second half
+    has 8 bits. A number is rounded up where its bits beyond 24 and `draws`, int32 from 0 to 255, add up to a
+    unit.
     """
     exact.masked_fill_(exact.isnan(), math.nan)
     # Rounded first and cut then, so that the two halves are exactly the 24 bits.
@@ -78,8 +81,9 @@ def split_by_chance(
 
 
 def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a low half converted to int16 or int8. In 8 bits it is the nearest, but never beyond the middle
-    between two bfloat16s. So the first half does not change."""
+    """Return the low half of master weights converted to int16 or int8. In 8 bits it is the nearest, but
+    never beyond the middle between two bfloat16s. So the first half does not change.
+    """
     if residual.dtype is dtype:
         return residual
     # 8 bits widened are exact.

@@ -40,7 +40,9 @@ def update_part(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update `BLOCK` elements from `begin` at these addresses; with `MASKED`, only the first `left`."""
+    """Update `BLOCK` elements by AdamW from `begin` at these addresses; with `MASKED`, only the
+    first `left`.
+    """
     at = tl.arange(0, BLOCK)
     # Whole blocks need no mask.
     mask = at < left if MASKED else None
@@ -82,7 +84,7 @@ def update_any(  # type: ignore[no-untyped-def]
     CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Run `update_part`, or `update_compact` if there is a `GROUP`."""
+    """Update elements by AdamW: run `update_compact` for 8-bit moments in groups, else `update_part`."""
     if GROUP:
         update_compact(
             weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
@@ -101,7 +103,7 @@ def update_up_to(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update a whole block, or the first `left` elements of one, with a mask."""
+    """Update a whole block of elements by AdamW, or with a mask only its first `left` elements."""
     if left >= BLOCK:
         update_any(
             weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
@@ -121,7 +123,7 @@ def update_weights(  # type: ignore[no-untyped-def]
     RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update the block of a program, unless the norm is not finite."""
+    """Triton kernel: update one block of elements by AdamW, unless the gradient norm is not finite."""
     # A launch takes few pointers, so everything else is looked up on the device.
     coefficient, goes_on = 1.0, True
     if CLIPS:
@@ -155,7 +157,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
     places, owners, sums, blocks, HALVES: tl.constexpr, BLOCK: tl.constexpr, RECORD: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squares of the gradients in a program's blocks, in fp32."""
+    """Triton kernel: sum the squares of the gradients in a program's blocks, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     # A fixed number of programs adds in one order on all devices.
@@ -175,7 +177,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the square root of the total of all these sums, a scalar."""
+    """Triton kernel: write the square root of the total of all these sums, a scalar."""
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
     # Correctly rounded, as torch's root.
@@ -188,8 +190,8 @@ def launch_update(
     norm: torch.Tensor | None,
     most: float,
 ) -> None:
-    """Update the weights of this table by rows of numbers (N, 8). With a norm, a scalar in fp32, gradients
-    are clipped to the norm `most`.
+    """Launch AdamW's update of all weights in this table, with scalars in rows (N, 8). With a norm, a scalar
+    in fp32, gradients are clipped to the norm `most`.
     """
     settings, aligned = table.settings, table.is_aligned
     update_weights[(table.blocks,)](
@@ -205,7 +207,9 @@ def launch_update(
 
 
 def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
-    """Write sums of squares of this table's gradients, in fp32: one for each program."""
+    """Launch the kernel that writes sums of squares of this table's gradients, in fp32: one for
+    each program.
+    """
     sum_squares[(sums.numel(),)](
         table.places, table.owners, sums, table.blocks, HALVES=table.lower_bits > 0,
         BLOCK=table.settings.block, RECORD=table.places.size(1), ALIGNED=WIDE if table.is_aligned else 1,
@@ -214,7 +218,7 @@ def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
 
 
 def launch_norm(sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """Write the gradients' norm, a scalar, from sums of squares."""
+    """Launch the kernel that writes the gradients' norm, a scalar, from sums of squares."""
     root_of_sums[(1,)](sums, norm, sums.numel(), WIDTH=triton.next_power_of_2(sums.numel()), num_warps=8)
 
 
@@ -227,7 +231,7 @@ def update_one(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update the elements of one weight in a program's block, unless the norm is not finite."""
+    """Triton kernel: update a block of one weight by AdamW, unless the gradient norm is not finite."""
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
@@ -247,7 +251,7 @@ def update_one(  # type: ignore[no-untyped-def]
 def add_squares(  # type: ignore[no-untyped-def]
     gradient, sums, count, HALVES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Add the squares of a program's blocks of a gradient to the program's sum, in fp32."""
+    """Triton kernel: add the squares of a gradient's blocks to the program's sum, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
@@ -275,7 +279,7 @@ def launch_update_of_one(
     group: int,
     settings: LaunchSettings,
 ) -> None:
-    """Update the weight at these addresses by its row of numbers (8,).
+    """Launch AdamW's update of one weight at these addresses, with its row of scalars (8,).
 
     The addresses are those of the weight, its residual or 0, both moments, its gradient, and with a group
     both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `most`. `halves` is the
@@ -294,7 +298,9 @@ def launch_update_of_one(
 
 
 def launch_squares_of_one(gradient: torch.Tensor, sums: torch.Tensor) -> None:
-    """Add a gradient's squares to sums (programs,) in fp32, those of its blocks in turn to each."""
+    """Launch the kernel that adds a gradient's squares to sums (programs,) in fp32, block by
+    block in turn.
+    """
     address, count, block = gradient.data_ptr(), gradient.numel(), SETTINGS.block
     add_squares[(min(sums.numel(), -(-count // block)),)](
         address, sums, count, HALVES=gradient.dtype is torch.bfloat16, BLOCK=block,

@@ -36,7 +36,7 @@ OPERATORS.define("norm_of_squares(Tensor sums, Tensor(a!) norm) -> ()")
 
 
 def writes_in_place(*arguments: Any) -> None:
-    """Return nothing: the shape function of launches whose results are written in place."""
+    """Return None, as the shape function of kernel launches that write their results in place."""
 
 
 for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradients", "norm_of_squares"):
@@ -50,7 +50,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Context in which code sees tensors on `meta` as tensors of a GPU, or of a CPU without `on_gpu`."""
+    """Context in which code treats tensors on `meta` as tensors of a GPU, or without `on_gpu` of a CPU."""
     global _KERNEL_ON_META
     before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
     try:
@@ -65,7 +65,7 @@ def update_weights(
     norm: torch.Tensor | None,
     most: float,
 ) -> None:
-    """Make AdamW's step of this table's weights (`kernel.launch_update`)."""
+    """Launch one AdamW step for the weights of this table (`kernel.launch_update`)."""
     # An operator over lists of hundreds of tensors takes the host longer than the launch.
     if not numbers.is_meta:
         with triton_named():
@@ -88,7 +88,7 @@ def update_weights(
 
 
 def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """Write the norm of these tables' gradients, a scalar, from sums of squares for each of them (tables,
+    """Write the norm of the gradients in these tables, a scalar, from sums of squares (tables,
     `NORM_PROGRAMS`).
     """
     if norm.is_meta:
@@ -105,7 +105,7 @@ def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tenso
 
 
 def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """Write the norm, a scalar, from sums of squares of any shape."""
+    """Write the gradient norm, a scalar, from sums of squares of any shape."""
     if norm.is_meta:
         torch.ops.triton.norm_of_squares(sums, norm)
         return
@@ -115,13 +115,13 @@ def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
 
 
 def new_sums(tables: Sequence[WeightTable]) -> torch.Tensor:
-    """Return a tensor for the sums of squares (tables, `NORM_PROGRAMS`), in fp32."""
+    """Return a tensor for the sums of squares of gradients (tables, `NORM_PROGRAMS`), in fp32."""
     return torch.empty((len(tables), NORM_PROGRAMS), dtype=torch.float32, device=tables[0].weights[0].device)
 
 
 @contextlib.contextmanager
 def triton_named() -> Iterator[None]:
-    """Context for the import of kernels. Raises `RecipeError` where Triton is missing."""
+    """Context for importing Triton kernels. Raises `RecipeError` with Triton's name where it is missing."""
     try:
         yield
     except ImportError as fault:

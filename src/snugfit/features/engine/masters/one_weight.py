@@ -35,8 +35,9 @@ for _name in ("adamw_of_weight", "squares_of_gradient"):
 
 
 class MasterUpdates:
-    """Updates one weight at a time, and the norm, for `MasterAdamW` and `CompactAdamW`
-    (`updates/one_weight.py`)."""
+    """Updates one weight at a time, and computes the gradient norm, for AdamW over master weights
+    (`updates/one_weight.py`).
+    """
 
     can_be_recorded: ClassVar = True
     """True: its scalars are on the device, so that a CUDA graph can contain updates."""
@@ -66,20 +67,22 @@ class MasterUpdates:
         self._by_kernel = bool(by_kernel)
 
     def has_moved(self) -> bool:
-        """Return whether weights have other states than at the last call, such as a checkpoint's."""
+        """Return True if the optimizer's states are other objects than at the last call, such as a
+        checkpoint's.
+        """
         before, self._known = self._known, list(self._optimizer.state.values())
         return len(before) != len(self._known) or not all(map(is_, before, self._known))
 
     # ---- the norm ----------------------------------------------------------------------------------------
 
     def begin_norm(self) -> None:
-        """Set the sum of squares to zero."""
+        """Set the sum of squared gradients to zero."""
         self._norms.clear()
         if self._by_kernel:
             self._sums.zero_()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add this gradient's squares to the sum."""
+        """Add the squares of this gradient to the sum of squared gradients."""
         # A kernel reads weight and gradient in one order of elements.
         gradient = laid_out_as(weight, gradient)
         if not is_on_gpu(weight):
@@ -92,7 +95,7 @@ class MasterUpdates:
             launch_squares_of_one(gradient, self._sums)
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of all gradients that were added, in 32 bits: a scalar on the device."""
+        """Return the L2 norm of all added gradients, in 32 bits: a scalar on the device."""
         if self._by_kernel:
             take_root(self._sums, self._root)
             return self._root
@@ -105,8 +108,9 @@ class MasterUpdates:
     # ---- the updates -------------------------------------------------------------------------------------
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare the scalars of a step whose weights are updated one by one, clipped to `most` if there is a
-        norm."""
+        """Prepare the scalars of an AdamW step that updates weights one by one; with a norm, gradients are
+        clipped to `most`.
+        """
         optimizer = self._optimizer
         # Schedules warn if the optimizer's `step` was never called.
         optimizer._opt_called = True
@@ -123,18 +127,20 @@ class MasterUpdates:
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
 
     def has_states(self, weight: torch.Tensor) -> bool:
-        """Return whether this weight has states, so that its update makes none."""
+        """Return True if this weight has optimizer states, so that its update creates none."""
         return not weight.numel() or STEP in self._optimizer.state.get(weight, {})
 
     @torch.no_grad()
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Create the states of weights that have none."""
+        """Create the optimizer states of those weights that have none."""
         for weight in weights:
             if not self.has_states(weight):
                 self._optimizer.make_states(weight)
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Count an update of these weights. A plain torch update has counted itself."""
+        """Increment the step counts of these weights on a GPU; an update in plain torch
+        increments its own.
+        """
         for weight in weights:
             # A recorded update runs again without its Python code, so the count is separate.
             if weight.numel() and is_on_gpu(weight):
@@ -142,7 +148,7 @@ class MasterUpdates:
 
     @torch.no_grad()
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update one weight by its gradient."""
+        """Update one weight by its gradient, with AdamW."""
         optimizer = self._optimizer
         if not weight.numel():
             return

@@ -69,11 +69,11 @@ class WeightTable:
 
     @property
     def places(self) -> torch.Tensor:
-        """Return the records on the device (N, `record`), int64."""
+        """Return the records of addresses on the device (N, `record`), int64."""
         return self._places.value
 
     def as_launched(self) -> LaunchTable:
-        """Return the arguments of a launch."""
+        """Return the arguments with which kernels for this table are launched."""
         return LaunchTable(
             self.places, self.owners, self._which.value, self.blocks, self.lower_bits,
             self.is_aligned, self.settings, self.group,
@@ -118,7 +118,9 @@ class WeightTable:
         self._places.write(records)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the existing gradients. The table holds none: they are dropped when a step ends."""
+        """Return the gradients that the weights have. The table stores none: they are dropped when a step
+        ends.
+        """
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
     def forget_copies(self) -> None:
@@ -126,22 +128,25 @@ class WeightTable:
         self._copies = []
 
     def number_rows(self, rows: list[int]) -> None:
-        """Set the row of scalars that each weight's update reads."""
+        """Set the index of the row of scalars that each weight's update reads."""
         # Rows change only when a weight gets its first gradient or skips a step.
         if rows != self._rows:
             self._rows = list(rows)
             self._which.write(rows)
 
     def launch(self, numbers: torch.Tensor, norm: torch.Tensor | None, most: float) -> None:
-        """Launch the update (`kernel.launch_update`). Raises `ImportError` without Triton."""
+        """Launch the AdamW update of this table's weights (`kernel.launch_update`). Raises `ImportError`
+        without Triton.
+        """
         from snugfit.features.engine.masters.kernel import launch_update
 
         launch_update(self.as_launched(), numbers, norm, most)
 
 
 def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:
-    """Return the bits of these weights' low halves. Raises `RecipeError` where they differ: one kernel
-    updates all."""
+    """Return the number of bits in these weights' low halves. Raises `RecipeError` where they differ: one
+    kernel updates all.
+    """
     widths = {lower_bits(state.get(RESIDUAL)) for state in states}
     if len(widths) > 1:
         raise RecipeError(

@@ -50,7 +50,9 @@ def longest_sequence(job: Job) -> int | None:
 
 
 def is_packed(pieces: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether micro-batches mark the beginning of each sequence of a row (`position_ids`)."""
+    """Return True if a row of a micro-batch contains several sequences, whose beginnings
+    `position_ids` mark.
+    """
     return any("position_ids" in piece for piece in pieces)
 
 
@@ -115,4 +117,4 @@ def _has_values(tensor: Any = None) -> bool:
 
 
 def _not_packed(position_ids: Any) -> None:
-    """Return None: the replacement of transformers' check for several sequences in a row."""
+    """Return None, in place of transformers' check for several sequences in a row."""

@@ -40,7 +40,7 @@ class Graphs(ABC):
 
     @abstractmethod
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
-        """Record the device work of `work`, and return a function that replays it.
+        """Record the GPU work of the function `work` as a CUDA graph, and return a function that replays it.
 
         Recording computes nothing: results are undefined before the first replay. With `may_draw=False` the
         first replay ends the run if the work has drawn random numbers. Raises `NotRecorded`, and torch's
@@ -49,8 +49,9 @@ class Graphs(ABC):
 
     @abstractmethod
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Copy a host micro-batch to the device addresses of `batch`, which recorded work reads; return the
-        batch with them."""
+        """Copy a host micro-batch to the device addresses of `batch`, which the CUDA graph reads; return the
+        device batch.
+        """
 
 
 REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", default=None)
@@ -110,7 +111,7 @@ class CudaGraphs(Graphs):
         return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Copy the micro-batch, asynchronously if the host's memory is pinned."""
+        """Copy a host micro-batch to the CUDA graph's input addresses, asynchronously from pinned memory."""
         import torch
 
         for name, value in piece.items():
@@ -123,8 +124,9 @@ class CudaGraphs(Graphs):
 
 
 class _FirstReplay:
-    """A function that replays a graph, and checks the first time if it has drawn numbers from the device's
-    generator."""
+    """A function that replays a CUDA graph. The first call checks if the graph draws random numbers on the
+    device.
+    """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:
         self._graph, self._generator, self._is_first = graph, generator, True

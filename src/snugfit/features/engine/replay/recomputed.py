@@ -27,7 +27,7 @@ dropout argument."""
 
 @contextlib.contextmanager
 def generators_left_alone(*, attention_is_kept: bool = False) -> Iterator[None]:
-    """Context in which torch's checkpoints neither keep nor set the state of a GPU's generator.
+    """Context in which torch's activation checkpointing neither saves nor sets the GPU's random state.
 
     Raises `NotRecorded` for a layer that draws random numbers when it is recomputed; kept attention draws
     none.
@@ -85,7 +85,7 @@ def draws(function: Any, arguments: Any, keywords: Any) -> bool:
 
 @functools.cache
 def _tags(name: str) -> frozenset[torch.Tag]:
-    """Return the tags of torch's operators of this name; empty if it has none."""
+    """Return the tags of the torch operators with this name; empty if there is none."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
     return frozenset(tag for overload in overloads for tag in getattr(packet, overload).tags)

@@ -93,8 +93,8 @@ class CapturedStep(StepRunner):
         weights: Sequence[float | None],
         hooked: HookedPass | None = None,
     ) -> torch.Tensor | None:
-        """Compute the gradients of these host micro-batches, and return their losses' sum where losses are
-        kept. With `hooked`, run a pass whose hooks take the gradients.
+        """Compute the gradients of these host micro-batches by replayed CUDA graphs, and return their losses'
+        sum where losses are kept. With `hooked`, run a pass whose hooks take the gradients.
         """
         self._played = self.norm = None
         # A job that reads gradients on the host cannot leave them to graphs.
@@ -126,7 +126,7 @@ class CapturedStep(StepRunner):
         return total
 
     def forget(self) -> None:
-        """Drop all recordings, after tensors have moved to other addresses."""
+        """Drop all recorded CUDA graphs, after tensors have moved to other addresses."""
         self._recordings.clear()
 
     def _has_room(self) -> bool:
@@ -174,7 +174,9 @@ class CapturedStep(StepRunner):
         shares: Sequence[float | None],
         hooked: HookedPass | None,
     ) -> None:
-        """Record all graphs of a layout. If one cannot be recorded, all later steps run without graphs."""
+        """Record all CUDA graphs for one layout of batches. If one cannot be recorded, all later steps run
+        without graphs.
+        """
         import torch
 
         share = None if shares[0] is None else torch.ones((), device=self._loop.device)
@@ -251,7 +253,9 @@ class CapturedStep(StepRunner):
             loss.backward()
 
     def _recomputing(self) -> AbstractContextManager[None]:
-        """Return the context for recomputed layers; their checkpoints need it in the forward pass already."""
+        """Return the context in which checkpointed layers run, which their checkpoints need in the forward
+        pass already.
+        """
         from snugfit.features.engine.replay.recomputed import generators_left_alone
 
         wish = self._loop.setup.checkpoint
@@ -263,7 +267,9 @@ class CapturedStep(StepRunner):
     # ---- update ----------------------------------------------------------------------------------------
 
     def update(self, built: Built, norm: torch.Tensor | None = None) -> None:
-        """Clip the gradients of the last passes, by their norm if it is known, and update."""
+        """Clip the gradients of the last backward pass, by their norm if it is known, and
+        update the weights.
+        """
         if self._loop.reads_gradients():  # of passes without graphs, in a job that does not clip
             built.observer.phase("update")
             built.optimizer.step()

@@ -18,8 +18,9 @@ RECORDABLE = "capturable"
 
 
 class RecordableUpdate:
-    """One optimizer's update as work that a CUDA graph can contain. Its learning rates are copied to the
-    device before each run or replay."""
+    """One optimizer's update, in a form that a CUDA graph can contain. Its learning rates are copied to the
+    device before each run or replay.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         import torch
@@ -36,29 +37,31 @@ class RecordableUpdate:
 
     @property
     def finds_gradients(self) -> bool:
-        """Return whether the update reads a table of the gradients' addresses, which must be current before
-        each update."""
+        """Return True if the update reads a table of gradient addresses, which must be current before each
+        update.
+        """
         return self._is_ours
 
     def locate(self) -> None:
-        """Copy the gradients' current addresses to the device."""
+        """Copy the current addresses of the gradients to the device, for the update's kernels."""
         if self._is_ours:
             self._optimizer.find_gradients()
 
     def has_moved(self) -> bool:
-        """Return whether the optimizer's tensors have moved since the last call, which makes recordings
-        invalid."""
+        """Return True if the optimizer's tensors have moved since the last call, which makes CUDA graphs
+        invalid.
+        """
         before, self._generation = self._generation, getattr(self._optimizer, "generation", 0)
         return before != self._generation
 
     @property
     def can_be_recorded(self) -> bool:
-        """Return whether this optimizer can run without host computation, and has its states."""
+        """Return True if this optimizer has its states and updates without computing on the host."""
         # Without states, the update would allocate them inside of the graph.
         return (self._is_ours or self._is_torchs) and bool(self._optimizer.state)
 
     def prepare(self) -> None:
-        """Copy the scalars of the next update to the device."""
+        """Copy the next update's scalars, such as learning rates, to the device."""
         if self._is_ours:
             self._optimizer.prepare()
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=False):
@@ -66,7 +69,7 @@ class RecordableUpdate:
             rate.fill_(float(group["lr"]))
 
     def launch(self) -> None:
-        """Run the update with the numbers on the device."""
+        """Run the update with the scalars on the device."""
         if self._is_ours:
             self._optimizer.launch()
             return
@@ -74,7 +77,7 @@ class RecordableUpdate:
             self._optimizer.step()
 
     def run(self) -> None:
-        """Run the update without a graph."""
+        """Run the optimizer's update without a CUDA graph."""
         if self._is_torchs:
             self._count_on_device()
             self.prepare()

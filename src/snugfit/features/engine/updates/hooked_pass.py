@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HookedPass:
-    """One kind of pass with such hooks, and the state of its last run."""
+    """A backward pass whose hooks use up each gradient (for the norm or the update), and the state of its
+    last run.
+    """
 
     name: str
     """Name of this kind of pass."""

@@ -16,37 +16,39 @@ if TYPE_CHECKING:
 
 
 class WeightUpdates(Protocol):
-    """Interface for updates of one weight at a time, and for the norm, of one optimizer."""
+    """Base class to update one weight at a time with an optimizer, and to compute the gradient norm."""
 
     can_be_recorded: ClassVar[bool]
     """True if `take` and `update` compute nothing on the host, so that a CUDA graph can contain them."""
 
     def has_moved(self) -> bool:
-        """Return whether states have moved since the last call, which makes recordings invalid."""
+        """Return True if optimizer states have moved since the last call, which makes CUDA graphs invalid."""
 
     def begin_norm(self) -> None:
-        """Set the norm's sum to zero."""
+        """Set the sum for the gradient norm to zero."""
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add this gradient to the norm's sum."""
+        """Add this gradient to the sum for the gradient norm."""
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of all gradients that were added: a scalar on their device."""
+        """Return the norm of all added gradients: a scalar on their device."""
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare a step whose weights are updated one by one, clipped to `most` if there is a norm."""
+        """Prepare an optimizer step that updates weights one by one; with a norm, gradients are clipped to
+        `most`.
+        """
 
     def has_states(self, weight: torch.Tensor) -> bool:
-        """Return whether this weight has states, so that its update makes none."""
+        """Return True if this weight has optimizer states, so that its update creates none."""
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Create the states that the updates of these weights would create first, where that is possible."""
+        """Create, where possible, the optimizer states that these weights' first updates would create."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update one weight by its gradient."""
+        """Update one weight by its gradient, with the optimizer."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Increment the step counts of these weights."""
+        """Increment the optimizer's step counts of these weights."""
 
 
 class TorchUpdates:
@@ -68,11 +70,11 @@ class TorchUpdates:
         self._coefficient: torch.Tensor | None = None
 
     def has_moved(self) -> bool:
-        """Return False, since no part of the update is recorded."""
+        """Return False, since no part of torch's update is recorded as a CUDA graph."""
         return False
 
     def begin_norm(self) -> None:
-        """Set the norm's sum to zero."""
+        """Set the sum for the gradient norm to zero."""
         self._norms.clear()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -84,8 +86,7 @@ class TorchUpdates:
         (self._norms[self._order[weight]],) = torch._foreach_norm([gradient], *wide)
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of all gradients that were added, in the model's order: a scalar on their
-        device."""
+        """Return the norm of all added gradients, in the model's order: a scalar on their device."""
         import torch
 
         # Sorted, so that the sum does not depend on the order in which gradients come.
@@ -95,23 +96,25 @@ class TorchUpdates:
         return norm
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare a step whose weights are updated one by one, clipped to `most` if there is a norm."""
+        """Prepare an optimizer step that updates weights one by one; with a norm, gradients are clipped to
+        `most`.
+        """
         from snugfit.features.engine.masters.adamw import clip_coefficient
 
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
 
     def has_states(self, weight: torch.Tensor) -> bool:
-        """Return whether this weight has states."""
+        """Return True if the optimizer has states for this weight."""
         return bool(self._optimizer.state.get(weight))
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
         """Do nothing: the optimizer's own step creates the states."""
 
     def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Do nothing: the optimizer's own step counts."""
+        """Do nothing: the optimizer's own step increments the step counts."""
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update one weight by its gradient, which is scaled in place if it is clipped."""
+        """Update one weight by its gradient with torch's optimizer; clipping scales the gradient in place."""
         if self._coefficient is not None:
             gradient.mul_(self._coefficient)
         weight.grad = gradient
@@ -124,7 +127,7 @@ class TorchUpdates:
 
     @contextlib.contextmanager
     def _only(self, weight: torch.Tensor) -> Iterator[None]:
-        """Context in which the optimizer has one group with this weight alone."""
+        """Context in which the optimizer has a single parameter group with this weight alone."""
         groups = self._optimizer.param_groups
         # The group's settings stay, and its other weights are untouched.
         self._optimizer.param_groups = [{**groups[self._groups[weight]], "params": [weight]}]
@@ -135,7 +138,7 @@ class TorchUpdates:
 
 
 def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
-    """Return the object that updates the model's trained weights one by one with this optimizer."""
+    """Return an object that updates the model's trained weights one by one with this optimizer."""
     from snugfit.features.engine.masters.adamw import MasterAdamW
 
     if isinstance(optimizer, MasterAdamW):

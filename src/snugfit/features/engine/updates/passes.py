@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 @final
 class ReleasedPasses(StepRunner):
-    """Runs the passes of one loop's steps, with the updates in them."""
+    """Runs the forward and backward passes of one loop's steps, with the weight updates in the
+    backward pass.
+    """
 
     updates_within = True
 
@@ -48,8 +50,8 @@ class ReleasedPasses(StepRunner):
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
     ) -> torch.Tensor | None:
-        """Run the passes of these host micro-batches, of which there is one, and return their loss where
-        losses are kept. Afterwards `norm` is set, or all weights are updated.
+        """Run forward and backward of the step's only host micro-batch, and return their loss where losses
+        are kept. Afterwards `norm` is set, or all weights are updated.
         """
         if len(pieces) > 1:
             raise UsageError(
@@ -74,7 +76,7 @@ class ReleasedPasses(StepRunner):
         return total
 
     def update(self, built: Any, norm: torch.Tensor | None = None) -> None:
-        """Perform the updates that `run_passes` has not done, by running its passes once more."""
+        """Update the weights that `run_passes` has not updated, by running forward and backward once more."""
         repeat, self._repeat = self._repeat, None
         if repeat is not None:
             repeat()
@@ -133,7 +135,9 @@ class ReleasedPasses(StepRunner):
         self._run_updating(HookedPass("again", self._update, again=True), *passes)
 
     def _update_on_gradient(self, weight: torch.Tensor) -> None:
-        """Consume a weight's gradient. Raises `UsageError` for a second one in the same pass."""
+        """Use up a weight's gradient as soon as it exists. Raises `UsageError` for a second one in the same
+        backward pass.
+        """
         import torch
 
         gradient, hooked = weight.grad, self._pass
@@ -167,7 +171,9 @@ def _versions(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def _refuse_changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    """Raise `UsageError` for a buffer that a pass has written: a second pass would write it again."""
+    """Raise `UsageError` for a module buffer that a forward pass has changed: a second pass would change it
+    again.
+    """
     for name, (identity, version) in after.items():
         # A replaced tensor is no write: its old value still exists.
         if before.get(name, (identity, version)) != (identity, version) and before[name][0] == identity:

@@ -85,12 +85,12 @@ class _Return(Exception):
 
 
 class _BlockEnds(Exception):
-    """Raised to skip the rest of a block."""
+    """Exception that ends the evaluation of a block in the user's script."""
 
 
 @dataclass
 class Evaluation:
-    """The statements of a script that have an effect, in their order."""
+    """The statements of a user's training script that have an effect, in their order."""
 
     calls: list[ForeignCall] = field(default_factory=list)
     """Calls of functions of other libraries, and of objects' methods."""
@@ -107,7 +107,7 @@ class Evaluation:
 
 
 def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
-    """Evaluate a script and return its statements with an effect.
+    """Evaluate a user's training script without calling libraries, and return its statements with an effect.
 
     `bfloat16` is the GPU's support for it; None if no GPU is named.
     """
@@ -150,7 +150,7 @@ class _Evaluator:
                         self.value(child, names)
 
     def quiet_block(self, body: Sequence[ast.stmt], names: Environment) -> bool:
-        """Evaluate a block that may not run to its end. Return True if it does."""
+        """Evaluate a block of the script that may not run to its end. Return True if it does."""
         try:
             self.block(body, names)
         except _BlockEnds:
@@ -237,8 +237,9 @@ class _Evaluator:
             self.tests.append(f"not ({text})" if is_plain else "the rest of the loop")
 
     def branches(self, bodies: Mapping[str, Sequence[ast.stmt]], names: Environment) -> None:
-        """Evaluate each block, by its condition, with the names before it. A name that the blocks set
-        differently becomes unknown."""
+        """Evaluate each branch of a statement by its condition, with the variables before it. A name that the
+        blocks set differently becomes unknown.
+        """
         before = dict(names)
         ends: list[Environment] = []
         for test, body in bodies.items():
@@ -351,7 +352,7 @@ class _Evaluator:
     # ---- expressions ---------------------------------------------------------------------------------------
 
     def value(self, node: ast.expr, names: Environment) -> Any:
-        """Return an expression's value, and record the calls in it."""
+        """Return the value of an expression in the script, and record the calls in it."""
         method = getattr(self, f"value_of_{type(node).__name__}", None)
         if method is not None:
             return method(node, names)
@@ -484,7 +485,7 @@ class _Evaluator:
         return Member(of, f"[{key}]")
 
     def value_of_Slice(self, node: ast.Slice, names: Environment) -> Any:
-        """Return a slice as text, with the values of bounds that are known."""
+        """Return a slice in the user's script as text, with the bounds that are known."""
         bounds = [None if one is None else self.value(one, names) for one in (node.lower, node.upper)]
         if node.step is not None or not all(one is None or type(one) is int for one in bounds):
             return Unknown(ast.unparse(node))
@@ -562,7 +563,9 @@ class _Evaluator:
     def known_value(
         self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
     ) -> Any:
-        """Return the value of a call if it follows from the arguments; `_NOT_KNOWN` for another one."""
+        """Return the value of a call in the user's script if it follows from the arguments; `_NOT_KNOWN` for
+        another one.
+        """
         value: Any = _NOT_KNOWN
         if isinstance(function, Member):
             value = self.method(node, function, positional, named)
@@ -595,7 +598,9 @@ class _Evaluator:
         return value
 
     def of_member(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
-        """Read or set an attribute by its name as text, or call a function on each element of an object."""
+        """Evaluate `getattr`, `setattr` or `map` in the script: return the attribute, or the function's
+        result.
+        """
         first, second = [*positional, None, None][:2]
         if name == "getattr" and isinstance(first, Name):  # `getattr(torch, options.dtype)`
             return second if isinstance(second, Option) else Name(f"{first.dotted}.{second}")
@@ -613,7 +618,9 @@ class _Evaluator:
         return _NOT_KNOWN
 
     def built_in(self, node: ast.Call, function: Callable[..., Any], positional: list[Any]) -> Any:
-        """Return the result of a built-in of Python, such as `int`. Return `Unknown` if the call fails."""
+        """Return the result of a call of a Python built-in, such as `int`, in the user's script. Return
+        `Unknown` if the call fails.
+        """
         try:
             return function(*positional)
         except (TypeError, ValueError, OverflowError):

@@ -41,7 +41,9 @@ class FrozenParts:
     """Number of the last layers that train."""
 
     def add(self, event: ForeignCall | Assignment, trains: bool) -> bool:
-        """Add a statement. Return False if its part is not known, or if it overrides an earlier one."""
+        """Add a statement that freezes or trains a part of the model. Return False if the part is not known,
+        or if it overrides an earlier one.
+        """
         target = event.target if isinstance(event, Assignment) else event.function.of
         if (added := self._add_last(target, event.tests, trains)) is not None:
             return added
@@ -87,7 +89,9 @@ class FrozenParts:
         return bool(self.whole) and not self.trains and not self.last
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of `frozen`; empty if all parameters train."""
+        """Return the settings of the technique `frozen` for the script's frozen parts; empty if all
+        parameters train.
+        """
         given = {"frozen.only": self.trains if self.whole else self.beside, "frozen.parts": self.freezes}
         parts: dict[str, Any] = {key: tuple(dict.fromkeys(words)) for key, words in given.items() if words}
         parts |= {"frozen.last": self.last} if self.last else {}
@@ -173,7 +177,9 @@ def _is_chosen(value: Any) -> bool:
 
 
 def _condition(value: Any) -> str:
-    """Return the condition by which elements are selected. All that train meet `requires_grad`."""
+    """Return the condition by which a script selects parameters or modules in a loop. All that train meet
+    `requires_grad`.
+    """
     text = value.name.removeprefix(CHOSEN).removesuffix("]") if _is_chosen(value) else ""
     return " and ".join(part for part in text.split(" and ") if "requires_grad" not in part)
 

@@ -71,7 +71,7 @@ OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 
 @dataclass
 class Script:
-    """Arguments and facts of a training script."""
+    """The training arguments and the facts of the job that follow from a user's script."""
 
     dialect: str
     """`trainer`, `sft`, `accelerate` or `loop`."""
@@ -85,9 +85,9 @@ class Script:
 
 
 def read_meaning(done: Evaluation, where: str, *, bfloat16: bool | None = None) -> Script:
-    """Return the meaning of an evaluated script, on a GPU with or without `bfloat16`.
-
-    Raises `UsageError` for one that is not read."""
+    """Return the arguments and facts of an evaluated script, on a GPU with or without `bfloat16`. Raises
+    `UsageError` for a script that snugfit cannot read.
+    """
     return _Meaning(done, where, bfloat16).read()
 
 
@@ -143,7 +143,7 @@ class _Meaning:
         return script
 
     def _dialect(self, main: ForeignCall | Record | None, trainer: ForeignCall | None, old_sft: bool) -> None:
-        """Set the dialect of the script, and its main arguments."""
+        """Set the library whose trainer the script uses (the dialect), and the trainer's arguments."""
         script = self.script
         if isinstance(main, Record):
             script.dialect = "sft" if main.base == "SFTConfig" else "trainer"
@@ -262,7 +262,7 @@ class _Meaning:
         )
 
     def _facts(self) -> str:
-        """Return a text with the model that the script names, for messages."""
+        """Return a text for messages on the model that the script names."""
         names = [
             call.positional[0]
             for call in self.calls
@@ -285,7 +285,7 @@ class _Meaning:
         return _without_options(arguments)
 
     def _of_options(self, parsed: Record) -> dict[str, Any]:
-        """Return the arguments of parsed options that the script sets, or has defaults for."""
+        """Return the values of a script's command-line options that the script sets, or has defaults for."""
         known = {*installed.defaults(), *dialect("sft").becomes}
         return _without_options(
             {key: self.value(one) for key, one in parsed.attributes.items() if key in known}
@@ -357,7 +357,9 @@ class _Meaning:
         return facts
 
     def _of_config(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the facts that a config's arguments change. Other sizes are listed as not read."""
+        """Return the facts of the job that a config's arguments in the script change. Other sizes are listed
+        as not read.
+        """
         configs = [one for value in (*call.positional, *call.named.values()) for one in calls_in(value)]
         facts: dict[str, Any] = {}
         for one in configs:
@@ -371,7 +373,7 @@ class _Meaning:
         return facts
 
     def _of_trainer(self, call: ForeignCall, old_sft: bool) -> None:
-        """Read the arguments of the trainer's constructor."""
+        """Read the arguments of the trainer's constructor in the script."""
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)
@@ -403,7 +405,7 @@ class _Meaning:
     # ---- statements ----------------------------------------------------------------------------------------
 
     def _read_event(self, event: ForeignCall | Assignment) -> None:
-        """Add the arguments that one statement means."""
+        """Add the training arguments that follow from one statement of the script."""
         read = self._read_call(event) if isinstance(event, ForeignCall) else self._read_assignment(event)
         if read is None:
             return
@@ -459,7 +461,9 @@ class _Meaning:
         return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
 
     def _of_stored_adapters(self, call: ForeignCall) -> dict[str, Any]:
-        """Refuse adapters of a checkpoint, whose files alone have their rank and targets."""
+        """Refuse adapters that a script loads from a checkpoint: only its files contain their rank and
+        targets.
+        """
         says = "the adapters are in files that are not read. Write lora(r=..., targets=...) instead"
         self.script.refused.append((call.line, call.text, says))
         return {}
@@ -621,7 +625,7 @@ class _Meaning:
             arguments.setdefault("gradient_accumulation_steps", of_loss[0])
 
     def _casts(self) -> None:
-        """Add the cast of adapters to float32, as TRL's scripts do it."""
+        """Record that the script casts adapters to float32, as TRL's scripts do."""
         widened = any(
             one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
             for one in self.done.assignments
@@ -696,7 +700,7 @@ class _Meaning:
     # ---- unread statements ---------------------------------------------------------------------------------
 
     def _account(self, event: ForeignCall | Assignment) -> None:
-        """List a statement as not read, if it may change the answer."""
+        """List a statement of the script as not read, if it may change the predicted step."""
         if id(event) in self.read_events:
             return
         if touches(event):
@@ -739,7 +743,9 @@ def _word(name: Name) -> Any:
 
 
 def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[ForeignCall | Assignment]:
-    """Return the statements before this trainer starts, or before the first one; all statements of a loop."""
+    """Return a script's statements before this trainer starts training, or before the first trainer does; all
+    statements of a loop.
+    """
     for number, event in enumerate(done.events):
         function = event.function if isinstance(event, ForeignCall) and event.name == "train" else None
         of = function.of if isinstance(function, Member) else None

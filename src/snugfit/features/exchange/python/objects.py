@@ -40,8 +40,9 @@ def kind_of(value: Any) -> str:
 
 
 def may_be_part(value: Any) -> bool:
-    """Return True for a value that may be a part of the model: computed, or from a list or an unknown
-    object."""
+    """Return True for a script's value that may belong to the model: computed, or from a list or an unknown
+    object.
+    """
     while isinstance(value, Member | ForeignCall):
         value = value.of if isinstance(value, Member) else value.function
     return isinstance(value, Unknown | list | tuple | dict)
@@ -167,7 +168,9 @@ def task_of_class(name: str) -> str | None:
 
 @cache
 def _classes() -> dict[str, str]:
-    """Return the tasks by class. If two tasks share a class (BART's), the masked one is left out."""
+    """Return the training task of each model class of transformers. If two tasks share a class (BART's), the
+    masked one is left out.
+    """
     # Later tasks override earlier ones, so the masked one is the first.
     tasks = sorted(heads(), key=lambda task: task != "masked-lm")
     return {
@@ -192,7 +195,7 @@ def config_name(call: ForeignCall) -> str | None:
 
 
 def file_of(value: Any) -> str | None:
-    """Return the file from which a script loads these arguments."""
+    """Return the path of the file from which a script loads these arguments."""
     for call in calls_in(value):
         for inner in (*call.positional, call):
             if isinstance(inner, ForeignCall) and inner.name == "open" and inner.positional:

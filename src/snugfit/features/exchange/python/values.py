@@ -37,14 +37,14 @@ class Option(Unknown):
 
 @dataclass(frozen=True)
 class Name:
-    """A name of another library."""
+    """A name that the script imports from another library."""
 
     dotted: str
     """Full name, such as `torch.bfloat16`."""
 
     @property
     def last(self) -> str:
-        """The last word of the name."""
+        """The last word of a dotted name."""
         return self.dotted.rpartition(".")[2]
 
 
@@ -124,7 +124,7 @@ class Parser:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A function that the script defines."""
+    """A function that the user's script defines."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     environment: Environment
@@ -133,7 +133,7 @@ class Function:
 
 @dataclass(frozen=True, eq=False)
 class Class:
-    """A class that the script defines."""
+    """A class that the user's script defines."""
 
     node: ast.ClassDef
     bases: tuple[Any, ...]
@@ -172,7 +172,7 @@ class Assignment:
 
 
 def is_known(value: Any) -> bool:
-    """Return True for a literal value, whose parts are literal too."""
+    """Return True for a value of a script that consists of literals."""
     if isinstance(value, Mapping):
         return all(map(is_known, value.values()))
     if isinstance(value, list | tuple):
@@ -181,13 +181,13 @@ def is_known(value: Any) -> bool:
 
 
 def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
-    """Return a copy of an expression with other expressions in the place of some names."""
+    """Return a copy of a Python syntax tree, with other expressions in the place of some names."""
 
     class Replace(ast.NodeTransformer):
-        """A visitor of names."""
+        """A syntax-tree visitor that replaces names by expressions."""
 
         def visit_Name(self, node: ast.Name) -> ast.expr:
-            """Return the expression in the place of a name."""
+            """Return the expression that replaces this name."""
             return by.get(node.id, node)
 
     replaced: ast.expr = Replace().visit(as_read(expression))
@@ -195,11 +195,11 @@ def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
 
 
 def as_read(target: ast.expr) -> ast.expr:
-    """Return an assigned expression as one that is read."""
+    """Return the target of an assignment as an expression that reads it."""
     read: ast.expr = ast.parse(ast.unparse(target), mode="eval").body
     return read
 
 
 def first_line(node: ast.AST) -> str:
-    """Return a statement in one line; only the head of a block."""
+    """Return a script's statement as one line of text; only the head of a block."""
     return ast.unparse(node).splitlines()[0]

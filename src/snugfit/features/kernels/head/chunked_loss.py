@@ -94,7 +94,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         tokens: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Compute the loss, and save its gradients."""
+        """Compute the cross-entropy chunk by chunk, and save its gradients."""
         given = (hidden, weight, bias)
         wide = torch.promote_types(dtype, torch.float32)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -189,7 +189,9 @@ def _add(
     *,
     is_first: bool,
 ) -> None:
-    """Add a chunk's gradients to the sums; the first chunk overwrites the uninitialised ones."""
+    """Add a chunk's gradients to the sums over all chunks; the first chunk overwrites the
+    uninitialised sums.
+    """
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         torch.mm(gradient, matrix, out=of_hidden[rows])

@@ -133,7 +133,9 @@ class DeferredLogits(torch.Tensor):
     def _after(
         self, function: Any, name: str, operands: Sequence[Any], keywords: dict[str, Any]
     ) -> DeferredLogits | None:
-        """Return the deferred result of this function; None if it cannot be deferred."""
+        """Return the result of a torch function on deferred logits, deferred too; None if it cannot be
+        deferred.
+        """
         more = [*operands, *keywords.values()]
         if name in ARRANGING and (shape := _shape(operands)) and shape[-1] == self.shape[-1]:
             return self._with(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
@@ -161,7 +163,7 @@ class DeferredLogits(torch.Tensor):
         return functools.reduce(lambda value, function: function(value), self.functions, logits)
 
     def compute(self) -> torch.Tensor:
-        """Return all logits, and keep them."""
+        """Compute the logits of all tokens, store and return them."""
         if self.whole is None:
             (weight, bias), dtype = self.head[:2], self.head.dtype
             offset = None if bias is None else bias.to(dtype)
@@ -174,7 +176,7 @@ def _call(function: Any, operands: tuple[Any, ...], keywords: dict[str, Any], lo
 
 
 def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
-    """Return a function's result for whole logits, with a warning that names it."""
+    """Return a function's result for the logits of all tokens, with a warning that names the function."""
     warnings.warn(
         f"The model's code reads all logits at once ({name}), so the loss in chunks saves nothing. "
         "Leave 'chunked_loss' out.",
@@ -203,7 +205,7 @@ def _chooses_tokens(index: Any, dimensions: int) -> bool:
 
 
 def _goes_with_each_token(value: Any, vocabulary: int) -> bool:
-    """Return True if an operand is the same for each token, and needs no gradient."""
+    """Return True if an operand is equal for each token of deferred logits, and needs no gradient."""
     if not isinstance(value, torch.Tensor):
         return True
     return (

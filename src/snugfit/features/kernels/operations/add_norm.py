@@ -38,7 +38,7 @@ add_norm_backward = define(
 
 
 class AddNormSettings(NamedTuple):
-    """Settings of one call of `add_norm`."""
+    """Settings of one fused addition and norm (`add_norm`)."""
 
     eps: float
     drops: int = 0

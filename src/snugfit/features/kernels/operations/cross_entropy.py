@@ -65,7 +65,7 @@ def reference(
 
 
 class CrossEntropyKernel:
-    """The `LossKernel` of `chunked_loss`: snugfit's Triton kernels."""
+    """Triton kernels that compute the loss and gradient of a chunk of logits (`LossKernel`)."""
 
     takes = staticmethod(has_kernel)
     write_gradient = staticmethod(write_gradient)

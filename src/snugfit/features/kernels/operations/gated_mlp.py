@@ -140,7 +140,7 @@ def reference(product: torch.Tensor, tanh: bool) -> torch.Tensor:
 
 
 def reference_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
-    """Do the work of `activate_backward` in plain torch."""
+    """Overwrite the product of gate and up with its gradient, in plain torch (`activate_backward`)."""
     wide = torch.promote_types(product.dtype, torch.float32)
     # The halves are views, so writing them overwrites the product.
     gates, ups = product.chunk(2, dim=1)

@@ -94,4 +94,4 @@ def program_of(program: str, name: str) -> Callable[..., None]:
 
 
 def _write_nothing(*arguments: Any, **written: Any) -> None:
-    """Do nothing: on shapes the caller has allocated the results already."""
+    """Do nothing: for tensors without data, the caller of the operator has allocated the results already."""

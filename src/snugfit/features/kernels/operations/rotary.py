@@ -41,7 +41,7 @@ _NORM_AND_ROTATE_BACKWARD = define(
 
 
 class Heads(NamedTuple):
-    """Numbers of heads in a row of the product, and their width."""
+    """Numbers of query, key and value heads in a row of their joint product, and the width of a head."""
 
     queries: int
     keys: int

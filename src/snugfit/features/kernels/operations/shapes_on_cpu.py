@@ -13,13 +13,13 @@ _ON_CPU: list[bool] = []
 
 
 def is_on_cpu(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor of the CPU, and for a shape within `shapes_on_cpu`."""
+    """Return True for a tensor on the CPU, and for one on `meta` within `shapes_on_cpu`."""
     return tensor.device.type == "cpu" or (tensor.is_meta and bool(_ON_CPU))
 
 
 @contextlib.contextmanager
 def shapes_on_cpu() -> Iterator[None]:
-    """Compute shapes as on a CPU, with plain torch, within this context."""
+    """Context in which operators treat tensors on `meta` as on a CPU, and run plain torch."""
     _ON_CPU.append(True)
     try:
         yield

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Register this attention by its name in transformers. It has no mask among transformers' masks, so
-    models make none.
+    """Register attention within concatenated sequences in transformers, by its name. It has no mask among
+    transformers' masks, so models make none.
     """
     from transformers import AttentionInterface
 
@@ -124,7 +124,9 @@ def _one_by_one(
     causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """Compute the same on a CPU, which has no such kernel: (1, H, N, D), a sequence at a time."""
+    """Compute attention within each sequence on a CPU, which has no such kernel: (1, H, N, D), a sequence at
+    a time.
+    """
     import torch
 
     bounds = ends.tolist()

@@ -28,7 +28,7 @@ PACKAGE, OLDEST = "flash-attn", "2.3.3"
 
 
 def refuse_without_package(device: torch.device) -> None:
-    """Raise `RecipeError` where its kernels cannot run: on CPUs, and without the package. Without it
+    """Raise `RecipeError` where flash-attn's kernels cannot run: on CPUs, and without the package. Without it
     transformers would download another package's kernels from the hub.
     """
     if device.type == "meta":
@@ -44,8 +44,8 @@ def refuse_without_package(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def on_shapes() -> Iterator[None]:
-    """Replace the package's functions in transformers' models by functions on shapes. transformers' earlier
-    imports from the package are restored afterwards.
+    """Replace flash-attn's functions in transformers' models by simulations on tensors without data.
+    transformers' earlier imports from the package are restored afterwards.
     """
     from transformers import modeling_flash_attention_utils as flash
 

@@ -57,7 +57,7 @@ class _PaddingHooks:
         self._spread: tuple[torch.Size, torch.Tensor | None] | None = None
 
     def pack(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of the forward pass: one row without padding."""
+        """Return the arguments of the model's forward pass, with the batch as one row without padding."""
         import torch
 
         # A failed pass must not leave the shape of its batch.
@@ -77,7 +77,7 @@ class _PaddingHooks:
         return args, packed
 
     def unpack(self, model: Any, args: Any, given: Any, out: Any) -> Any:
-        """Return the output, with its logits in the batch's shape."""
+        """Return the model's output, with its logits in the original shape of the batch."""
         spread, self._spread = self._spread, None
         if spread is not None and getattr(out, "logits", None) is not None:
             (batch, length), places = spread
@@ -96,7 +96,8 @@ def _layers_of(model: Any) -> torch.nn.Module:
     layers: torch.nn.Module | None = getattr(body, "encoder", None) or getattr(body, "transformer", None)
     if layers is None:
         raise RecipeError(
-            f"{PADDING_FREE} does not find the layers of {type(base).__name__}. Take 'sdpa' for it."
+            f"{PADDING_FREE} does not find the layers of {type(base).__name__}. Write 'sdpa' in place of "
+            f"'{PADDING_FREE}', the recipe's attention."
         )
     return layers
 

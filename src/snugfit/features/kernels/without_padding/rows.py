@@ -64,7 +64,7 @@ class RowRules:
 
 @dataclass(frozen=True)
 class Filling:
-    """Lengths to which rows are filled up."""
+    """The few lengths to which rows of concatenated sequences are padded."""
 
     multiple: int
     """Divisor of each row's length, in tokens."""
@@ -72,7 +72,7 @@ class Filling:
     """Tokens of the longest possible sequence; if it is unknown, a batch may have longer ones."""
 
     def step(self, samples: int) -> int:
-        """Return the number of tokens between two adjacent row lengths for `samples` samples."""
+        """Return the number of tokens between two adjacent allowed row lengths for `samples` samples."""
         return -(-samples * self.longest // (LENGTHS * self.multiple)) * self.multiple
 
 

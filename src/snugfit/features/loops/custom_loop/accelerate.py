@@ -196,7 +196,9 @@ def job_of(
     dims: BatchDims | None,
     resumes: bool,
 ) -> Job:
-    """Describe this loop's job by a copy of the model without data and an example from its loader."""
+    """Return the `Job` of a user's training loop, from a copy of its model without data and a batch of its
+    loader.
+    """
     example = _first_batch(loader, device, resumes)
     # A loader with a batch sampler has no batch size of its own.
     size = getattr(loader, "batch_size", None) or getattr(
@@ -228,14 +230,14 @@ def _with_loss(model: Any, loss: LossOf) -> Any:
     import torch
 
     class WithLoss(torch.nn.Module):
-        """The user's model with a forward pass that returns a loss."""
+        """A wrapper of the user's model whose forward pass returns a loss."""
 
         def __init__(self) -> None:
             super().__init__()
             self.model = model
 
         def forward(self, **batch: Any) -> Any:
-            """Return the user's loss of this batch, a scalar tensor."""
+            """Return the loss of a batch by the user's loss function, a scalar tensor."""
             return loss(self.model, batch)
 
     return WithLoss()
@@ -245,7 +247,9 @@ def _with_loss(model: Any, loss: LossOf) -> Any:
 
 
 def recipe_of(plan: Any, job: Job) -> Recipe:
-    """Return the named recipe, or a plan's best. Raises `UsageError` for a plan of another batch."""
+    """Return the recipe that the user names, or the best one of a plan. Raises `UsageError` for a plan of
+    another batch.
+    """
     if isinstance(plan, Recipe):
         return plan
     if isinstance(plan, str):
@@ -269,7 +273,7 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
 
 
 def _schedule(given: Any, optimizer: Any) -> Any:
-    """Return the user's schedule, or `NoSchedule`."""
+    """Return the user's learning-rate schedule, or a `NoSchedule` that changes nothing."""
     if given is None:
         return NoSchedule()
     return given if is_schedule(given) else given(optimizer)
@@ -280,14 +284,14 @@ class NoSchedule:
     """Schedule of a loop that sets the learning rate itself, or leaves it constant."""
 
     def step(self) -> None:
-        """Leave the learning rate unchanged."""
+        """Leave the learning rate unchanged: this schedule does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
+        """Return an empty state, since this schedule stores nothing."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore the state, which is empty."""
+        """Ignore the saved state of this schedule, which is empty."""
 
 
 # ---- model, optimizer and loader --------------------------------------------------------------------------
@@ -298,7 +302,7 @@ WRAPPED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 
 
 def device_of_model(model: Any, optimizer: Any) -> torch.device:
-    """Return the device of the whole model.
+    """Return the device on which the whole model is.
 
     Raises `UsageError` for a wrapped model, one spread over devices, or an optimizer of other parameters.
     """
@@ -350,8 +354,9 @@ def live_of(model: Any, recipe: Recipe, device: torch.device) -> LiveTraining:
 
 
 def user_slots(live: LiveTraining) -> frozenset[Slot]:
-    """Return the slots that stay the user's: those without a technique in the recipe, and existing
-    adapters."""
+    """Return the recipe's slots with the user's own settings: those without a technique, and existing
+    adapters.
+    """
     unnamed = {slot for slot in (Slot.ATTENTION, Slot.OPTIMIZER) if live.is_plain(slot)}
     return frozenset(unnamed | {Slot.ADAPTERS} if hasattr(live.model, "peft_config") else unnamed)
 
@@ -401,7 +406,7 @@ def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
 
 
 def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -> Iterator[str]:
-    """Yield conflicts of the recipe with the optimizer and the loader."""
+    """Yield a sentence for each conflict of the recipe with the user's optimizer or loader."""
     another = not live.is_plain(Slot.OPTIMIZER)
     is_cast = setup.weights_dtype not in (None, dtype_of(live.model))
     # States that the steps have made would not fit the cast weights or the new optimizer.
@@ -439,7 +444,7 @@ def _lost_decay(optimizer: Any, wish: OptimizerWish) -> float:
 
 
 def apply(live: LiveTraining) -> list[str]:
-    """Apply the recipe to the model; return one line for each replaced part."""
+    """Apply the recipe to the user's model in place; return a line of text for each replaced part."""
     return change_live(live, live.recipe.setup(), user_slots(live))
 
 

@@ -20,7 +20,7 @@ from snugfit.training.run.loader import Prefetcher
 
 @final
 class Batches:
-    """The batches of one loader, epoch after epoch, with their own random generators."""
+    """Iterates over one loader's batches, epoch after epoch, with random generators of its own."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader, self._data = loader, DataPosition(loader)
@@ -33,7 +33,7 @@ class Batches:
 
     @property
     def position(self) -> int:
-        """Number of batches of this epoch that have been trained."""
+        """Number of this epoch's batches that training steps have used."""
         return self._data.used
 
     @property
@@ -68,7 +68,7 @@ class Batches:
         return True
 
     def _count_lent(self) -> None:
-        """Count the last yielded batch as taken."""
+        """Count the batch that was yielded last as used by a training step, once."""
         if self._is_lent:
             self._is_lent = False
             self._data.use(1)
@@ -121,7 +121,9 @@ class Batches:
         }
 
     def to_json(self, *, repeating: bool = False) -> dict[str, Any]:
-        """Return the position in the data; with `repeating`, the position before the last trained batch."""
+        """Return the position in the data as JSON values; with `repeating`, the one before the last trained
+        batch.
+        """
         state = self._before_used if repeating else self._state()
         assert state is not None
         return {

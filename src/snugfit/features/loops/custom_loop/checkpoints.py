@@ -47,7 +47,7 @@ CURE = " Name another output_dir, or leave resume() out: then the old checkpoint
 
 @final
 class RunFolder:
-    """A locked folder of one run, with its signals, until it is closed."""
+    """The locked folder of one run's checkpoints, and the signals that stop the run, until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         # The deepest folder comes first, so that each one is empty when it is removed.
@@ -65,7 +65,7 @@ class RunFolder:
         self._open.close()
 
     def _remove_unused(self) -> None:
-        """Remove folders that were created for this run and contain only its lock."""
+        """Remove the folders that were created for this run, if they contain only its lock file."""
         with contextlib.suppress(OSError):
             if self._made and [path.name for path in self.store.root.iterdir()] == [LOCK]:
                 (self.store.root / LOCK).unlink()
@@ -107,7 +107,7 @@ class RunCheckpoints:
             self._manager.set_aside_earlier()
 
     def check_first_update(self) -> None:
-        """Check the optimizer's states (`CheckpointManager.check_first_update`)."""
+        """After the first update, raise `SnugfitError` for optimizer states that no checkpoint can store."""
         self._manager.check_first_update(lambda: self._state)
 
     def save(self, *, repeated_loss: float | None = None) -> None:
@@ -152,7 +152,7 @@ class RunCheckpoints:
         return True
 
     def wait(self) -> None:
-        """Block until all writes are done."""
+        """Block until all checkpoints are written."""
         self._manager.wait()
 
     def close(self) -> None:

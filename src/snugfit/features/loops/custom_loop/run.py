@@ -62,7 +62,7 @@ def _close(run: weakref.ref[HandRun]) -> None:
 
 @final
 class HandRun:
-    """The run that `snugfit.accelerate` returns.
+    """The user's own training loop under a recipe, with its steps and checkpoints (`snugfit.accelerate`).
 
     It closes at the end of a `with`, when the process ends, or when its last reference is deleted.
     """
@@ -99,17 +99,17 @@ class HandRun:
 
     @property
     def job(self) -> Job:
-        """The job, with the result of the last comparison of split and whole batches."""
+        """The job, which records if micro-batches last had the same gradients as the whole batch."""
         return self._recovery.job
 
     @property
     def model(self) -> Any:
-        """The model that was passed in."""
+        """The user's model, as it was passed to `accelerate`."""
         return self._state.model
 
     @property
     def optimizer(self) -> Any:
-        """The user's optimizer, or the recipe's replacement."""
+        """The run's optimizer: the user's, or the recipe's replacement."""
         return self._state.optimizer
 
     @property
@@ -295,7 +295,9 @@ class HandRun:
         return out_of_memory(exhausted, self.recipe, self.steps, advice)
 
     def _compare_again(self, batch: Mapping[str, Any], *, is_cut: bool) -> None:
-        """Compare gradients of this batch in pieces with those of the whole batch, at some of the steps."""
+        """Compare the gradients of a batch's micro-batches with those of the whole batch, at some of the
+        steps.
+        """
         self._taken += 1
         if is_cut:
             compare = partial(self._step.job_with_mixing, model=self.model, batch=batch, again=True)
@@ -319,17 +321,15 @@ class HandRun:
         self._logger.write(self._step.norm)
 
     def _at_boundary(self, loss: float) -> None:
-        """Start to watch for evaluations after a step.
-
-        The loop's code after the step has not run yet. A signal takes effect before the next step, or in an
-        evaluation.
+        """Detect evaluations in the user's loop from the end of a step on. A signal takes effect before the
+        next step, or in an evaluation.
         """
         if self._checkpoints is not None:
             self._checkpoints.check_first_update()
             self._evaluations.watch(loss)
 
     def _between_steps(self) -> None:
-        """Save a requested checkpoint or stop at a signal; the loop's code after the step has finished."""
+        """Before the next step of the user's loop, save a requested checkpoint, or stop at a signal."""
         if self._checkpoints is None or self._closed:
             return
         stopping = self._checkpoints.interrupts.stopping
@@ -344,7 +344,9 @@ class HandRun:
             raise Stopped(EXIT_CODES[stopping])
 
     def _repeat(self, checkpoints: RunCheckpoints) -> float:
-        """Return the loss of the step before a resume without training, for the loop's code after it."""
+        """Return the loss of the last step before a resume without training, for the user's code after that
+        step.
+        """
         loss, checkpoints.repeated_loss = checkpoints.repeated_loss, None
         assert loss is not None
         self._batches.used()
@@ -393,7 +395,9 @@ class EvaluationWatch:
         self._loss = 0.0
 
     def watch(self, loss: float) -> None:
-        """Watch modules from the end of a step with this loss."""
+        """After a step with this loss, detect forward passes of these modules that belong to an
+        evaluation.
+        """
         if self._checkpoints is None:
             return
         self._loss = loss
@@ -402,7 +406,7 @@ class EvaluationWatch:
         self._checkpoints.interrupts.watch_modules(self._end_on_signal)
 
     def end(self) -> None:
-        """Stop watching, before the next step."""
+        """Stop to detect evaluations, before the next step."""
         if self._checkpoints is not None:
             self._checkpoints.interrupts.watch_modules(None)
 
@@ -428,7 +432,9 @@ class EvaluationWatch:
         checkpoints.journal.tell("warning", text=text)
 
     def _is_as_the_step_left_it(self) -> bool:
-        """Return True if the sampled values and the optimizer's settings are unchanged."""
+        """Return True if sampled model values and the optimizer's settings are as at the end of the last
+        step.
+        """
         import torch
 
         numbers, settings = self._left

@@ -55,7 +55,9 @@ class CustomStep(TrainingStep):
     def job_with_mixing(
         self, job: Job, model: Any, batch: Mapping[str, Any] | None = None, *, again: bool = False
     ) -> Job:
-        """Return the job, with the result of comparing pieces of this batch, or of the job's example."""
+        """Return the job with the result of comparing the gradients of a batch's micro-batches with the whole
+        batch's.
+        """
         return job_with_mixing(
             job, model, self._piece_loss, batch, most=self.rows, context=self.forward_context, again=again
         )

@@ -58,7 +58,7 @@ def compare_again(trainer: Any, run: FitRun) -> None:
 
 
 def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
-    """Finish a step or an epoch; `go_on` logs, evaluates and saves as the Trainer does."""
+    """Finish a Trainer's step or epoch: write its log line, then let `go_on` log, evaluate and save."""
     interrupts, step = run.checkpoints.interrupts, trainer.state.global_step
     ended = run.timer.write(trainer, run.logger, run.step, figures.learning_rate)
     if figures.learning_rate is None:  # this process had no step in the epoch
@@ -132,7 +132,7 @@ LEFT_OVER = (
 
 
 def begin_step(trainer: Any, step: StepState) -> None:
-    """Save the state to which a failed step returns, before its first micro-batch.
+    """Save the trainer's state to which a failed training step returns, before its first micro-batch.
 
     Gradients of an earlier step without an update (an iterable dataset's end) are dropped.
     """

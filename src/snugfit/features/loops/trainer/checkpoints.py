@@ -88,7 +88,9 @@ SHARDING = "sharding"
 
 
 def train_state_of(trainer: Any) -> TrainState:
-    """Return the state that the trainer's steps use and change."""
+    """Return the `TrainState` of a trainer: the model, optimizer and other objects that its steps use and
+    change.
+    """
     optimizer = trainer.optimizer
     return TrainState(
         model=trainer.model,
@@ -205,7 +207,7 @@ class TrainerCheckpoints:
         refuse_another_run(self._manager, before, with_global_batch(self._about()), **how)
 
     def begin(self, resumed_from: str | None) -> None:
-        """Restore this folder's saved state and allocate the memory for copies of checkpoints.
+        """Restore the run's saved state from its folder, and allocate the memory for copies of checkpoints.
 
         It runs once, before the first step, with an optimizer. Raises `SnugfitError` for an optimizer or a
         schedule that no checkpoint can store, or one that cannot be stopped before an update.
@@ -239,7 +241,7 @@ class TrainerCheckpoints:
             self._manager.go_back_to(self.resumed)
 
     def check_first_update(self) -> None:
-        """Check the optimizer's states (`CheckpointManager.check_first_update`)."""
+        """After the first update, raise `SnugfitError` for optimizer states that no checkpoint can store."""
         self._manager.check_first_update(lambda: train_state_of(self._trainer))
 
     def save(self, go_on: Callable[[], None] = lambda: None) -> bool:
@@ -287,7 +289,7 @@ class TrainerCheckpoints:
         return bool(self._manager.saved_step == self._trainer.state.global_step)
 
     def _snapshot(self, staging: Staging) -> Writable | None:
-        """Return the snapshot that this process writes.
+        """Return the copy of the run's state that this process writes.
 
         The first process writes for all; the others send it their random states and write nothing. With
         spread weights each writes its own parts.
@@ -306,7 +308,7 @@ class TrainerCheckpoints:
         return self._parts.snapshot(state, staging, random=random, is_stopped=is_stopped, **beside)
 
     def wait(self) -> None:
-        """Block until all writes are done."""
+        """Block until all checkpoints are written."""
         self._manager.wait()
 
     def finish(self, output: Any) -> None:
@@ -359,14 +361,14 @@ FOLDERS_OF_THIS_PROCESS: set[Path] = set()
 
 
 def forget_finished(root: Path) -> None:
-    """Remove the result of a finished run before a run continues or starts in this folder."""
+    """Remove the stored result of a finished `train()` before a run continues or starts in this folder."""
     FOLDERS_OF_THIS_PROCESS.add(root.resolve())
     with suppress(OSError):
         (root / FINISHED_RUN).unlink()
 
 
 def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: Any) -> None:
-    """Write the result of `train()`, if a checkpoint contains its final weights."""
+    """Store the result of `train()` in the run's folder, if a checkpoint contains its final weights."""
     best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
     step = best or trainer.state.global_step
     if not (root / f"checkpoint-{step}").is_dir():
@@ -502,7 +504,7 @@ def with_global_batch(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _code(trainer: Any) -> Facts:
-    """Return facts about the user's functions in a step: collator, loss, and the methods of a subclass."""
+    """Return facts about the user's code in a step: collator, loss, and the methods of a Trainer subclass."""
     # Methods that `fit` inserts are not the user's code.
     kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("snugfit.")]
     methods = {

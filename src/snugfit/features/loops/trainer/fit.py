@@ -38,7 +38,7 @@ from snugfit.training.recovery import cut_warning
 
 
 def say(event: Event) -> None:
-    """Print warnings and changes of the recipe, one line each; the default `watch`."""
+    """Print a recipe's warnings and changes, one line each; the default callback of `fit`."""
     if text := event.get("text"):
         with suppress(OSError):  # a closed terminal: the run continues to its checkpoint
             print(f"snugfit: {escape_controls(text)}", flush=True)

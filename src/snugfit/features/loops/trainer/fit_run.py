@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class FitRun:
-    """The state of a running `train()` call."""
+    """The checkpoints, recovery, journal and data position of one running `train()` call."""
 
     checkpoints: TrainerCheckpoints
     logger: StepLogger
@@ -75,7 +75,7 @@ class FitRun:
     backward: BackwardWatch = field(default_factory=BackwardWatch)
 
     def tree_of(self, model: Any) -> ModuleTree:
-        """Return the modules of the trainer's model; a previous model is released."""
+        """Return the cached module tree of the trainer's model, and release that of a previous model."""
         if self.tree is None or self.tree.model is not model:
             self.tree = ModuleTree(model)
         return self.tree
@@ -157,5 +157,5 @@ class FitPlan:
     """Most samples of each piece, if the loader's micro-batches are split again after memory ran out."""
 
     def cut_finer(self, recipe: Recipe) -> FitPlan:
-        """Return a copy with this recipe, which splits micro-batches finer than the loader."""
+        """Return a copy of this plan with a recipe that splits the loader's micro-batches further."""
         return replace(self, recipe=recipe, max_rows=recipe.setup().per_piece(self.job.batch_size))

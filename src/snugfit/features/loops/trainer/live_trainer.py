@@ -15,20 +15,22 @@ ON_A_PREPARED_MODEL = ("forward", "_original_forward", "_is_accelerate_prepared"
 
 
 def logged_losses(trainer: Any) -> dict[str, Any]:
-    """Return the values that the trainer's next log depends on, as JSON values."""
+    """Return the summed losses and counts that the trainer's next log depends on, as JSON values."""
     values = {name: getattr(trainer, field) for name, field in LOGGED.items()}
     return {**values, "loss": values["loss"].item()}
 
 
 def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
-    """Restore the values of `logged_losses`; the losses since the last log are added to."""
+    """Restore the trainer's summed losses from the values of `logged_losses`; the losses since the last log
+    are added to.
+    """
     trainer._tr_loss += losses["loss"]
     trainer._total_loss_scalar = losses["total_loss"]
     trainer._globalstep_last_logged = losses["last_logged"]
 
 
 def restore_callbacks(trainer: Any) -> None:
-    """Give the trainer's callbacks the states that its own state holds of them."""
+    """Restore the trainer's stateful callbacks from the states in its `TrainerState`."""
     trainer._load_callback_state()
 
 
@@ -54,7 +56,7 @@ def trainer_shifts_labels(trainer: Any) -> bool:
 
 
 def weigh_losses_ourselves(trainer: Any) -> None:
-    """Stop the trainer from dividing each micro-batch's loss by their number."""
+    """Stop the trainer from dividing each micro-batch's loss by the number of micro-batches."""
     trainer.current_gradient_accumulation_steps = 1
 
 
@@ -64,7 +66,7 @@ def has_users_schedule(trainer: Any) -> bool:
 
 
 def replace_model(trainer: Any, model: Any) -> None:
-    """Another model takes the place of the trainer's, where it is another."""
+    """Replace the trainer's model by this one, unless it is the same object."""
     if trainer.model is model:
         return
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
@@ -86,8 +88,8 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
 
 
 def _set_precision(trainer: Any, mixed: str) -> None:
-    """Set the precision of its accelerator, which autocasts and scales gradients. accelerate keeps one state
-    for the process, which is made again.
+    """Set the mixed precision of the trainer's accelerator. accelerate's state of the process is created
+    again.
     """
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
@@ -142,6 +144,6 @@ def without_loader_record(trainer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading_batches_of(trainer: Any, samples: int) -> Iterator[None]:
-    """Make loaders of the trainer return batches of this many samples."""
+    """Context in which the trainer's loaders return batches of this many samples."""
     with patch.object(trainer, "_train_batch_size", samples):
         yield

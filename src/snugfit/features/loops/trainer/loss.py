@@ -63,7 +63,7 @@ def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int
 
 
 def _counting(trainer: Any) -> dict[str, Any]:
-    """Return the arguments of `items_in` for this trainer's batches."""
+    """Return keyword arguments that specify how `items_in` counts the labels of this trainer's batches."""
     traits: LossTraits = trainer.snugfit.loss
     if traits.shifts_labels is None:
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -72,8 +72,9 @@ def _counting(trainer: Any) -> dict[str, Any]:
 
 
 def weigh_among_all(trainer: Any, step: StepState, ranks: Ranks) -> None:
-    """Set the weights of this process's micro-batches among those of all processes, at the start of a
-    step."""
+    """Set the weight of each micro-batch's loss among the micro-batches of all processes, at the start of a
+    step.
+    """
     if ranks.are_many:
         step.shares = shares_of_all(step.batches, trainer.args.device, ranks, **_counting(trainer))
 

@@ -104,7 +104,7 @@ class ModuleTree:
             self.withdraw()
 
     def withdraw(self) -> None:
-        """Restore the model's own methods."""
+        """Restore the model's own methods in place of the cached ones."""
         for name, answer in self._answers.items():
             if self.model.__dict__.get(name) is answer:
                 del self.model.__dict__[name]

@@ -45,7 +45,7 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
 
 
 def go_on_with_less(trainer: Any, run: FitRun) -> None:
-    """Switch to the next recipe, if there is one, after a step that was slow for lack of memory."""
+    """Switch to a recipe with less memory, if there is one, after a step that was slow for lack of memory."""
     number, exhausted = trainer.state.global_step + 1, short_of_memory()
     what = (
         f"Memory is too tight ({exhausted.cause} in several steps in a row). From step {number} the recipe is"
@@ -54,7 +54,9 @@ def go_on_with_less(trainer: Any, run: FitRun) -> None:
 
 
 def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: str) -> None:
-    """Switch to the next recipe from step `number` on; `what` describes the change for the journal."""
+    """Switch the trainer to the next recipe from step `number` on; `what` describes the change for the
+    journal.
+    """
     plan: FitPlan = trainer.snugfit
     release_unused_memory(trainer.args.device)
     chosen = run.recovery.next_recipe(exhausted, plan.recipe, number - 1)

@@ -59,7 +59,9 @@ class TrainerParts:
         """Free whole weights that a forward pass has gathered, and keep this process's shards."""
 
     def check(self, state: TrainState) -> None:
-        """Check the optimizer and the schedule before the first step. Raises `SnugfitError`."""
+        """Raise `SnugfitError` before the first step for an optimizer or a schedule that the
+        run cannot use.
+        """
         check_packable(state)
 
     def snapshot(
@@ -72,7 +74,9 @@ class TrainerParts:
         processing: Any,
         is_stopped: bool,
     ) -> Writable | None:
-        """Return the snapshot that this process writes. All processes call it."""
+        """Return the copy of the run's state that this process writes into a checkpoint. All processes call
+        it.
+        """
         beside: dict[str, Any] = {"random": random, "files": files, "processing": processing}
         return snapshot(state, staging, **beside) if state.ranks.is_first else None
 
@@ -82,11 +86,11 @@ class TrainerParts:
         load_weights(model, weights_folder(folder))
 
     def restore(self, state: TrainState, folder: Path) -> None:
-        """Restore the state of a run; its weights are already loaded."""
+        """Restore the state of a run from a checkpoint; its weights are already loaded."""
         restore(state, folder)
 
 
 def trainer_parts(trainer: Any) -> TrainerParts:
-    """Return the operations for this trainer's kind of sharding."""
+    """Return the operations on model and checkpoints for this trainer's kind of sharding."""
     parts: TrainerParts = state_parts().of_trainer(trainer) or TrainerParts(trainer)
     return parts

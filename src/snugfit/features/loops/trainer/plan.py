@@ -64,7 +64,9 @@ class Chosen:
 def choose(
     trainer: Any, job: Job, recipe: Recipe | str | None, gpu: str | None, fidelity: Fidelity | str
 ) -> Chosen:
-    """Return the named recipe, or a plan's for this GPU or the one here, or the trainer's own."""
+    """Return the recipe to train with: the named one, one planned for a GPU, or the trainer's
+    own settings.
+    """
     import torch
 
     if recipe is not None:
@@ -88,7 +90,9 @@ def choose(
 
 
 def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
-    """Keep a trainer's own settings in several processes. Raises `UsageError` for a requested plan."""
+    """Return the trainer's own settings as the recipe of several processes. Raises `UsageError` for a
+    requested plan.
+    """
     where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
     if gpu is not None:
         raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {where}.")

@@ -86,7 +86,7 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
 
 
 def recipe_in_each(recipe: Recipe, processes: int, refuse_sharding: Callable[[Recipe], None]) -> Recipe:
-    """Return the recipe of each process, without its sharding.
+    """Return the recipe that each process of a distributed Trainer applies: the user's without sharding.
 
     Raises `RecipeError` for a combination that the processes do not support. `refuse_sharding` raises it for
     a recipe that contradicts the Trainer's own configuration.
@@ -118,7 +118,8 @@ def ranks_of(trainer: Any) -> Iterator[Ranks]:
 
 
 def shares_of_all(batches: Sequence[Any], device: torch.device, ranks: Ranks, **counting: Any) -> Any:
-    """Return the weights of this process's micro-batches among those of all, times the processes, (n,).
+    """Return the loss weights (n,) of this process's micro-batches among all processes', times the number of
+    processes.
 
     They stay on the device, without synchronization.
     """

@@ -63,7 +63,9 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
 
 
 def _switched_on(args: Any) -> Iterator[str]:
-    """Yield the switches of other kernels and compilers, each with the technique in its place."""
+    """Yield the trainer's arguments that turn on other kernels or compilers, each with snugfit's technique
+    for it.
+    """
     for slot in (Slot.KERNELS, Slot.ENGINE):
         for name in roster.plain(slot).counterparts[0].arguments:
             same = (
@@ -150,7 +152,7 @@ def brings_optimizer(trainer: Any) -> bool:
 
 
 def _objections(trainer: Any, live: LiveTraining, brings: bool) -> Iterator[tuple[Slot, str]]:
-    """Yield conflicts of the recipe with this trainer's optimizer and adapters."""
+    """Yield a sentence for each conflict of the recipe with this trainer's optimizer or adapters."""
     if not live.is_plain(Slot.OPTIMIZER) and brings:
         optimizer = live.technique(Slot.OPTIMIZER)
         says = "the trainer has its own optimizer. Leave one of them out."

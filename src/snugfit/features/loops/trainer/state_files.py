@@ -85,7 +85,7 @@ class StateFiles:
         return json.dumps(asdict(self._trainer.state), indent=2, sort_keys=True) + "\n"
 
     def note_before_evaluation(self) -> None:
-        """Record the state that an evaluation changes."""
+        """Before an evaluation, record the trainer's state that the evaluation changes."""
         # The Trainer adds its count of operations to its state only now and then.
         self._trainer.store_flos()
         self._before_evaluation = self._state_text(), all_rng_states(self._device)
@@ -101,7 +101,7 @@ class StateFiles:
 
     @cached_property
     def _extra_state(self) -> dict[str, Any]:
-        """Return the state that the Trainer's own state file does not contain."""
+        """Return the run's state that is not in the Trainer's own state file."""
         if self.folder is None:
             return {}
         rows = self._trainer.args.per_device_train_batch_size
@@ -134,7 +134,7 @@ class StateFiles:
 
     @property
     def ends(self) -> bool:
-        """True if a callback had ended the resumed run at this step, before its last one."""
+        """True if a callback stopped the resumed run at this step, before its last one."""
         return bool(self._extra_state.get("ends"))
 
     @contextlib.contextmanager
@@ -190,7 +190,7 @@ class StateFiles:
             restore_all_rng_states(self._generators, self._device)
 
     def _restore_rng(self, folder: Path) -> None:
-        """Restore this process's generators, if the checkpoint has any for it."""
+        """Restore this process's random generators, if the checkpoint has states for them."""
         if self._ranks.rank < self._extra_state.get("processes", self._ranks.size):
             restore_rng(folder, self._device, self._ranks.rank)
 

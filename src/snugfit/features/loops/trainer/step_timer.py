@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def logger_for(trainer: Any, journal: Journal) -> StepLogger:
-    """Return the logger of one call of `train()`; DDP or FSDP2 with a user's own model is not predicted."""
+    """Return the logger of one `train()` call's steps. It has no prediction for DDP or FSDP2 with a user's
+    own model.
+    """
     device = trainer.args.device
     unknown = brings_optimizer(trainer) or trainer.args.world_size > 1
     predict = predict_nothing if unknown else run_predictor(device)
@@ -51,7 +53,7 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
 
 @final
 class StepTimer:
-    """Times successive steps, in seconds."""
+    """Measures the seconds of successive training steps."""
 
     def __init__(self, device: torch.device, processes: int = 1) -> None:
         import torch
@@ -75,7 +77,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Context that adds its time to the seconds of fetching micro-batches."""
+        """Context whose duration counts as time for fetching micro-batches."""
         began = time.perf_counter()
         yield
         # A fetch delays nothing while the device still computes.
@@ -90,7 +92,7 @@ class StepTimer:
         self._unwritten = bool(batches)
 
     def write(self, trainer: Any, logger: StepLogger, step: StepState, learning_rate: float | None) -> bool:
-        """Write the line of the step that just ended; return False without one."""
+        """Write the journal's line on the step that just ended; return False without one."""
         if not self._unwritten or step.figures is None or step.pending_micro_batches:
             return False
         self._unwritten = False

@@ -62,7 +62,7 @@ def fitted_class(own: type[Any]) -> type[Any]:
 
 
 class FittedTrainer(Trainer):  # type: ignore[misc]
-    """Methods that `fit` inserts before those of a trainer's own class."""
+    """Methods that override those of the user's Trainer, so that it trains under a recipe (`fit`)."""
 
     snugfit: FitPlan
     """Job, recipe and journal of the trainer; replaced by those of another recipe when memory runs out."""
@@ -178,7 +178,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return losses if before is not None or given is None else losses - given
 
     def _losses(self, model: Any, batches: list[Any], *arguments: Any, **keywords: Any) -> Any:
-        """Add the gradients of these micro-batches, each in its pieces; return their weighted losses.
+        """Run forward and backward of these micro-batches, each in smaller pieces if the recipe has them;
+        return their weighted losses.
 
         A micro-batch without counted items is skipped, because the mean over nothing is NaN.
         """
@@ -292,7 +293,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return ends or self.state.global_step >= self.state.max_steps
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
-        """Handle requests made during the step: a checkpoint, a stop, less memory."""
+        """Handle requests that arrived during the step: save a checkpoint, stop, or use a recipe with less
+        memory.
+        """
         loss, norm, *rest = arguments
         log_save_evaluate = super()._maybe_log_save_evaluate
 
@@ -319,7 +322,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.control.should_evaluate = self.control.should_save = False
 
     def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
-        """Save by the run's own checkpoints, with the files of the user's subclass.
+        """Save a checkpoint in snugfit's format, with the files of the user's Trainer subclass.
 
         After a failure, no callback is notified of a checkpoint.
         """
@@ -331,7 +334,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             handler["on_save"] = lambda args, state, control: control
 
     def snugfit_keep(self) -> None:
-        """Write the run's own files, when the user's saving methods call their base class."""
+        """Write snugfit's files of a checkpoint, when the user's saving methods call their base class."""
         self._fit_run.checkpoints.users_files.write_own()
 
     def _load_best_model(self) -> None:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 
 class StepEnd(NamedTuple):
-    """Loss and gradient norm of the last step before a log line; None if this process has taken no step."""
+    """Loss and gradient norm of the last step before a log line; each is None if this process has taken no
+    step.
+    """
 
     norm: Any
     """Gradient norm: a number, or a scalar tensor on the device."""

@@ -116,7 +116,9 @@ class UsersFiles:
         return CollectedFiles(**collected)
 
     def write_own(self) -> None:
-        """Write the run's own files, once, when the user's methods call `super()._save_checkpoint()`."""
+        """Write snugfit's files of a checkpoint, once, when the user's methods call
+        `super()._save_checkpoint()`.
+        """
         write, self._write = self._write, None
         if write is not None:
             write()

@@ -32,7 +32,7 @@ class ApolloWithAdamW(ProjectedAndAdamW):
     def update_matrix(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> torch.Tensor:
-        """Return the scaled gradient of a matrix."""
+        """Return APOLLO's update of a matrix: its gradient, scaled column by column."""
         short = 0 if gradient.shape[0] <= gradient.shape[1] else 1
         rows, rank = gradient.shape[short], group["rank"]
         # `step` already counts this step, so the first one draws.

@@ -99,7 +99,7 @@ def _let_go(kind: Any, instance: Any) -> None:
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Context in which code sees tensors on `meta` as tensors of a GPU, or of a CPU without `on_gpu`."""
+    """Context in which code treats tensors on `meta` as tensors of a GPU, or without `on_gpu` of a CPU."""
     from unittest.mock import patch
 
     managers = _managers()

@@ -66,7 +66,7 @@ class FourBitAdamW(AdamWInPieces):
         return state
 
     def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
-        """Return a moment in 32 bits, from the values of its codes."""
+        """Dequantize a moment: return its values in 32 bits from its 4-bit codes."""
         parts = [rows.state[name] for rows in piece]
         if not _is_packed(piece):
             return gather(parts)
@@ -75,7 +75,7 @@ class FourBitAdamW(AdamWInPieces):
         return unpack(codes, scales, self._tables(name, codes.device).pairs)
 
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
-        """Store both moments as codes of the nearest of sixteen values."""
+        """Quantize both moments: store each value as the 4-bit code of the nearest of sixteen values."""
         for name, exact in zip(MOMENTS, moments, strict=True):
             parts = [rows.state[name] for rows in piece]
             if not _is_packed(piece):
@@ -107,7 +107,7 @@ def _scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def tables_of(values: Sequence[float], device: torch.device) -> CodeTables:
-    """Return the tables of sixteen ascending values.
+    """Return the sixteen values of the 4-bit codes on this device, ascending.
 
     They are filled on the device, so that it waits for no copy.
     """
@@ -120,7 +120,7 @@ def tables_of(values: Sequence[float], device: torch.device) -> CodeTables:
 
 
 def pack(exact: torch.Tensor, borders: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes, two in a byte, and a scale for each block."""
+    """Quantize a tensor: return 4-bit codes, two in a byte, and a scale for each block."""
     blocks = exact.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_(min=SMALLEST)
     # The index of the interval between midpoints is the number of the nearest value.

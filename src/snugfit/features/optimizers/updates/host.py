@@ -40,7 +40,7 @@ class HostMemory:
         self._bytes: torch.Tensor | None = None
 
     def halves(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two tensors of `STAGED_BYTES` in this memory, for weights and for gradients."""
+        """Return two host buffers of `STAGED_BYTES` each, for weights and for gradients."""
         if self._bytes is None:
             # Only page-locked memory can be copied without waiting.
             if device.type == "cuda":
@@ -106,7 +106,7 @@ def _kind(part: WeightSlice) -> tuple[torch.dtype, torch.device]:
 
 
 def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return adjacent parts of the staging memory, one for each slice."""
+    """Return adjacent parts of the host's staging buffer, one for each slice of a weight."""
     room, start = memory.view(piece[0].weight.dtype), 0
     staged = []
     for part in piece:

@@ -29,7 +29,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
 
     @abstractmethod
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Update the matrices of these groups, which have no others."""
+        """Update the parameters of these groups, all of which are matrices."""
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
         """Return True if the other update, and not AdamW, updates this parameter of the group."""
@@ -43,7 +43,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         added[MATRICES] = [at for at, weight in enumerate(added["params"]) if self.takes(weight, added)]
 
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters that have a gradient."""
+        """Run one optimizer step on all parameters that have a gradient."""
         refuse_closure(self, closure)
         if matrices := self._shares(of_matrices=True):
             self.update_matrices(matrices)
@@ -52,14 +52,15 @@ class MatricesAndAdamW(OwnAdamW, ABC):
             self.run(torch.optim.AdamW(rest, foreach=True))
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run a step of this optimizer with the states of `self`."""
+        """Run a step of the optimizer `optimizer` on the states of `self`."""
         # The state stays here, since an inner optimizer lives for one step.
         optimizer.state = self.state
         optimizer.step()
 
     def _shares(self, *, of_matrices: bool) -> list[dict[str, Any]]:
-        """Return the groups with only their matrices, or with only their other parameters; empty groups are
-        left out."""
+        """Return the parameter groups with only their matrices, or with only their other parameters; empty
+        groups are left out.
+        """
         shares = []
         for group in self.param_groups:
             own = set(group[MATRICES])
@@ -80,7 +81,7 @@ class ProjectedAndAdamW(MatricesAndAdamW):
 
     @torch.no_grad()
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Update one matrix after the other."""
+        """Update the matrices of these groups, one after the other."""
         # a profile shows this share by its own name, as it shows AdamW's and Muon's
         with torch.autograd.profiler.record_function(f"{type(self).__name__}.update_matrices"):
             for group in groups:

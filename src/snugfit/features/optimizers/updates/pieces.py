@@ -45,7 +45,7 @@ class FusedAdamW(OwnAdamW, ABC):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all weights that have a gradient."""
+        """Run one optimizer step on all weights that have a gradient."""
         refuse_closure(self, closure)
         for group in self.param_groups:
             # An empty weight has no update, and no piece.
@@ -100,11 +100,11 @@ class AdamWInPieces(FusedAdamW):
 
     @abstractmethod
     def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
-        """Return a moment of these rows as one fp32 tensor, one part after the other."""
+        """Return a moment of these rows in fp32, as one tensor of all its parts."""
 
     @abstractmethod
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
-        """Store both fp32 moments of these rows in the weights' states."""
+        """Store both fp32 moments of these rows, in their smaller format, in the weights' states."""
 
     def write(self, weights: list[torch.Tensor], exact: torch.Tensor) -> None:
         """Store the new fp32 values in the weights."""
@@ -159,7 +159,7 @@ class AdamWInPieces(FusedAdamW):
 
 
 def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return these tensors concatenated in fp32."""
+    """Return these tensors as one flat tensor in fp32."""
     flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.float32, device=parts[0].device)
     # One launch copies and casts all parts.
     torch._foreach_copy_(_views(flat, parts), list(parts))
@@ -167,7 +167,7 @@ def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy adjacent elements into these tensors, one tensor after the other."""
+    """Copy the values of one flat tensor into these tensors, one after the other."""
     torch._foreach_copy_(list(parts), _views(flat, parts))
 
 

@@ -28,7 +28,7 @@ class StochasticAdamW(AdamWInPieces):
         return {name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in MOMENTS}
 
     def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
-        """Return a moment of these rows copied to 32 bits."""
+        """Return a moment of some rows of weights, copied to 32 bits."""
         return gather([rows.state[name] for rows in piece])
 
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
