@@ -11,11 +11,12 @@ from snugfit.features.serving.sizes import LayerCache
 
 MORE_LAYERS = 1.5
 """Ratio of layers of two kinds below which the smaller kind is padded to the larger. Source: vLLM,
-`v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`; earlier versions have 1.25."""
+`v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`, from 0.18 on. 0.15 to 0.17 have 1.25,
+and 0.33 has the function in `v1/core/kv_cache_planning.py`."""
 
 ALIGNMENT = 16
 """Tokens of which a block is a multiple when a state's page enlarges it (vllm 0.19,
-`model_executor/models/config.py`, `HybridAttentionMambaModelConfig`)."""
+`model_executor/models/config.py`, `HybridAttentionMambaModelConfig`). Models with MLA have 64 there."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class PagedCache:
         if group.window is None:
             return math.ceil(tokens / self.block_size)
         # A chunk of a prompt is written before earlier tokens leave the window, which may begin within a
-        # block (`SlidingWindowSpec.max_memory_usage_bytes`).
+        # block (`v1/kv_cache_interface.py`, `SlidingWindowSpec.max_memory_usage_bytes`).
         held = min(group.window - 1 + self.batched_tokens, tokens)
         return math.ceil(held / self.block_size) + 1
 
@@ -94,7 +95,8 @@ def paged_cache(
     """Return the pages of these layers. `number_bytes` and `state_bytes` are those of a cached number.
 
     All pages have one size, and all groups one number of layers. So a layer with a window has pages as large
-    as another's (vllm 0.19, `v1/core/kv_cache_utils.py`, `unify_kv_cache_spec_page_size`).
+    as another's (vllm 0.19, `v1/core/kv_cache_utils.py`, `unify_kv_cache_spec_page_size`). vLLM has larger
+    blocks in layers with fewer numbers per token. Here all layers have one size of block.
     """
     per_token = max((math.ceil(layer.token_numbers * number_bytes) for layer in layers), default=0)
     state = max((layer.state_numbers * state_bytes for layer in layers), default=0)
