@@ -27,7 +27,7 @@ class Group:
     """Tokens to which attention is limited; None without a limit."""
 
     stateful: bool
-    """True for states, of which a sequence has one block."""
+    """True for states, of which a sequence has `PagedCache.state_blocks`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,9 @@ class PagedCache:
     batched_tokens: int
     """Tokens of one forward pass, which a sliding layer holds beyond its window."""
 
+    state_blocks: int = 1
+    """Blocks of states of a sequence."""
+
     @property
     def token_bytes(self) -> int:
         """Bytes that a further token takes before it leaves a window."""
@@ -58,7 +61,7 @@ class PagedCache:
 
     def _blocks_in(self, group: Group, tokens: int) -> int:
         if group.stateful:
-            return 1
+            return self.state_blocks
         if group.window is None:
             return math.ceil(tokens / self.block_size)
         # A chunk of a prompt is written before earlier tokens leave the window, which may begin within a
@@ -90,9 +93,13 @@ def largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def paged_cache(
-    layers: Sequence[LayerCache], *, number_bytes: float, state_bytes: int, block_size: int, batched: int
-) -> PagedCache:
+    layers: Sequence[LayerCache], *, number_bytes: float, state_bytes: int, block_size: int, batched: int,
+    caches_prefixes: bool = False,
+) -> PagedCache:  # fmt: skip
     """Return the pages of these layers. `number_bytes` and `state_bytes` are those of a cached number.
+
+    With `caches_prefixes`, a sequence of a model that has attention too keeps two states (vllm 0.33,
+    `v1/kv_cache_interface.py`, `MambaSpec.max_memory_usage_bytes` in the mode `align`).
 
     All pages have one size, and all groups one number of layers. So a layer with a window has pages as large
     as another's (vllm 0.19, `v1/core/kv_cache_utils.py`, `unify_kv_cache_spec_page_size`). vLLM has larger
@@ -114,5 +121,6 @@ def paged_cache(
     size = most if most < fewest * MORE_LAYERS else fewest
     groups = [group for group, count in kinds.items() for _ in range(math.ceil(count / size))]
     return PagedCache(
-        groups=tuple(groups), block_bytes=size * page, block_size=block_size, batched_tokens=batched
-    )
+        groups=tuple(groups), block_bytes=size * page, block_size=block_size, batched_tokens=batched,
+        state_blocks=2 if caches_prefixes and per_token else 1,
+    )  # fmt: skip

@@ -7,7 +7,8 @@ Llama 3 8B, with 512 tokens, a vocabulary of 128,256 and a width of 4,096. Other
 published starts.
 
 Each slot has a cache of its own, as with `--parallel`. Without this option, later builds share one cache
-among four slots (`kv_unified`), whose windows are longer. That is not predicted.
+among four slots (`kv_unified`), whose windows are longer. That is not predicted. Builds of June 2026 and
+later reserve logits for the slots only (`n_outputs_max`, pull request 23861), so their buffer is smaller.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
         cache_tokens=most, sequence_tokens=tokens,
         sequences=largest(MOST_SLOTS, lambda count: fits(tokens, count)),
         most_sequences=slots, longest=longest, max_model_len=length, block_size=PADDING,
-        doubts=("Only the graph's buffer was compared with published logs of llama.cpp.",),
+        doubts=(
+            "Only the graph's buffer was compared with published logs of llama.cpp.",
+            "Builds of June 2026 and later have a smaller buffer.",
+        ),
     )  # fmt: skip
 
 
@@ -112,7 +116,7 @@ def _from_config(request: ServingRequest) -> _ServedParts:
             f"{request.model.name} is quantized by {layout.name}, which llama.cpp does not read. Name a "
             ".gguf file of the model."
         )
-    # The embedding stays on the host; a tied one is copied to the GPU as the head.
+    # The embedding stays on the host; a tied one is copied to the GPU as the head (`load_tensors`).
     tied = getattr(served_config(request.model).get_text_config(), "tie_word_embeddings", False)
     on_host = 0 if tied else sizes.vocabulary * sizes.hidden * 2
     longest = sizes.longest or MICRO_BATCH

@@ -4,7 +4,7 @@ Source: sglang 0.5.4 to 0.5.9, Apache-2.0, `profile_max_num_token` of
 `srt/model_executor/model_runner_kv_cache_mixin.py` (0.5.4: `model_runner.py`), and `srt/server_args.py`. The
 cache has free memory after loading - free memory before x (1 - `mem_fraction_static`). No forward pass is
 profiled, so the rest must hold activations and CUDA graphs, or requests fail later. One published start was
-compared: Qwen3-235B-A22B in fp8 on four H100s (vllm-project/vllm issue 21348, not checked again).
+compared: Qwen3-235B-A22B in fp8 on four H100s (vllm-project/vllm issue 21348).
 """
 
 from __future__ import annotations

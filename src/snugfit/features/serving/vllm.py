@@ -28,11 +28,13 @@ from snugfit.features.serving.weights import DTYPE_BYTES
 from snugfit.job.gpu import Gpu
 from snugfit.units import GIB, MIB, show_bytes
 
-NEW_SAMPLER, NEW_NON_TORCH, NEW_BUDGET, FLASHINFER, LARGER_DEFAULTS, SMALLER_GB10 = 17, 18, 20, 21, 28, 33
+NEW_SAMPLER, NEW_NON_TORCH, NEW_BUDGET, FLASHINFER = 17, 18, 20, 21
+HYBRID_PREFIXES, LARGER_DEFAULTS, SMALLER_GB10 = 26, 28, 33
 """Minor versions of changes. 0.17 has a sampler by Triton, and 0.18 published a larger non-torch memory. 0.20
 has a default share of 0.92 (`config/cache.py`), and its estimate of CUDA graphs reduces the cache
-(`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of `envs.py`). 0.21 samples by FlashInfer, 0.28 has larger
-defaults on large GPUs, and 0.33 smaller ones on a GB10."""
+(`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of `envs.py`). 0.21 samples by FlashInfer. 0.26 caches prefixes
+of models with states (`is_prefix_caching_supported` of `config/model.py`). 0.28 has larger defaults on large
+GPUs, and 0.33 smaller ones on a GB10."""
 
 SAMPLER_FLOATS = 3
 """Copies of the logits in fp32 at the sampler's peak: logits, probabilities and exponential noise
@@ -112,7 +114,7 @@ def predict_vllm(
     cached = CACHE_BYTES["vllm"].get(request.cache_dtype, number)
     cache = paged_cache(
         sizes.layers, number_bytes=cached, state_bytes=number, block_size=request.block_size or 16,
-        batched=options.batched,
+        batched=options.batched, caches_prefixes=request.minor >= HYBRID_PREFIXES,
     )  # fmt: skip
     refusal = _refusal(request, sizes, options, cache, available)
     tokens = request.tokens or options.length

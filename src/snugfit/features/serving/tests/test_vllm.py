@@ -142,6 +142,11 @@ def test_a_state_enlarges_the_blocks_and_takes_one_of_each_group() -> None:
     assert cache.block_size == 496
     assert cache.block_bytes == 496 * 2048
     assert cache.blocks_of(10 * 496) == 10 + 3
+    for layers, blocks in (([attention, state], 10 + 2), ([state], 1)):
+        cached = paged_cache(
+            layers, number_bytes=2, state_bytes=2, block_size=16, batched=8192, caches_prefixes=True
+        )
+        assert cached.blocks_of(10 * 496) == blocks
 
 
 def test_graphs_grow_with_the_batches_that_are_captured() -> None:
