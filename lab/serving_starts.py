@@ -78,14 +78,14 @@ def fitted(starts: tuple[PublishedStart, ...]) -> dict[str, Any]:
     forward = next(start for start in rows if "CodeLlama" in start.row["model"])
     sizes = read_sizes(forward.model, 1)
     state = 8192 * sizes.hidden * 2
-    workspace = vllm.CUBLAS_WORKSPACE[9]
+    workspace = vllm.CUBLAS_WORKSPACE
     rest = forward.row["activation_gib"] * GIB - workspace - 3 * 8192 * sizes.intermediate * 2
     return {
         "NON_TORCH": [vllm.NON_TORCH, round(statistics.median(one), 3)],
         "NON_TORCH_RANKS": [vllm.NON_TORCH_RANKS, round(statistics.median(several), 3)],
         "FORWARD_HIDDEN": [vllm.FORWARD_HIDDEN, round(rest / state, 2)],
         "graphs of 1024 sequences, MiB": [
-            round(vllm.graph_bytes(1024) / MIB),
+            round(vllm.graph_bytes(vllm.LARGEST_GRAPH) / MIB),
             round(statistics.mean(graphs) * 1024),
         ],
     }

@@ -11,11 +11,12 @@ from snugfit.features.serving.sizes import LayerCache
 
 MORE_LAYERS = 1.5
 """Ratio of layers of two kinds below which the smaller kind is padded to the larger. Source: vLLM,
-`v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`; earlier versions have 1.25."""
+`v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`, from 0.18 on. 0.15 to 0.17 have 1.25,
+and 0.33 has the function in `v1/core/kv_cache_planning.py`."""
 
 ALIGNMENT = 16
 """Tokens of which a block is a multiple when a state's page enlarges it (vllm 0.19,
-`model_executor/models/config.py`, `HybridAttentionMambaModelConfig`)."""
+`model_executor/models/config.py`, `HybridAttentionMambaModelConfig`). Models with MLA have 64 there."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Group:
     """Tokens to which attention is limited; None without a limit."""
 
     stateful: bool
-    """True for states, of which a sequence has one block."""
+    """True for states, of which a sequence has `PagedCache.state_blocks`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,9 @@ class PagedCache:
     batched_tokens: int
     """Tokens of one forward pass, which a sliding layer holds beyond its window."""
 
+    state_blocks: int = 1
+    """Blocks of states of a sequence."""
+
     @property
     def token_bytes(self) -> int:
         """Bytes that a further token takes before it leaves a window."""
@@ -57,11 +61,11 @@ class PagedCache:
 
     def _blocks_in(self, group: Group, tokens: int) -> int:
         if group.stateful:
-            return 1
+            return self.state_blocks
         if group.window is None:
             return math.ceil(tokens / self.block_size)
         # A chunk of a prompt is written before earlier tokens leave the window, which may begin within a
-        # block (`SlidingWindowSpec.max_memory_usage_bytes`).
+        # block (`v1/kv_cache_interface.py`, `SlidingWindowSpec.max_memory_usage_bytes`).
         held = min(group.window - 1 + self.batched_tokens, tokens)
         return math.ceil(held / self.block_size) + 1
 
@@ -89,12 +93,17 @@ def largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def paged_cache(
-    layers: Sequence[LayerCache], *, number_bytes: float, state_bytes: int, block_size: int, batched: int
-) -> PagedCache:
+    layers: Sequence[LayerCache], *, number_bytes: float, state_bytes: int, block_size: int, batched: int,
+    caches_prefixes: bool = False,
+) -> PagedCache:  # fmt: skip
     """Return the pages of these layers. `number_bytes` and `state_bytes` are those of a cached number.
 
+    With `caches_prefixes`, a sequence of a model that has attention too keeps two states (vllm 0.33,
+    `v1/kv_cache_interface.py`, `MambaSpec.max_memory_usage_bytes` in the mode `align`).
+
     All pages have one size, and all groups one number of layers. So a layer with a window has pages as large
-    as another's (vllm 0.19, `v1/core/kv_cache_utils.py`, `unify_kv_cache_spec_page_size`).
+    as another's (vllm 0.19, `v1/core/kv_cache_utils.py`, `unify_kv_cache_spec_page_size`). vLLM has larger
+    blocks in layers with fewer numbers per token. Here all layers have one size of block.
     """
     per_token = max((math.ceil(layer.token_numbers * number_bytes) for layer in layers), default=0)
     state = max((layer.state_numbers * state_bytes for layer in layers), default=0)
@@ -112,5 +121,6 @@ def paged_cache(
     size = most if most < fewest * MORE_LAYERS else fewest
     groups = [group for group, count in kinds.items() for _ in range(math.ceil(count / size))]
     return PagedCache(
-        groups=tuple(groups), block_bytes=size * page, block_size=block_size, batched_tokens=batched
-    )
+        groups=tuple(groups), block_bytes=size * page, block_size=block_size, batched_tokens=batched,
+        state_blocks=2 if caches_prefixes and per_token else 1,
+    )  # fmt: skip

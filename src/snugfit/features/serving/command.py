@@ -29,7 +29,8 @@ SERVER = "The server"
 def parse_tokens(text: str) -> int:
     """Return a number of tokens in vLLM's notation: `8192`, `8k` for 8,000, `8K` for 8,192.
 
-    Raises `UsageError` for other text. Source: vllm 0.19, `human_readable_int` of `engine/arg_utils.py`.
+    Raises `UsageError` for other text. Source: vllm 0.19, `human_readable_int` of `engine/arg_utils.py`, from
+    0.20 on of `utils/argparse_utils.py`. It also has g and t, and refuses decimals before K and M.
     """
     parts = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kKmM]?)", str(text).strip())
     number = float(parts[1]) * SUFFIXES[parts[2]] if parts else 0.0

@@ -1,9 +1,14 @@
 """llama.cpp's memory at its start: the tensors of a GGUF file, a cache for one context, and a buffer.
 
-Source: llama.cpp, MIT, `llama-model.cpp`, `llama-kv-cache*.cpp` and `llama-context.cpp` in `src`. All layers
-are on the GPU, and flash attention is on. The buffer of the graph has the logits and one hidden state of a
-micro-batch, in fp32. Published logs confirm it: 258.50 MiB for Llama 3 8B, with 512 tokens, a vocabulary of
-128,256 and a width of 4,096. Other parts were not compared with published starts.
+Source: llama.cpp, MIT, `llama-model.cpp`, `llama-kv-cache*.cpp`, `llama-hparams.cpp` and `llama-context.cpp`
+in `src`. All layers are on the GPU, and flash attention is on. The buffer of the graph has the logits and one
+hidden state of a micro-batch, in fp32. Published logs of builds before 6325 confirm it: 258.50 MiB for
+Llama 3 8B, with 512 tokens, a vocabulary of 128,256 and a width of 4,096. Other parts were not compared with
+published starts.
+
+Each slot has a cache of its own, as with `--parallel`. Without this option, later builds share one cache
+among four slots (`kv_unified`), whose windows are longer. That is not predicted. Builds of June 2026 and
+later reserve logits for the slots only (`n_outputs_max`, pull request 23861), so their buffer is smaller.
 """
 
 from __future__ import annotations
@@ -24,16 +29,18 @@ from snugfit.features.serving.weights import weight_bytes
 from snugfit.units import show_bytes
 
 PADDING = 256
-"""Tokens of which the cache is a multiple (`llama_kv_cache::get_padding`)."""
+"""Tokens of which the cache is a multiple (`llama_kv_cache::get_padding` with flash attention, and in later
+builds the constructor of `llama_context`)."""
 
 MOST_SLOTS = 1 << 16
 """Largest number of slots that is counted."""
 
 MICRO_BATCH = 512
-"""Tokens of a micro-batch by default (`--ubatch-size`)."""
+"""Tokens of a micro-batch by default (`--ubatch-size`, `n_ubatch` of `common/common.h`)."""
 
 WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "olmo2": 4, "exaone4": 4}
-"""Period of layers without a window by architecture (`llama-model.cpp`, `set_swa_pattern`). Other
+"""Period of layers without a window by architecture, for files without `attention.sliding_window_pattern`
+(`llama_hparams::set_swa_pattern`, called in `llama-model.cpp`, in later builds in `models/*.cpp`). Other
 architectures have none, and their layers keep all tokens."""
 
 
@@ -67,7 +74,7 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
     total, tokens = request.gpu.memory_bytes or 0, request.tokens or length
     compute = batched * (model.vocabulary + model.hidden) * 4
     available = total - CONTEXT - model.weights - compute
-    cache = _cache_bytes(model.layers, length * slots, slots, batched, number)
+    cache = _cache_bytes(model.layers, length, slots, batched, number)
     refusal = None
     if length > model.longest:
         refusal = f"The model has {model.longest:,} positions. Lower --ctx-size {length} to that."
@@ -78,7 +85,7 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
         )
 
     def fits(tokens: int, slots: int) -> bool:
-        return _cache_bytes(model.layers, tokens * slots, slots, batched, number) <= available
+        return _cache_bytes(model.layers, tokens, slots, batched, number) <= available
 
     longest = largest(model.longest, lambda tokens: fits(tokens, 1))
     most = slots * length if refusal is None else longest
@@ -92,7 +99,10 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
         cache_tokens=most, sequence_tokens=tokens,
         sequences=largest(MOST_SLOTS, lambda count: fits(tokens, count)),
         most_sequences=slots, longest=longest, max_model_len=length, block_size=PADDING,
-        doubts=("Only the graph's buffer was compared with published logs of llama.cpp.",),
+        doubts=(
+            "Only the graph's buffer was compared with published logs of llama.cpp.",
+            "Builds of June 2026 and later have a smaller buffer.",
+        ),
     )  # fmt: skip
 
 
@@ -106,7 +116,7 @@ def _from_config(request: ServingRequest) -> _ServedParts:
             f"{request.model.name} is quantized by {layout.name}, which llama.cpp does not read. Name a "
             ".gguf file of the model."
         )
-    # The embedding stays on the host; a tied one is copied to the GPU as the head.
+    # The embedding stays on the host; a tied one is copied to the GPU as the head (`load_tensors`).
     tied = getattr(served_config(request.model).get_text_config(), "tie_word_embeddings", False)
     on_host = 0 if tied else sizes.vocabulary * sizes.hidden * 2
     longest = sizes.longest or MICRO_BATCH
@@ -143,30 +153,45 @@ def _layers_of(header: GgufHeader) -> tuple[LayerCache, ...]:
     width = header.number("embedding_length") // heads if heads else 0
     pair = header.number("attention.key_length", width) + header.number("attention.value_length", width)
     window = header.number("attention.sliding_window", 0)
-    period = WINDOW_PATTERNS.get(header.architecture, 1)
+    windows = _window_layers(header, count)
     inner, state = header.number("ssm.inner_size", 0), header.number("ssm.state_size", 0)
     groups = header.number("ssm.group_count", 0)
     convolution = (inner + 2 * groups * state) * max(0, header.number("ssm.conv_kernel", 1) - 1)
     layers = []
-    for layer, its_keys in zip(range(count), per_layer, strict=False):
-        limited = window and period > 1 and (layer + 1) % period
+    for has_window, its_keys in zip(windows, per_layer, strict=False):
         layers.append(
             LayerCache(
                 token_numbers=its_keys * pair,
-                window=window if limited else None,
+                window=window if window and has_window else None,
                 state_numbers=convolution + inner * state if not its_keys or not heads else 0,
             )
         )
     return tuple(layers)
 
 
+def _window_layers(header: GgufHeader, count: int) -> list[bool]:
+    """Return True for each of so many layers that has a window, which all have in a period of 0.
+
+    Raises `ModelError` for a pattern that is neither a whole number nor a list of them.
+    """
+    key = "attention.sliding_window_pattern"
+    pattern = header.metadata.get(f"{header.architecture}.{key}")
+    if isinstance(pattern, list) and pattern:
+        return [bool(pattern[layer % len(pattern)]) for layer in range(count)]
+    period = header.number(key, WINDOW_PATTERNS.get(header.architecture, 1))
+    return [not period or (layer + 1) % period != 0 for layer in range(count)]
+
+
 def _cache_bytes(layers: Sequence[LayerCache], tokens: int, slots: int, batched: int, number: float) -> int:
-    """Return the bytes of the cache of so many tokens in so many slots; states are in fp32."""
+    """Return the bytes of the cache of so many slots of so many tokens; states are in fp32.
+
+    Source: `llama-kv-cache-iswa.cpp` and `llama-memory-recurrent.cpp`.
+    """
     whole = _pad(tokens)
     total = 0
     for layer in layers:
-        cells = whole if layer.window is None else min(whole, _pad(layer.window * slots + batched))
-        total += math.ceil(cells * layer.token_numbers * number) + slots * layer.state_numbers * 4
+        cells = whole if layer.window is None else min(whole, _pad(layer.window + batched))
+        total += slots * (math.ceil(cells * layer.token_numbers * number) + layer.state_numbers * 4)
     return total
 
 

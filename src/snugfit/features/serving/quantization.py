@@ -157,7 +157,8 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> LinearLayout:
     """Return the layout of compressed-tensors: that of the first group's weights.
 
     Scales of 8 bits are in fp32, and those of packed weights in 16 bits (vllm 0.19,
-    `quantization/compressed_tensors/schemes`). NVFP4 has a scale of 8 bits for 16 weights.
+    `model_executor/layers/quantization/compressed_tensors/schemes`). NVFP4 has a scale of 8 bits for 16
+    weights.
     """
     first, *_ = stored["config_groups"].values()
     weights = first["weights"]

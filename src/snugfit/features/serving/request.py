@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,25 +21,32 @@ ENGINES = ("vllm", "sglang", "llama.cpp")
 
 VERSIONS: Mapping[str, tuple[str, str, str]] = {
     "vllm": (r"0\.(\d+)(\.\d+)?", "0.15 to 0.33", "0.33"),
-    "sglang": (r"0\.5(\.\d+)*(\.post\d+)?", "0.5.*", "0.5"),
+    "sglang": (r"0\.5\.(\d+)(\.post\d+)?", "0.5.4 to 0.5.9", "0.5.9"),
     "llama.cpp": (r"b?(\d+)", "b6325 and later builds", "b6325"),
 }
 """For each engine: regular expression of a version, the known versions in words, and the default."""
 
-FIRST_VLLM, LAST_VLLM, FIRST_BUILD = 15, 33, 6325
-"""Bounds of the known versions: minor versions of vLLM, and the first build of llama.cpp that chooses flash
-attention by itself."""
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "vllm": (15, 33),
+    "sglang": (4, 9),
+    "llama.cpp": (6325, math.inf),
+}
+"""Bounds of the known versions: minor versions of vLLM, patches of sglang 0.5, builds of llama.cpp. From
+0.5.10 on, sglang reserves memory for graphs of prompts, and 0.5.23 sizes its cache after them. Build 6325 of
+llama.cpp is the first that chooses flash attention by itself (pull request 15434; the build's number was not
+checked against the source)."""
 
 CACHE_BYTES: Mapping[str, Mapping[str, float]] = {
-    "vllm": {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1},
-    "sglang": {"bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp4_e2m1": 0.5},
+    "vllm": {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1},
+    "sglang": {"bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp4_e2m1": 9 / 16},
     "llama.cpp": {
         "f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32, "q4_1": 20 / 32,
         "q4_0": 18 / 32, "iq4_nl": 18 / 32,
     },
 }  # fmt: skip
-"""Bytes of a cached number by engine and dtype. Quantized types of llama.cpp pack 32 numbers with a scale
-(`ggml-common.h`)."""
+"""Bytes of a cached number by engine and dtype (vllm 0.19, `CacheDType` of `config/cache.py`). fp4 of sglang
+has a scale of one byte for 16 numbers (`get_cell_size_per_token`). Quantized types of llama.cpp pack 32
+numbers with a scale (`ggml-common.h`)."""
 
 MOST_RANKS, MOST_TOKENS = 1024, 1 << 24
 
@@ -128,9 +136,8 @@ def _refuse_version(engine: str, version: str | None) -> None:
     if version is None:
         return
     parts = re.fullmatch(pattern, version.removeprefix("v"))
-    number = int(parts[1]) if parts and engine != "sglang" else 0
-    bounds = {"vllm": FIRST_VLLM <= number <= LAST_VLLM, "llama.cpp": number >= FIRST_BUILD}
-    if not parts or not bounds.get(engine, True):
+    first, last = BOUNDS[engine]
+    if not parts or not first <= int(parts[1]) <= last:
         raise UsageError(
             f"The formulas of {engine} {version!r} are unknown. Known are {known}. Try --engine-version "
             f"{default}, or leave it out."

@@ -1,14 +1,17 @@
 """sglang's memory at its start: weights, then the cache in a fixed share of the free memory.
 
-Source: sglang 0.5, Apache-2.0, `model_runner_kv_cache_mixin.py` and `server_args.py` in `srt`. The cache has
-free memory after loading - free memory before x (1 - `mem_fraction_static`). No forward pass is profiled, so
-the rest must hold activations and CUDA graphs, or requests fail later. One published start was
+Source: sglang 0.5.4 to 0.5.9, Apache-2.0, `profile_max_num_token` of
+`srt/model_executor/model_runner_kv_cache_mixin.py` (0.5.4: `model_runner.py`), and `srt/server_args.py`. The
+cache has free memory after loading - free memory before x (1 - `mem_fraction_static`). No forward pass is
+profiled, so the rest must hold activations and CUDA graphs, or requests fail later. One published start was
 compared: Qwen3-235B-A22B in fp8 on four H100s (vllm-project/vllm issue 21348).
 """
 
 from __future__ import annotations
 
 from snugfit.features.serving.answer import ServingAnswer
+from snugfit.features.serving.architecture import served_config
+from snugfit.features.serving.gguf import GgufHeader
 from snugfit.features.serving.quantization import LinearLayout
 from snugfit.features.serving.request import CACHE_BYTES, ServingRequest
 from snugfit.features.serving.sizes import ModelSizes
@@ -23,23 +26,33 @@ DEFAULTS = (
     (20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512), (None, 16384, 512, 512),
 )  # fmt: skip
 """Defaults of GPUs below so many GiB (`server_args.py`, `_handle_gpu_memory_settings`): tokens of a chunk of
-a prompt, and the largest batch of CUDA graphs. The last number is for four ranks and more."""
+a prompt, and the largest batch of CUDA graphs. The last number is for four ranks and more. The memory is that
+of nvidia-smi (`get_nvgpu_memory_capacity` of `srt/utils/common.py`)."""
 
 META_MIB, PER_TOKEN_MIB, PER_GRAPH_MIB, PER_RANK_MIB = 512, 1.5, 2, 128
 """MiB that the default share leaves free: constant, per token of a chunk, per sequence of the largest CUDA
-graph, per rank."""
+graph, per rank (`_handle_gpu_memory_settings`)."""
 
 LARGE_GIB, LEAST_FREE_MIB = 60, 10 * 1024
 """GPUs of more GiB leave at least so many MiB free."""
 
-MULTIMODAL = 0.95
-"""Factor of the default share for a model with an encoder (`adjust_mem_fraction_for_vlm`)."""
+ENCODER, GROWTH, LEAST_FACTOR, MOST_FACTOR = 0.95, 0.1, 0.8, 1.05
+"""Factor of the default share for an encoder of images as large as ViT-L/14. A second factor falls with each
+further such size, within bounds (`adjust_mem_fraction_for_vlm`)."""
+
+ENCODER_LAYERS, ENCODER_WIDTH = 24, 1024
+"""Layers and width of ViT-L/14, also the default of a config without them."""
+
+STATE_RATIO, STATES_PER_REQUEST = 0.9, 3
+"""Memory of states by that of tokens (`mamba_full_memory_ratio`), and states that a running request takes
+beside the cache of prefixes (`MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO`)."""
 
 WINDOW_RATIO = 0.8
 """Tokens of layers with a window by those of the others (`swa_full_tokens_ratio`)."""
 
 FEWEST_REQUESTS, MOST_REQUESTS, PER_CONTEXT = 2048, 4096, 512
-"""Bounds of the number of running requests, and requests per context that the cache holds."""
+"""Bounds of the number of running requests, and requests per context that the cache holds
+(`model_runner_kv_cache_mixin.py`)."""
 
 
 def predict_sglang(
@@ -47,8 +60,9 @@ def predict_sglang(
 ) -> ServingAnswer:
     """Return sglang's answer for weights of so many bytes per rank."""
     total, number = request.gpu.memory_bytes or 0, DTYPE_BYTES[dtype]
-    chunk, graphs = _defaults(request, total)
-    share = request.utilization or _default_share(request, sizes, total, chunk, graphs)
+    capacity = request.gpu.nvml_total_bytes or total
+    chunk, graphs = _defaults(request, capacity)
+    share = request.utilization or _default_share(request, capacity, chunk, graphs)
     held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
     # Communication is set up before the free memory is read.
     outside = CONTEXT + (RANK_BUFFERS if request.tensor_parallel > 1 else 0)
@@ -59,12 +73,14 @@ def predict_sglang(
     tokens = request.tokens or length
     token, state = _token_bytes(sizes, cached), _state_bytes(sizes, number)
     page = request.block_size or 1
-    # States take their share first: one for each request that can run (`handle_max_mamba_cache`).
-    limit = request.max_num_seqs
-    requests = max(1, (limit or FEWEST_REQUESTS)) if state else 0
-    room = max(0, available - requests * state)
+    # States take their share first (`handle_max_mamba_cache`, with the cache of prefixes, the default).
+    states = int(max(0, available) * STATE_RATIO / (1 + STATE_RATIO)) // state if state else 0
+    room = max(0, available - states * state)
+    requests = states // STATES_PER_REQUEST
     held_tokens = int(room / token) // page * page if token else tokens * requests
+    limit = request.max_num_seqs
     running = limit or min(max(held_tokens * PER_CONTEXT // length, FEWEST_REQUESTS), MOST_REQUESTS)
+    running = min(running, requests) if state else running
     per_sequence = -(-tokens // page) * page
     refusal = None
     if sizes.heads % request.tensor_parallel:
@@ -80,27 +96,40 @@ def predict_sglang(
         weights_layout=layout.name if layout else dtype, activation_bytes=int(chunk * PER_TOKEN_MIB * MIB),
         non_torch_bytes=outside, graph_bytes=graphs * PER_GRAPH_MIB * MIB if request.cuda_graphs else 0,
         graphs_reduce_cache=False, cache_bytes=room, token_bytes=int(token), cache_tokens=held_tokens,
-        sequence_tokens=tokens, sequences=min(held_tokens // per_sequence, requests or held_tokens),
+        sequence_tokens=tokens,
+        sequences=min(held_tokens // per_sequence, requests if state else held_tokens),
         most_sequences=running, longest=min(held_tokens, sizes.longest or held_tokens),
         max_model_len=length, block_size=page, doubts=tuple(doubts),
     )  # fmt: skip
 
 
-def _defaults(request: ServingRequest, total: int) -> tuple[int, int]:
+def _defaults(request: ServingRequest, capacity: int) -> tuple[int, int]:
     """Return the tokens of a chunk and the largest batch of CUDA graphs."""
-    chunk, few, many = next(row[1:] for row in DEFAULTS if row[0] is None or total < row[0] * GIB)
+    chunk, few, many = next(row[1:] for row in DEFAULTS if row[0] is None or capacity < row[0] * GIB)
     return request.max_batched_tokens or chunk, few if request.tensor_parallel < 4 else many
 
 
-def _default_share(request: ServingRequest, sizes: ModelSizes, total: int, chunk: int, graphs: int) -> float:
-    """Return `mem_fraction_static` where the user gives none."""
-    memory = total / MIB
+def _default_share(request: ServingRequest, capacity: int, chunk: int, graphs: int) -> float:
+    """Return `mem_fraction_static` where the user gives none, for a GPU of so many bytes."""
+    memory = capacity / MIB
     free = META_MIB + max(chunk, 2048) * PER_TOKEN_MIB + graphs * PER_GRAPH_MIB
     free += request.tensor_parallel * PER_RANK_MIB
     if memory > LARGE_GIB * 1024:
         free = max(free, LEAST_FREE_MIB)
     share = round(max(0.0, memory - free) / memory, 3)
-    return share * MULTIMODAL if sizes.multimodal else share
+    return share * _encoder_factor(request)
+
+
+def _encoder_factor(request: ServingRequest) -> float:
+    """Return the factor of the default share for the model's encoder of images; 1 without one."""
+    assert not isinstance(request.model, GgufHeader)
+    vision = getattr(served_config(request.model), "vision_config", None)
+    if vision is None:
+        return 1.0
+    layers = getattr(vision, "num_hidden_layers", ENCODER_LAYERS)
+    width = getattr(vision, "hidden_size", ENCODER_WIDTH)
+    further = layers * width**2 / (ENCODER_LAYERS * ENCODER_WIDTH**2) - 1
+    return ENCODER * max(LEAST_FACTOR, min(MOST_FACTOR, 1 - GROWTH * further))
 
 
 def _token_bytes(sizes: ModelSizes, number: float) -> float:

@@ -201,8 +201,10 @@ def _state_numbers(config: Any, kind: str) -> int:
 def _position_numbers(config: Any) -> int:
     """Return the numbers in the tables of rotary positions: cosines and sines of each distinct rotation.
 
-    vLLM's `RotaryEmbedding` computes them for `max_position_embeddings`; linear and dynamic scaling multiply
-    this length by the factor (vllm 0.19, `model_executor/layers/rotary_embedding`).
+    vLLM's `RotaryEmbeddingBase` computes them for `max_position_embeddings`; linear and dynamic scaling
+    multiply this length by the factor (vllm 0.19, `base.py`, `linear_scaling_rope.py` and
+    `dynamic_ntk_scaling_rope.py` in `model_executor/layers/rotary_embedding`). The second table of longrope,
+    of the original length, is not counted.
     """
     given = getattr(config, "rope_parameters", None) or {}
     nested = [entry for entry in given.values() if isinstance(entry, dict)]
@@ -222,7 +224,10 @@ def _position_numbers(config: Any) -> int:
 def _absorbed_numbers(config: Any) -> int:
     """Return the numbers of MLA's projections that vLLM keeps a second time, transposed for decoding.
 
-    Source: vllm 0.19, `MLACommonImpl.process_weights_after_loading`, which keeps `W_UV` and `W_UK_T`.
+    Source: vllm 0.19, `MLAAttention.process_weights_after_loading` of
+    `model_executor/layers/attention/mla_attention.py`, which keeps `W_UV` and `W_UK_T`. They are copies of
+    quantized weights. Those of 16 bits are views there, but the published weights of DeepSeek-V2-Lite are
+    larger than without a copy.
     """
     if not (latent := getattr(config, "kv_lora_rank", None)):
         return 0

@@ -1,10 +1,13 @@
 """vLLM's memory at its start: weights, a profiling run, then the cache in the rest of its share.
 
-Source: vllm 0.19 and 0.33, Apache-2.0, `v1/worker/gpu_worker.py` (`determine_available_memory`). The cache
+Source: vllm 0.15 to 0.33, Apache-2.0, `v1/worker/gpu_worker.py` (`determine_available_memory`). The cache
 has total memory x `gpu_memory_utilization` - weights - peak of the profiling run - non-torch memory. From
-0.21 on, an estimate of CUDA graphs is also subtracted. The profiling run is a forward pass of
-`max_num_batched_tokens` tokens, then the sampler for `max_num_seqs` sequences. Its peak is the larger of the
-two.
+0.20 on, an estimate of CUDA graphs is also subtracted. The profiling run (`profile_run` of
+`v1/worker/gpu_model_runner.py`) is a forward pass of `max_num_batched_tokens` tokens, then the sampler for
+`max_num_seqs` sequences. Its peak is the larger of the two.
+
+From 0.27 on, `memory_profiling` (`utils/mem_utils.py`) measures all consumed memory at once. Later versions
+have a second runner, `v1/worker/gpu/model_runner.py`. Its sampler has as many copies of the logits.
 
 Six constants, marked as fitted, come from the models for fitting in `published.py`. `lab/serving_starts.py`
 compares the others with their predictions. All rows are of an H100. The terms of the peak were chosen with
@@ -25,23 +28,26 @@ from snugfit.features.serving.weights import DTYPE_BYTES
 from snugfit.job.gpu import Gpu
 from snugfit.units import GIB, MIB, show_bytes
 
-NEW_SAMPLER, NEW_NON_TORCH, GRAPHS_REDUCE, NEW_SHARE = 17, 18, 21, 22
-"""Minor versions of changes. They brought a sampler by Triton, a larger non-torch memory, an estimate of CUDA
-graphs that reduces the cache, and a default share of 0.92."""
+NEW_SAMPLER, NEW_NON_TORCH, NEW_BUDGET, FLASHINFER = 17, 18, 20, 21
+HYBRID_PREFIXES, LARGER_DEFAULTS, SMALLER_GB10 = 26, 28, 33
+"""Minor versions of changes. 0.17 has a sampler by Triton, and 0.18 published a larger non-torch memory. 0.20
+has a default share of 0.92 (`config/cache.py`), and its estimate of CUDA graphs reduces the cache
+(`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of `envs.py`). 0.21 samples by FlashInfer. 0.26 caches prefixes
+of models with states (`is_prefix_caching_supported` of `config/model.py`). 0.28 has larger defaults on large
+GPUs, and 0.33 smaller ones on a GB10."""
 
 SAMPLER_FLOATS = 3
 """Copies of the logits in fp32 at the sampler's peak: logits, probabilities and exponential noise
-(`v1/sample/sampler.py`). The logits in the model's dtype are a fourth."""
+(`v1/sample/sampler.py`, and `random_sample` of `v1/sample/ops/topk_topp_sampler.py`). FlashInfer has masked
+logits in the place of noise (`top_k_top_p_sampling_from_logits`). Logits in the model's dtype are a
+fourth."""
 
 SORTED_BYTES = 38
 """Bytes per logit at the peak of the sampler before 0.17, which sorts. Fitted to the published peaks of
 Qwen3-14B under 0.15 and 0.16."""
 
-CUBLAS_WORKSPACE = {9: 32 * MIB}
-"""Bytes of cuBLAS's workspace by major compute capability (cuBLAS documentation, `cublasSetWorkspace`)."""
-
-OTHER_WORKSPACE = 4 * MIB
-"""Bytes of cuBLAS's workspace on other GPUs."""
+CUBLAS_WORKSPACE, OLDER_WORKSPACE = 32 * MIB, 8_519_680
+"""Bytes of cuBLAS's workspace from Hopper on, and before (torch, `ATen/cuda/CublasHandlePool.cpp`)."""
 
 FORWARD_HIDDEN = 3.75
 """Hidden states of a batch that are live beside an MLP's two halves and their product. Fitted to the peak of
@@ -63,9 +69,16 @@ estimates."""
 CONTEXT = int(0.51 * GIB)
 """Bytes of the CUDA context of a worker on an H100, by its first log line. It is outside of the share."""
 
-LARGE_GPU = 70 * GIB
-"""Bytes of memory from which the defaults of tokens and sequences are larger, except on an A100
-(`engine/arg_utils.py`)."""
+LARGE_GPU, LARGEST_GPU = 70 * GIB, 160 * GIB
+"""Bytes of memory from which the default is 8,192 tokens and 1,024 sequences, except on an A100. From the
+second on it is 16,384 tokens (vllm 0.33, `get_batch_defaults` of `engine/arg_utils.py`)."""
+
+SMALL_CAPABILITY = (12, 1)
+"""Compute capability of a GB10, which has the smaller defaults from 0.33 on."""
+
+LARGEST_GRAPH, DATACENTER_BLACKWELL = 512, 10
+"""Largest batch of CUDA graphs, and the major compute capability that has twice as many from 0.28 on
+(`_set_cudagraph_sizes` of `config/vllm.py`)."""
 
 VOCABULARY_PADDING = 64
 """Rows of which the embedding is a multiple (`vocab_parallel_embedding.py`, `DEFAULT_VOCAB_PADDING_SIZE`)."""
@@ -94,14 +107,14 @@ def predict_vllm(
     held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
     activation = profile_peak(request, sizes, options, number, layout)
     non_torch = _non_torch(request)
-    graphs = graph_bytes(options.sequences) if request.cuda_graphs else 0
-    reduces = request.minor >= GRAPHS_REDUCE
+    graphs = graph_bytes(_largest_graph(request, options)) if request.cuda_graphs else 0
+    reduces = request.minor >= NEW_BUDGET
     usable = int(total * options.share)
     available = usable - held - activation - non_torch - (graphs if reduces else 0)
     cached = CACHE_BYTES["vllm"].get(request.cache_dtype, number)
     cache = paged_cache(
         sizes.layers, number_bytes=cached, state_bytes=number, block_size=request.block_size or 16,
-        batched=options.batched,
+        batched=options.batched, caches_prefixes=request.minor >= HYBRID_PREFIXES,
     )  # fmt: skip
     refusal = _refusal(request, sizes, options, cache, available)
     tokens = request.tokens or options.length
@@ -130,23 +143,27 @@ def profile_peak(
     `number` is the bytes of a number of the hidden states.
     """
     ranks, batched = request.tensor_parallel, options.batched
-    major = (request.gpu.compute_capability or (0, 0))[0]
-    workspace = CUBLAS_WORKSPACE.get(major, OTHER_WORKSPACE) + _expert_workspace(
-        sizes, batched, number, ranks, layout
-    )
+    cublas = CUBLAS_WORKSPACE if _capability(request.gpu) >= (9, 0) else OLDER_WORKSPACE
+    workspace = cublas + _expert_workspace(sizes, batched, number, ranks, layout)
     hidden = batched * sizes.hidden * number
     halves = 3 * batched * sizes.intermediate // ranks * number
     forward = halves + int(FORWARD_HIDDEN * hidden)
     rows = min(options.sequences, batched)
     logits = rows * sizes.vocabulary
     if request.minor >= NEW_SAMPLER:
-        # The kernel for top-k and top-p has a row in fp32 for each multiprocessor (`topk_topp_triton.py`).
-        sampler = logits * (number + 4 * SAMPLER_FLOATS) + (request.gpu.sm_count or 0) * sizes.vocabulary * 4
+        sampler = logits * (number + 4 * SAMPLER_FLOATS)
     else:
         sampler = logits * SORTED_BYTES
-    # All hidden states of the forward pass stay, and those of each sequence's last token are copied.
-    sampler += hidden + rows * sizes.hidden * number
-    # Outputs of the encoder are cached for a whole batch (`v1/core/encoder_cache_manager.py`).
+    if NEW_SAMPLER <= request.minor < FLASHINFER:
+        # Each program of the kernel for top-k and top-p has a row in fp32, at most one for each
+        # multiprocessor (`v1/sample/ops/topk_topp_triton.py`, `apply_top_k_top_p_triton`).
+        programs = min(1 << (rows - 1).bit_length(), request.gpu.sm_count or 0)
+        sampler += programs * sizes.vocabulary * 4
+    # All hidden states of the forward pass stay. Each sequence's last one is copied, and
+    # `_dummy_sampler_run` has random ones of this shape.
+    sampler += hidden + 2 * rows * sizes.hidden * number
+    # `profile_run` caches outputs of the encoder for a batch (`v1/core/encoder_cache_manager.py`,
+    # `compute_mm_encoder_budget`).
     encoder = hidden if sizes.multimodal else 0
     return max(forward, sampler) + workspace + encoder
 
@@ -156,8 +173,9 @@ def _expert_workspace(
 ) -> int:
     """Return the bytes of the two workspaces of fused experts, which stay allocated.
 
-    Source: vllm 0.19, `TritonExperts.workspace_shapes`. Both have a row for each token and expert. The first
-    is as wide as an expert's MLP, the second as both its halves, and each at least as the hidden states.
+    Source: vllm 0.19, `TritonExperts.workspace_shapes` of
+    `model_executor/layers/fused_moe/fused_moe.py`. Both have a row for each token and expert. The first is as
+    wide as an expert's MLP, the second as both its halves, and each at least as the hidden states.
     """
     if not sizes.experts_per_token or (layout and layout.name in NO_WORKSPACE):
         return 0
@@ -166,28 +184,41 @@ def _expert_workspace(
     return rows * number * (max(width, sizes.hidden) + max(2 * width, sizes.hidden))
 
 
-def graph_bytes(sequences: int) -> int:
-    """Return the bytes of CUDA graphs for up to so many sequences.
+def graph_bytes(largest: int) -> int:
+    """Return the bytes of CUDA graphs for batches of up to so many tokens.
 
-    vLLM captures batches of 1, 2 and 4, each multiple of 8 to 256, and each of 16 beyond. The largest is
-    twice the number of sequences, at most 512 (vllm 0.19, `config/vllm.py`).
+    vLLM captures batches of 1, 2 and 4, each multiple of 8 to 256, and each of 16 beyond (vllm 0.19,
+    `_set_cudagraph_sizes` of `config/vllm.py`).
     """
-    largest = min(2 * sequences, 512)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     count = len([size for size in sizes if size <= largest])
     return FIRST_GRAPHS + NEXT_GRAPHS * (count - 1)
 
 
 def _options(request: ServingRequest, sizes: ModelSizes) -> Options:
-    large = _is_large(request.gpu)
-    share = request.utilization or (0.92 if request.minor >= NEW_SHARE else 0.9)
-    batched = request.max_batched_tokens or (8192 if large else 2048)
+    large = _is_large(request)
+    share = request.utilization or (0.92 if request.minor >= NEW_BUDGET else 0.9)
+    largest = request.minor >= LARGER_DEFAULTS and (request.gpu.memory_bytes or 0) >= LARGEST_GPU
+    batched = request.max_batched_tokens or (16384 if largest else 8192 if large else 2048)
     length = request.max_model_len or sizes.longest or batched
     return Options(share, batched, request.max_num_seqs or (1024 if large else 256), length)
 
 
-def _is_large(gpu: Gpu) -> bool:
-    return (gpu.memory_bytes or 0) >= LARGE_GPU and gpu.model != "A100"
+def _is_large(request: ServingRequest) -> bool:
+    gpu = request.gpu
+    small = request.minor >= SMALLER_GB10 and _capability(gpu) == SMALL_CAPABILITY
+    excepted = gpu.model == "A100" or small
+    return (gpu.memory_bytes or 0) >= LARGE_GPU and not excepted
+
+
+def _largest_graph(request: ServingRequest, options: Options) -> int:
+    """Return the tokens of the largest CUDA graph: twice the number of sequences, within limits."""
+    doubled = request.minor >= LARGER_DEFAULTS and _capability(request.gpu)[0] == DATACENTER_BLACKWELL
+    return min(2 * options.sequences, options.batched, LARGEST_GRAPH * (2 if doubled else 1))
+
+
+def _capability(gpu: Gpu) -> tuple[int, int]:
+    return gpu.compute_capability or (0, 0)
 
 
 def _non_torch(request: ServingRequest) -> int:

@@ -22,7 +22,7 @@ WHOLE = re.compile(
     r"(^|\.)(router|gate|shared_expert_gate|kv_a_proj_with_mqa|q_a_proj)(\.|$)|norm", re.IGNORECASE
 )
 """Modules that every rank has whole: routers, norms, and MLA's projections to the latent vector (vllm 0.19,
-`ReplicatedLinear` in `model_executor/models`)."""
+`ReplicatedLinear` in `deepseek_v2.py`, `qwen2_moe.py` and `mixtral.py` of `model_executor/models`)."""
 
 KEYS = re.compile(r"(^|\.)(k_proj|v_proj)(\.|$)")
 """Projections to keys and values. A rank has at least one head of them."""

@@ -145,6 +145,25 @@ def test_layers_with_a_window_hold_it_and_a_micro_batch(tmp_path: Path) -> None:
     assert few.sequences / whole.sequences == pytest.approx(6 * tokens / (tokens + 5 * cells), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "limited"), [(2, 3), (3, 4), (0, 6), ([1, 0, 0], 2), ([1, 1, 1, 1, 1, 0], 5)]
+)
+def test_the_header_names_the_layers_with_a_window(tmp_path: Path, pattern: Any, limited: int) -> None:
+    gemma = {key.replace("llama", "gemma3"): value for key, value in LLAMA.items()}
+    gemma |= {"general.architecture": "gemma3", "gemma3.block_count": 6, "gemma3.context_length": 1 << 17}
+    gemma |= {"gemma3.attention.sliding_window": 1024, "gemma3.attention.sliding_window_pattern": pattern}
+    answer = predict_serving(request_of(header(tmp_path, content(gemma)), tokens=1 << 17))
+    # Each slot has its own window and micro-batch, or all tokens: keys and values, heads, width, bytes.
+    slot = 2 * 2 * 64 * 2 * (limited * (1024 + 512) + (6 - limited) * (1 << 17))
+    assert answer.sequences == answer.cache_bytes // slot
+
+
+def test_a_pattern_of_windows_that_is_no_number_is_one_error(tmp_path: Path) -> None:
+    wrong = LLAMA | {"llama.attention.sliding_window_pattern": "six"}
+    with pytest.raises(ModelError, match="sliding_window_pattern"):
+        predict_serving(request_of(header(tmp_path, content(wrong))))
+
+
 def test_cache_types_of_llama_cpp_pack_numbers() -> None:
     model = Model.find("Qwen3-0.6B", online=False)
     half, packed = (predict_serving(request_of(model, cache_dtype=kind)) for kind in ("f16", "q8_0"))

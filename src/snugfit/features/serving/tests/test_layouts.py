@@ -143,7 +143,9 @@ def test_sglang_gives_the_cache_its_share_of_the_free_memory() -> None:
     model = Model.find("Llama-3.1-8B", online=False)
     plain = predict_serving(ServingRequest(model=model, gpu=find_gpu("h200"), engine="sglang"))
     free = plain.total_bytes - plain.non_torch_bytes
-    assert plain.utilization == round(1 - (512 + 8192 * 1.5 + 512 + 128) * MIB / plain.total_bytes, 3)
+    capacity = find_gpu("h200").nvml_total_bytes
+    assert capacity
+    assert plain.utilization == round(1 - (512 + 8192 * 1.5 + 512 + 128) * MIB / capacity, 3)
     assert plain.cache_bytes == int(free * (plain.utilization or 0)) - plain.weights_bytes
     assert plain.cache_tokens == plain.cache_bytes // 131072
     config = Model.find("Qwen3-235B-A22B", online=False).config | {"dtype": "bfloat16"}
@@ -158,3 +160,27 @@ def test_sglang_gives_the_cache_its_share_of_the_free_memory() -> None:
     answer = predict_serving(small)
     assert not answer.starts
     assert answer.sequences == 0
+
+
+def test_sglang_shares_its_cache_with_states_and_encoders() -> None:
+    model = facts(
+        "qwen3_next", num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_value_heads=64, linear_num_key_heads=32, linear_key_head_dim=256, dtype="bfloat16",
+        linear_value_head_dim=256, linear_conv_kernel_dim=4, num_key_value_heads=2, num_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    answer = predict_serving(ServingRequest(model=model, gpu=find_gpu("h200"), engine="sglang"))
+    whole = answer.usable_bytes - answer.weights_bytes
+    assert answer.cache_bytes == pytest.approx(whole / 1.9, rel=0.01)
+    state = sum(layer.state_numbers for layer in read_sizes(model, 1).layers) * 2
+    # A running request takes three states.
+    assert answer.most_sequences == min(4096, (whole - answer.cache_bytes) // state // 3)
+    encoder = Model.find("gemma-3-4b-pt", online=False)
+    text = Model.find("Llama-3.1-8B", online=False)
+    shares = [
+        predict_serving(ServingRequest(model=one, gpu=find_gpu("h200"), engine="sglang")).utilization or 0
+        for one in (encoder, text)
+    ]
+    # 27 layers of 1152: 1.42 times ViT-L/14.
+    growth = 27 * 1152**2 / (24 * 1024**2) - 1
+    assert shares[0] / shares[1] == pytest.approx(0.95 * (1 - 0.1 * growth))

@@ -23,7 +23,7 @@ from snugfit.features.serving.vllm import graph_bytes
 from snugfit.job.gpu import find_gpu
 from snugfit.job.model import Model
 from snugfit.report.text.terminal import as_text
-from snugfit.units import GIB
+from snugfit.units import GIB, MIB
 from test_reference import hold_to_schema
 
 
@@ -76,13 +76,52 @@ def test_options_change_their_own_part() -> None:
     plain = predict_serving(request_of(version="0.33"))
     eager = predict_serving(request_of(version="0.33", cuda_graphs=False))
     assert eager.cache_bytes - plain.cache_bytes == plain.graph_bytes
-    older = predict_serving(request_of(version="0.20", utilization=0.92))
-    assert older.cache_bytes == eager.cache_bytes
+    older, newer = (predict_serving(request_of(version=version)) for version in ("0.19", "0.20"))
+    assert (older.utilization, newer.utilization) == (0.9, 0.92)
+    share = newer.usable_bytes - older.usable_bytes
+    assert newer.cache_bytes == older.cache_bytes + share - newer.graph_bytes
     fp8 = predict_serving(request_of(cache_dtype="fp8"))
     assert fp8.token_bytes * 2 == plain.token_bytes
     few = predict_serving(request_of(max_num_seqs=16))
-    assert few.activation_bytes < plain.activation_bytes / 2
+    assert few.activation_bytes < 0.6 * plain.activation_bytes
     assert few.graph_bytes < plain.graph_bytes
+    assert predict_serving(request_of(max_num_seqs=16, max_batched_tokens=16)).graph_bytes < few.graph_bytes
+
+
+def test_the_sampler_by_triton_has_a_row_for_each_program() -> None:
+    # An H100 has 132 multiprocessors. FlashInfer of 0.21 has no such rows.
+    for sequences, rows in ((1024, 132), (80, 128), (8, 8)):
+        options = {"max_num_seqs": sequences, "max_batched_tokens": sequences}
+        triton, flashinfer = (
+            predict_serving(request_of(version=version, **options)).activation_bytes
+            for version in ("0.20", "0.21")
+        )
+        assert triton - flashinfer == rows * 128_256 * 4
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "peak", "graph", "sequences"),
+    [
+        ("b200", "0.27", 8192, 512, 1024), ("b200", "0.28", 16384, 1024, 1024),
+        ("gb10", "0.32", 8192, 512, 1024), ("gb10", "0.33", 2048, 512, 256), ("a100", "0.33", 2048, 512, 256),
+    ],
+)  # fmt: skip
+def test_defaults_are_those_of_the_gpu_and_the_version(
+    gpu: str, version: str, peak: int, graph: int, sequences: int
+) -> None:
+    answer = predict_serving(request_of(gpu=gpu, version=version))
+    assert answer.most_sequences == sequences
+    assert answer.graph_bytes == graph_bytes(graph)
+    given = predict_serving(request_of(gpu=gpu, version=version, max_batched_tokens=peak))
+    assert answer.activation_bytes == given.activation_bytes
+
+
+def test_the_workspace_of_cublas_is_larger_from_hopper_on() -> None:
+    older, hopper = (
+        predict_serving(request_of(gpu=gpu, max_num_seqs=256, max_batched_tokens=2048)).activation_bytes
+        for gpu in ("a100", "b200")
+    )
+    assert hopper - older == 32 * MIB - 8_519_680
 
 
 def test_sliding_layers_share_pages_as_a_log_of_gemma_3_27b_has_them() -> None:
@@ -103,11 +142,17 @@ def test_a_state_enlarges_the_blocks_and_takes_one_of_each_group() -> None:
     assert cache.block_size == 496
     assert cache.block_bytes == 496 * 2048
     assert cache.blocks_of(10 * 496) == 10 + 3
+    for layers, blocks in (([attention, state], 10 + 2), ([state], 1)):
+        cached = paged_cache(
+            layers, number_bytes=2, state_bytes=2, block_size=16, batched=8192, caches_prefixes=True
+        )
+        assert cached.blocks_of(10 * 496) == blocks
 
 
 def test_graphs_grow_with_the_batches_that_are_captured() -> None:
-    assert graph_bytes(1024) == graph_bytes(256)
-    assert graph_bytes(8) - graph_bytes(4) == graph_bytes(16) - graph_bytes(12) > 0
+    # 1, 2, 4, 8, ..., 248 and from there 256, 272, ..., 512: 35 and 16 batches.
+    assert graph_bytes(512) - graph_bytes(256) == 16 * (graph_bytes(16) - graph_bytes(8)) > 0
+    assert graph_bytes(23) == graph_bytes(16)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +166,8 @@ def test_graphs_grow_with_the_batches_that_are_captured() -> None:
         ({"engine": "vlm"}, "Did you mean 'vllm'"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"cache_dtype": "q8_0"}, "cache_dtype of vllm is 'q8_0'"),
+        ({"cache_dtype": "float32"}, "cache_dtype of vllm is 'float32'"),
+        ({"engine": "sglang", "version": "0.5.23"}, "Known are 0.5.4 to 0.5.9"),
         ({"quantization": "int3"}, "--quantization is 'int3'"),
     ],
 )
