@@ -38,6 +38,9 @@ MOST_SLOTS = 1 << 16
 MICRO_BATCH = 512
 """Tokens of a micro-batch by default (`--ubatch-size`, `n_ubatch` of `common/common.h`)."""
 
+MOST_LAYERS = 512
+"""Largest number of layers of a model (`LLAMA_MAX_LAYERS` of llama.cpp, `src/llama-hparams.h`)."""
+
 WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "olmo2": 4, "exaone4": 4}
 """Period of layers without a window by architecture, for files without `attention.sliding_window_pattern`
 (`llama_hparams::set_swa_pattern`, called in `llama-model.cpp`, in later builds in `models/*.cpp`). Other
@@ -146,8 +149,16 @@ def _from_header(header: GgufHeader) -> _ServedParts:
 
 
 def _layers_of(header: GgufHeader) -> tuple[LayerCache, ...]:
-    """Return the cache of each layer by the header: keys and values, or states of Mamba."""
+    """Return the cache of each layer by the header: keys and values, or states of Mamba.
+
+    Raises `ModelError` for a header with more than `MOST_LAYERS` layers.
+    """
     count, heads = header.number("block_count"), header.number("attention.head_count", 0)
+    if count > MOST_LAYERS:
+        raise ModelError(
+            f"{header.name}: not a usable GGUF file: it has {count:,} layers, and llama.cpp has at most "
+            f"{MOST_LAYERS}. Download the file again, or name another."
+        )
     keys = header.metadata.get(f"{header.architecture}.attention.head_count_kv")
     per_layer = keys if isinstance(keys, list) else [header.number("attention.head_count_kv", heads)] * count
     width = header.number("embedding_length") // heads if heads else 0

@@ -105,7 +105,8 @@ def test_a_hostile_header_is_one_error(tmp_path: Path, raw: bytes, fault: str) -
 
 def test_a_file_of_another_model_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lacking = {key: value for key, value in LLAMA.items() if "embedding" not in key}
-    for raw in (content(lacking), content(tensors=TENSORS[1:]), content({})):
+    deep = LLAMA | {"llama.block_count": 4_000_000_000}
+    for raw in (content(lacking), content(tensors=TENSORS[1:]), content({}), content(deep)):
         (tmp_path / "model.gguf").write_bytes(raw)
         command = ["serve", str(tmp_path / "model.gguf"), "--engine", "llama.cpp", "--gpu", "t4"]
         assert run(command) == 2
