@@ -75,6 +75,8 @@ def answers() -> Iterator[tuple[str, Any]]:
     yield "predict --json", replace(predicted, ways_out=replace(WAYS, larger_gpu=LARGER.larger_gpu))
     stages = small_job("llama", 2, batch_size=4)
     yield "predict --json", snugfit.predict(stages, "pipeline(2) + micro_batches(2)", gpu="h200", gpus=2)
+    # A feature's phase adds results.
+    yield "predict --json", predicted.to_json() | {"phase_results": {"tokens": 1}}
     yield "predict --compare --json", snugfit.compare(job, ["plain"], gpu="h200")
     ranks = (RankMeasured(rank=0, gpu_index=0, uuid=None, footprint=measured.footprint, step_seconds=0.1),)
     clock = GpuClock(mean_mhz=1700.4, lowest_mhz=1590, highest_mhz=1980, readings=40, reasons={"power": 0.9})

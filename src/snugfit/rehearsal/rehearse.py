@@ -23,7 +23,7 @@ from snugfit.rehearsal.deep_stack import DEEP_LAYERS, is_deep, run_on_deep_stack
 from snugfit.rehearsal.missing_gradients import MissingGradients
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
-from snugfit.rehearsal.trace.repeat import ShortRun, repeat, short_run
+from snugfit.rehearsal.trace.repeat import ShortRun, repeat, short_run, whole_run
 from snugfit.step.applier import import_code, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
@@ -115,7 +115,7 @@ def record_steps(job: Job, setup: Setup, policy: Policy, loop: str) -> Recording
     import torch
 
     import_peft()
-    short = _short_run(job, setup, loop, STEPS) or ShortRun(job, setup, STEPS, setup.micro_batches)
+    short = _short_run(job, setup, loop, STEPS) or whole_run(job, setup, STEPS)
     step = open_step(short.job, short.setup, loop, torch.device("meta"))
     step.skips_micro_batches = short.skips
     return record_step(step, policy, short.steps)

@@ -42,6 +42,11 @@ class ShortRun(NamedTuple):
     """True if the run has all micro-batches, and skips the passes of most."""
 
 
+def whole_run(job: Job, setup: Setup, steps: int) -> ShortRun:
+    """Return the run of all micro-batches of so many steps."""
+    return ShortRun(job, setup, steps, setup.micro_batches)
+
+
 def short_run(
     job: Job, setup: Setup, steps: int, *, loop: str = "plain", steady: bool = False, late: float = 0
 ) -> ShortRun | None:
