@@ -7,6 +7,7 @@ predicted peaks (`tests/test_loading.py`). No GPU has measured them, in particul
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +36,7 @@ Source: `quantize_4bit` and `get_4bit_type` in `functional.py` (bitsandbytes 0.5
 ASSUMPTIONS = (
     "from_pretrained loads safetensors to one GPU, with device_map 'cuda', or 'auto' if the model fits.",
     "transformers first reserves a block of the model's bytes on the GPU. No GPU has measured this warm-up.",
-    "The GPU joins experts in the order of their files. Threads that read ahead may reserve more.",
+    "Threads read the tensors in order. Those that read ahead of the joined experts may reserve more.",
     "The host maps the files. Under pressure the system drops their pages, and the host needs less.",
     "Copies run at the data sheet's rate of the link. The rate of the disk is unknown.",
     "bitsandbytes quantizes with its default settings, without nested scales.",
@@ -52,6 +53,8 @@ class CheckpointTensor(NamedTuple):
     """Bytes of an element in the file."""
     size: int
     """Bytes of an element on the device, before it is quantized."""
+    places: tuple[int, ...] = (0,)
+    """Places of the sources in the order in which threads read all of them."""
     rows: int = 0
     """Output features of a linear weight, each with a scale of its own in 8 bits; else 0."""
     is_linear: bool = False
@@ -98,11 +101,13 @@ class LoadingResult:
 def loading_results(prediction: Prediction) -> tuple[LoadingResult, ...]:
     """Return the loading of a prediction's model as saved, and in 4 and 8 bits by bitsandbytes.
 
-    The result is empty for a module, which has no checkpoint. Dtype and sizes of the checkpoint are those
-    that its config declares.
+    The result is empty for a module, which has no checkpoint, and for a checkpoint that is quantized already.
+    Dtype and sizes of the checkpoint are those that its config declares.
     """
+    from snugfit.job.config import ignored_keys
+
     job = prediction.job
-    if job.model.module is not None:
+    if job.model.module is not None or "quantization_config" in ignored_keys(job.model.config):
         return ()
     tensors, buffers = tensors_of(_skeleton(prediction), job.model.dtype)
     plain = _result(tensors, buffers, prediction.gpu, 0)
@@ -145,32 +150,48 @@ def tensors_of(model: Any, file_dtype: str | None) -> tuple[list[CheckpointTenso
 
     tied = getattr(model, "all_tied_weights_keys", {})
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    stored = getattr(torch, file_dtype) if file_dtype else None
+    stored = getattr(torch, file_dtype or "", None)
     linear = _linear_weights(model)
     tensors = []
+    sources_by_name = _sources(model, state)
+    stored_names = sorted(
+        {key for sources in sources_by_name.values() for key in sources}, key=dot_natural_key
+    )
+    places = {name: place for place, name in enumerate(stored_names)}
     for name, tensor in state.items():
-        sources = _sources(model, name, tensor)
+        sources = sources_by_name[name]
         by_file = stored if stored is not None and tensor.is_floating_point() else tensor.dtype
         entry = CheckpointTensor(
             sources=tuple(source.numel() for source in sources.values()),
             file_size=by_file.itemsize,
             size=tensor.dtype.itemsize,
+            places=tuple(places[key] for key in sources),
             **linear.get(name, {}),
         )
-        tensors.append((min(map(dot_natural_key, sources)), entry))
+        tensors.append(entry)
     left = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in model.state_dict())
-    return [entry for _, entry in sorted(tensors, key=lambda one: one[0])], left
+    return sorted(tensors, key=lambda one: min(one.places)), left
 
 
-def _sources(model: Any, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """Return the checkpoint's tensors of a model's tensor, by name."""
+def _sources(model: Any, state: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    """Return the checkpoint's tensors, by name, of each tensor of a model."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    try:
-        return revert_weight_conversion(model, {name: tensor}) or {name: tensor}
-    # Parts of a fused tensor have no reverse of their own. They are views of it on the device.
-    except (RuntimeError, ValueError, KeyError):
-        return {name: tensor}
+    def revert(part: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        try:
+            return revert_weight_conversion(model, part)  # type: ignore[no-any-return]
+        # Parts of a fused tensor have no reverse of their own. They are views of it on the device.
+        except (RuntimeError, ValueError, KeyError):
+            return {}
+
+    # A tensor that is only renamed stays the same object.
+    renamed = {id(tensor): name for name, tensor in revert(state).items()}
+    return {
+        name: {renamed[id(tensor)]: tensor}
+        if id(tensor) in renamed
+        else revert({name: tensor}) or {name: tensor}
+        for name, tensor in state.items()
+    }
 
 
 def _linear_weights(model: Any) -> Mapping[str, Mapping[str, Any]]:
@@ -196,21 +217,35 @@ def _linear_weights(model: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def replay_loading(
-    tensors: Sequence[CheckpointTensor], buffers: int, *, bits: int = 0, warm_up: int = 0
+    tensors: Sequence[CheckpointTensor],
+    buffers: int,
+    *,
+    bits: int = 0,
+    warm_up: int = 0,
+    threads: bool = True,
 ) -> Allocator:
-    """Return the allocator after tensors were loaded one after another, and buffers of `buffers` bytes made.
+    """Return the allocator after tensors were loaded in their order, and buffers of `buffers` bytes made.
 
     Linear weights are quantized to 4 or 8 `bits`; 0 leaves them. The block of `warm_up` bytes is freed first.
-    Threads read further tensors during a conversion, so blocks of experts may lie in another order.
+    With `threads`, a tensor's sources come with all tensors that lie between them in the files. Threads that
+    read further ahead are not modelled. transformers quantizes without threads.
     """
     from snugfit.prediction.allocator import Allocator
 
     allocator = Allocator()
     if warm_up:
         allocator.release(allocator.allocate(warm_up))
-    for one in tensors:
-        sizes = [count * one.size for count in one.sources]
-        held = [allocator.allocate(nbytes) for nbytes in sizes]
+    reads = sorted(
+        (place if threads and not bits else index, index, elements * one.size)
+        for index, one in enumerate(tensors)
+        for place, elements in zip(one.places, one.sources, strict=True)
+    )
+    blocks, queue = defaultdict[int, list[Any]](list), iter(reads)
+    for index, one in enumerate(tensors):
+        while len(blocks[index]) < len(one.sources):
+            _, reader, nbytes = next(queue)
+            blocks[reader].append(allocator.allocate(nbytes))
+        held = blocks.pop(index)
         if bits and one.is_linear:
             copies, results = _quantized_sizes(one, bits)
             held += [allocator.allocate(nbytes) for nbytes in copies]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from generating_models import generating_job
+from transformers import core_model_loading
 
 from reported import Marks, reports_of
 from snugfit.features.inference.loading import (
@@ -74,6 +76,35 @@ def real_peak(model: Any, folder: Path, files: list[Path], bits: int) -> int:
     return top
 
 
+class InOrder:
+    """A pool without threads, which computes a result on demand, after all that were submitted before."""
+
+    def __init__(self, **how: Any) -> None:
+        self.waiting: list[tuple[Any, Future[Any]]] = []
+
+    def submit(self, function: Any) -> Future[Any]:
+        future = Pending(self)
+        self.waiting.append((function, future))
+        return future
+
+    def shutdown(self, **how: Any) -> None:
+        pass
+
+
+class Pending(Future[Any]):
+    """A result of `InOrder`."""
+
+    def __init__(self, pool: InOrder) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def result(self, timeout: float | None = None) -> Any:
+        while not self.done():
+            function, future = self.pool.waiting.pop(0)
+            future.set_result(function())
+        return super().result(timeout)
+
+
 LOADS = [
     ("llama", WIDE, 0),
     ("mixtral", WIDE, 0),  # experts, which are stacked and joined
@@ -82,6 +113,18 @@ LOADS = [
     ("gpt2", {}, 4),  # transposed weights
     ("llama", WIDE, 8),
 ]
+
+
+def test_sources_that_lie_between_others_are_read_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixtral's three weights of an expert lie together, and belong to two tensors."""
+    monkeypatch.setattr(core_model_loading, "ThreadPoolExecutor", InOrder)
+    files, model = saved("mixtral", WIDE, tmp_path), skeleton("mixtral", WIDE)
+    tensors, buffers = tensors_of(model, "bfloat16")
+    foreseen = replay_loading(tensors, buffers).requested_peak
+    assert foreseen > replay_loading(tensors, buffers, threads=False).requested_peak
+    assert foreseen == pytest.approx(real_peak(model, tmp_path, files, 0), abs=APART)
 
 
 @pytest.mark.parametrize(("family", "facts", "bits"), LOADS)
@@ -94,7 +137,7 @@ def test_the_peak_of_a_real_load(
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     files, model = saved(family, facts, tmp_path), skeleton(family, facts)
     tensors, buffers = tensors_of(model, "bfloat16")
-    foreseen = replay_loading(tensors, buffers, bits=bits).requested_peak
+    foreseen = replay_loading(tensors, buffers, bits=bits, threads=False).requested_peak
     assert foreseen == pytest.approx(real_peak(model, tmp_path, files, bits), abs=APART)
     headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
     assert (
@@ -144,4 +187,6 @@ def test_results_of_a_prediction() -> None:
     assert loading_results(predict(job))[0].copy_seconds is None
     # The dtype of the file is that of the model, so the host copies nothing; 8 bits go back to the host.
     assert whole.host_copy_bytes == four.host_copy_bytes == 0 < eight.host_copy_bytes
+    facts = {**WIDE, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert loading_results(replace(predict(job), job=generating_job("llama", facts=facts))) == ()
     assert all(value is not None for value in json.loads(json.dumps(asdict(eight))).values())
