@@ -157,7 +157,7 @@ def tensors_of(model: Any, file_dtype: str | None) -> tuple[list[CheckpointTenso
     stored_names = sorted(
         {key for sources in sources_by_name.values() for key in sources}, key=dot_natural_key
     )
-    places = {name: place for place, name in enumerate(stored_names)}
+    places = {name: position for position, name in enumerate(stored_names)}
     for name, tensor in state.items():
         sources = sources_by_name[name]
         by_file = stored if stored is not None and tensor.is_floating_point() else tensor.dtype
@@ -236,9 +236,9 @@ def replay_loading(
     if warm_up:
         allocator.release(allocator.allocate(warm_up))
     reads = sorted(
-        (place if threads and not bits else index, index, elements * one.size)
+        (position if threads and not bits else index, index, elements * one.size)
         for index, one in enumerate(tensors)
-        for place, elements in zip(one.places, one.sources, strict=True)
+        for position, elements in zip(one.places, one.sources, strict=True)
     )
     blocks, queue = defaultdict[int, list[Any]](list), iter(reads)
     for index, one in enumerate(tensors):
