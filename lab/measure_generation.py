@@ -1,4 +1,4 @@
-"""Measure `generate` on one GPU beside its prediction, for eight configurations.
+"""Measure `generate` on one GPU beside its prediction, for eight configurations, and a checkpoint's load.
 
     python lab/measure_generation.py OUT.json [--only NAME ...] [--steps N] [--device cuda:0]
 
@@ -6,15 +6,22 @@ Each configuration runs in a process of its own, with random weights. A row has 
 at the peak of the whole process, allocated and reserved. It also has the seconds of prefill and decoding, as
 means of the timed calls. Events of CUDA mark the phases, and the host waits at the end of a call only. With
 `--device cpu` small versions run, whose measured bytes are left out: a check of the script.
+
+The configuration `LOADED` writes a checkpoint to a temporary folder and loads it with a device map. Then it
+loads it in 4 and 8 bits, if bitsandbytes is installed. The files are in the page cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib.util
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -59,6 +66,9 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """Model, fields of the job, and settings of the phase, by name."""
 
+LOADED = "smollm, loaded"
+CONFIGURATIONS[LOADED] = ("SmolLM2-1.7B", {"batch_size": 1, "sequence_length": 16}, {"new_tokens": 2})
+
 
 class Clock(Observer):
     """An observer that times prefill and decoding of each call."""
@@ -89,8 +99,6 @@ class Clock(Observer):
             event.record()
             self.moments.append((name, event))
         else:
-            import time
-
             self.moments.append((name, time.perf_counter()))
 
 
@@ -139,6 +147,59 @@ def measured(job: Job, device: torch.device, steps: int) -> dict[str, Any]:
     return row
 
 
+def predicted_loading(job: Job, gpu: str) -> dict[str, Any]:
+    from snugfit.prediction.predict import predict
+
+    results = predict(job, gpu=gpu).phase_results.loading
+    return {
+        f"{one.weights}, {key}": getattr(one, key)
+        for one in results
+        for key in ("allocated_bytes", "reserved_bytes", "read_bytes", "copy_seconds")
+    }
+
+
+def measured_loading(job: Job, device: torch.device) -> dict[str, Any]:
+    from snugfit.step.build import build_model
+
+    model: Any = build_model(job, Recipe().setup(), device)
+    kind, row = type(model), {}
+    variants = (0, 4, 8) if importlib.util.find_spec("bitsandbytes") else (0,)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, max_shard_size="1GB")
+        files = Path(folder).glob("*.safetensors")
+        row["as saved, file_bytes"] = sum(file.stat().st_size for file in files)
+        del model
+        for bits in variants:
+            name = f"{bits} bits" if bits else "as saved"
+            row |= {f"{name}, {key}": value for key, value in _load(kind, folder, bits, job, device).items()}
+    return row
+
+
+def _load(kind: Any, folder: str, bits: int, job: Job, device: torch.device) -> dict[str, Any]:
+    """Load a checkpoint, and return the peaks of the allocator and the seconds of the whole call."""
+    from transformers import BitsAndBytesConfig
+
+    how: dict[str, Any] = {"dtype": getattr(torch, job.dtype), "device_map": {"": device}}
+    if bits:
+        how["quantization_config"] = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    gc.collect()
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        # The warm-up is smaller if the allocator has cached memory.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.perf_counter()
+    model = kind.from_pretrained(folder, **how)
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    row: dict[str, Any] = {"seconds": time.perf_counter() - begin}
+    if on_gpu:
+        stats = torch.cuda.memory_stats(device)
+        row |= {f"{key}_bytes": stats[f"{key}_bytes.all.peak"] for key in ("allocated", "reserved")}
+    del model
+    return row
+
+
 def run_one(name: str, device: str, steps: int) -> dict[str, Any]:
     import transformers
 
@@ -146,9 +207,11 @@ def run_one(name: str, device: str, steps: int) -> dict[str, Any]:
     job = job_of(name, small=target.type == "cpu")
     gpu = torch.cuda.get_device_name(target) if target.type == "cuda" else "h200"
     # The prediction comes first: it needs no memory of the GPU.
-    row = {"name": name, "job": job.to_json(), "gpu": gpu, "predicted": predicted(job, gpu)}
+    row = {"name": name, "job": job.to_json(), "gpu": gpu}
+    is_load = name == LOADED
+    row["predicted"] = predicted_loading(job, gpu) if is_load else predicted(job, gpu)
     row["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    row["measured"] = measured(job, target, steps)
+    row["measured"] = measured_loading(job, target) if is_load else measured(job, target, steps)
     return row | {"errors": _errors(row["predicted"], row["measured"])}
 
 

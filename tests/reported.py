@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ Calls = tuple[tuple[str, int], ...]
 """Operators in progress, outermost first, with the end time of each."""
 
 
-class _Marks(Observer):
+class Marks(Observer):
     """Writes steps and phases among the profiler's events."""
 
     def __init__(self) -> None:
@@ -55,18 +55,24 @@ class _Marks(Observer):
 def reports(job: Job, setup: Setup, *, loop: str = "plain", steps: int = 3) -> list[Event]:
     """Return every allocation and free of a real run on the CPU, in order, except those of the data
     loader."""
-    marks, threads = _Marks(), torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny kernels: threads would only wait for each other
+    marks = Marks()
     step = open_step(job, setup, loop, torch.device("cpu"))
     torch.manual_seed(0)
     _forget_code_books()
+    return reports_of(lambda: step.run(steps, marks), marks)
+
+
+def reports_of(run: Callable[[], Any], marks: Marks) -> list[Event]:
+    """Return every allocation and free of a function on the CPU after the first phase of `marks`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny kernels: threads would only wait for each other
     enabled = gc.isenabled()
     gc.disable()
     try:
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profiler:
-            step.run(steps, marks)
+            run()
             marks.open.close()
     finally:
         torch.set_num_threads(threads)

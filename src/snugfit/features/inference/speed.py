@@ -1,4 +1,4 @@
-"""The results of a predicted generation: bytes of the cache, and seconds of prefill and decoding."""
+"""The results of a predicted generation: the cache, seconds of prefill and decoding, and loading."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from snugfit.features.inference.loading import ASSUMPTIONS, LoadingResult, loading_line, loading_results
 from snugfit.features.inference.settings import GenerationSettings
 from snugfit.features.inference.step import DECODE, PREFILL
 from snugfit.results.footprint import Kind
@@ -52,6 +53,10 @@ class GenerationResult:
     """Seconds by phase; empty where seconds are not predicted."""
     seconds_per_token: float | None = None
     """Seconds of a decode step, which makes one token of each sequence; None where not predicted."""
+    loading: tuple[LoadingResult, ...] = ()
+    """Loading of the model from a checkpoint: as saved, in 4 and in 8 bits; empty for a module."""
+    loading_assumptions: tuple[str, ...] = ()
+    """Assumptions of `loading`, as sentences."""
 
     @classmethod
     def of(cls, prediction: Prediction) -> GenerationResult:
@@ -59,7 +64,7 @@ class GenerationResult:
         new_tokens = GenerationSettings.of(prediction.job).new_tokens
         passes = tuple(_passes(prediction))
         decoding = next((one.seconds for one in passes if one.phase == DECODE), None)
-        moment = prediction.footprint.at
+        moment, loading = prediction.footprint.at, loading_results(prediction)
         return cls(
             cache_bytes=max(
                 (point.kinds.get(Kind.KEY_VALUES, 0) for point in prediction.anatomy.curve), default=0
@@ -68,6 +73,8 @@ class GenerationResult:
             new_tokens=new_tokens,
             passes=passes,
             seconds_per_token=None if decoding is None else decoding / (new_tokens - 1),
+            loading=loading,
+            loading_assumptions=ASSUMPTIONS if loading else (),
         )
 
     def lines(self) -> Mapping[str, str]:
@@ -82,6 +89,8 @@ class GenerationResult:
             )
             rate = f"{one.tokens_per_second:,.0f} tokens/s"
             lines[one.phase] = f"about {show_seconds(one.seconds)}{per_token}, {rate}, bound by {one.bound}"
+        if self.loading:
+            lines["loading"] = loading_line(self.loading)
         return lines
 
 

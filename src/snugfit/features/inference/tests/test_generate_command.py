@@ -119,7 +119,9 @@ def test_the_answer_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> 
     short = capsys.readouterr().out
     assert "a token" in short
     assert "differed from measured ones" in " ".join(short.split())
-    assert len(short.splitlines()) <= 15
+    assert "/ disk rate" in short
+    assert "not measured" in " ".join(short.split())
+    assert len(short.splitlines()) <= 16
     assert run([*typed, "--details"]) == 0
     assert "key-value cache" in capsys.readouterr().out
 

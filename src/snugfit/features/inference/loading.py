@@ -1,0 +1,321 @@
+"""Bytes and seconds of loading a checkpoint: transformers' `from_pretrained` of safetensors to one GPU.
+
+The tensors are those of the real model class, without data. The order and the copies are those of
+`core_model_loading.py` and `modeling_utils.py` (transformers 5.17 to 5.23). On the CPU, real loads have the
+predicted peaks (`tests/test_loading.py`). No GPU has measured them, in particular not the warm-up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from snugfit.units import GIB, show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.gpu import Gpu
+    from snugfit.prediction.allocator import Allocator
+    from snugfit.results.prediction import Prediction
+
+THREADS = 4
+"""Largest number of threads that read tensors (`GLOBAL_WORKERS` of `core_model_loading.py`)."""
+
+LEFT_BY_WARM_UP = int(1.2 * GIB)
+"""Bytes of the GPU that the warm-up leaves out (`caching_allocator_warmup` of `modeling_utils.py`)."""
+
+BLOCK_OF_SCALE, BYTES_OF_CODES = 64, 64
+"""Weights for each scale of bitsandbytes' 4-bit numbers, and bytes of a weight's 16 codes in fp32.
+
+Source: `quantize_4bit` and `get_4bit_type` in `functional.py` (bitsandbytes 0.50).
+"""
+
+ASSUMPTIONS = (
+    "from_pretrained loads safetensors to one GPU, with device_map 'cuda', or 'auto' if the model fits.",
+    "transformers first reserves a block of the model's bytes on the GPU. No GPU has measured this warm-up.",
+    "Threads read the tensors in order. Those that read ahead of the joined experts may reserve more.",
+    "The host maps the files. Under pressure the system drops their pages, and the host needs less.",
+    "Copies run at the data sheet's rate of the link. The rate of the disk is unknown.",
+    "bitsandbytes quantizes with its default settings, without nested scales.",
+)
+"""Assumptions of all figures here."""
+
+
+class CheckpointTensor(NamedTuple):
+    """A tensor of a model, with the tensors of a checkpoint that it is loaded from."""
+
+    sources: tuple[int, ...]
+    """Elements of each source; experts are stored apart and loaded into one tensor."""
+    file_size: int
+    """Bytes of an element in the file."""
+    size: int
+    """Bytes of an element on the device, before it is quantized."""
+    places: tuple[int, ...] = (0,)
+    """Places of the sources in the order in which threads read all of them."""
+    rows: int = 0
+    """Output features of a linear weight, each with a scale of its own in 8 bits; else 0."""
+    is_linear: bool = False
+    """True for a weight that bitsandbytes quantizes."""
+    is_transposed: bool = False
+    """True for a weight of `Conv1D`, which is transposed before it is quantized."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all sources."""
+        return sum(self.sources)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, before quantization."""
+        return self.elements * self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingResult:
+    """Predicted bytes of loading a checkpoint to a GPU, and the seconds of its copies.
+
+    The bytes of the CUDA context are not part of it.
+    """
+
+    weights: str
+    """`as saved`, or `4 bits` or `8 bits` for weights that bitsandbytes quantizes while they are loaded."""
+    allocated_bytes: int
+    """Peak of the allocator's blocks handed out, with the block of the warm-up."""
+    reserved_bytes: int
+    """Bytes that the allocator reserves on the device."""
+    host_bytes: int
+    """Largest resident bytes of mapped files and of copies on the host, without the process itself."""
+    host_copy_bytes: int
+    """Part of `host_bytes`: copies in another dtype, which the threads make at the same time."""
+    read_bytes: int
+    """Bytes of the checkpoint's tensors, read from the disk once."""
+    copied_bytes: int
+    """Bytes copied between host and device, in both directions."""
+    copy_seconds: float | None = None
+    """`copied_bytes` by the host link's rate on the data sheet, a lower bound; None without a GPU."""
+
+
+def loading_results(prediction: Prediction) -> tuple[LoadingResult, ...]:
+    """Return the loading of a prediction's model as saved, and in 4 and 8 bits by bitsandbytes.
+
+    The result is empty for a module, which has no checkpoint, and for a checkpoint that is quantized already.
+    Dtype and sizes of the checkpoint are those that its config declares.
+    """
+    from snugfit.job.config import ignored_keys
+
+    job = prediction.job
+    if job.model.module is not None or "quantization_config" in ignored_keys(job.model.config):
+        return ()
+    tensors, buffers = tensors_of(_skeleton(prediction), job.model.dtype)
+    plain = _result(tensors, buffers, prediction.gpu, 0)
+    if not any(one.is_linear for one in tensors):
+        return (plain,)
+    return (plain, *(_result(tensors, buffers, prediction.gpu, bits) for bits in (4, 8)))
+
+
+def loading_line(results: Sequence[LoadingResult]) -> str:
+    """Return the text of a report on loading."""
+    first, *quantized = results
+    copies = "copies" if first.copy_seconds is None else show_seconds(first.copy_seconds)
+    text = (
+        f"peak {show_bytes(first.reserved_bytes)}, host {show_bytes(first.host_bytes)}, "
+        f"reads {show_bytes(first.read_bytes)} / disk rate + {copies}"
+    )
+    more = ", ".join(f"{one.weights} {show_bytes(one.reserved_bytes)}" for one in quantized)
+    return f"{text}; {more}" if more else text
+
+
+def _skeleton(prediction: Prediction) -> Any:
+    """Return the model without data, as the recipe loads it."""
+    import torch
+
+    from snugfit.job.build import instantiate
+    from snugfit.step.applier import model_arguments
+
+    with torch.device("meta"):
+        return instantiate(prediction.job, **model_arguments(prediction.recipe.setup()))
+
+
+def tensors_of(model: Any, file_dtype: str | None) -> tuple[list[CheckpointTensor], int]:
+    """Return a model's tensors in the order in which they are loaded, and the bytes of its other buffers.
+
+    `file_dtype` is the dtype of the checkpoint by torch's name; None if it is that of the model. Tied weights
+    are stored once.
+    """
+    import torch
+    from transformers.core_model_loading import dot_natural_key
+
+    tied = getattr(model, "all_tied_weights_keys", {})
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    stored = getattr(torch, file_dtype or "", None)
+    linear = _linear_weights(model)
+    tensors = []
+    sources_by_name = _sources(model, state)
+    stored_names = sorted(
+        {key for sources in sources_by_name.values() for key in sources}, key=dot_natural_key
+    )
+    places = {name: position for position, name in enumerate(stored_names)}
+    for name, tensor in state.items():
+        sources = sources_by_name[name]
+        by_file = stored if stored is not None and tensor.is_floating_point() else tensor.dtype
+        entry = CheckpointTensor(
+            sources=tuple(source.numel() for source in sources.values()),
+            file_size=by_file.itemsize,
+            size=tensor.dtype.itemsize,
+            places=tuple(places[key] for key in sources),
+            **linear.get(name, {}),
+        )
+        tensors.append(entry)
+    left = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in model.state_dict())
+    return sorted(tensors, key=lambda one: min(one.places)), left
+
+
+def _sources(model: Any, state: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    """Return the checkpoint's tensors, by name, of each tensor of a model."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def revert(part: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        try:
+            return revert_weight_conversion(model, part)  # type: ignore[no-any-return]
+        # Parts of a fused tensor have no reverse of their own. They are views of it on the device.
+        except (RuntimeError, ValueError, KeyError):
+            return {}
+
+    # A tensor that is only renamed stays the same object.
+    renamed = {id(tensor): name for name, tensor in revert(state).items()}
+    return {
+        name: {renamed[id(tensor)]: tensor}
+        if id(tensor) in renamed
+        else revert({name: tensor}) or {name: tensor}
+        for name, tensor in state.items()
+    }
+
+
+def _linear_weights(model: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return the fields of `CheckpointTensor` for each weight that bitsandbytes quantizes, by name.
+
+    They are those of `nn.Linear` and `Conv1D` outside of transformers' own exceptions, such as the head
+    (`replace_with_bnb_linear` of `integrations/bitsandbytes.py`).
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    whole = get_keys_to_not_convert(model)
+    return {
+        f"{name}.weight": {
+            "rows": module.weight.shape[int(isinstance(module, Conv1D))],
+            "is_linear": True,
+            "is_transposed": isinstance(module, Conv1D),
+        }
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and name not in whole
+    }
+
+
+def replay_loading(
+    tensors: Sequence[CheckpointTensor],
+    buffers: int,
+    *,
+    bits: int = 0,
+    warm_up: int = 0,
+    threads: bool = True,
+) -> Allocator:
+    """Return the allocator after tensors were loaded in their order, and buffers of `buffers` bytes made.
+
+    Linear weights are quantized to 4 or 8 `bits`; 0 leaves them. The block of `warm_up` bytes is freed first.
+    With `threads`, a tensor's sources come with all tensors that lie between them in the files. Threads that
+    read further ahead are not modelled. transformers quantizes without threads.
+    """
+    from snugfit.prediction.allocator import Allocator
+
+    allocator = Allocator()
+    if warm_up:
+        allocator.release(allocator.allocate(warm_up))
+    reads = sorted(
+        (position if threads and not bits else index, index, elements * one.size)
+        for index, one in enumerate(tensors)
+        for position, elements in zip(one.places, one.sources, strict=True)
+    )
+    blocks, queue = defaultdict[int, list[Any]](list), iter(reads)
+    for index, one in enumerate(tensors):
+        while len(blocks[index]) < len(one.sources):
+            _, reader, nbytes = next(queue)
+            blocks[reader].append(allocator.allocate(nbytes))
+        held = blocks.pop(index)
+        if bits and one.is_linear:
+            copies, results = _quantized_sizes(one, bits)
+            held += [allocator.allocate(nbytes) for nbytes in copies]
+        elif len(held) > 1:
+            results = [one.nbytes]
+        else:
+            continue
+        for nbytes in results:
+            allocator.allocate(nbytes)
+        for block in held:
+            allocator.release(block)
+    if buffers:
+        allocator.allocate(buffers)
+    return allocator
+
+
+def _quantized_sizes(one: CheckpointTensor, bits: int) -> tuple[list[int], list[int]]:
+    """Return the bytes of the copies while a weight is quantized, and of the results.
+
+    Sources: `_quantize` of `Params4bit` and `Int8Params` in `nn/modules.py` (bitsandbytes 0.50), without
+    nested scales, which are not the default. In 8 bits, the device holds the weight and its copy in fp16.
+    """
+    if bits == 8:
+        return [2 * one.elements], [one.elements, 4 * one.rows]
+    scales = 4 * -(-one.elements // BLOCK_OF_SCALE)
+    return [one.nbytes] if one.is_transposed else [], [-(-one.elements // 2), scales, BYTES_OF_CODES]
+
+
+def warm_up_bytes(tensors: Sequence[CheckpointTensor], bits: int, gpu: Gpu | None) -> int:
+    """Return the bytes of the block that transformers reserves first in a new process.
+
+    Source: `caching_allocator_warmup` and `get_total_byte_count` of `modeling_utils.py`. Quantized weights
+    count without their scales.
+    """
+    total = sum(one.elements * bits // 8 if bits and one.is_linear else one.nbytes for one in tensors)
+    if gpu is not None and gpu.memory_bytes:
+        total = max(0, min(total, gpu.memory_bytes - LEFT_BY_WARM_UP))
+    return total // 2 * 2
+
+
+def _result(tensors: Sequence[CheckpointTensor], buffers: int, gpu: Gpu | None, bits: int) -> LoadingResult:
+    from snugfit.prediction.rates import host_link_bandwidth
+
+    after = replay_loading(tensors, buffers, bits=bits, warm_up=warm_up_bytes(tensors, bits, gpu))
+    read = sum(one.elements * one.file_size for one in tensors)
+    copies = _host_copies(tensors, bits)
+    copied = sum(one.nbytes for one in tensors)
+    if bits == 8:
+        # transformers copies a weight back to the host, and bitsandbytes copies it again in fp16.
+        copied += sum(one.nbytes + 2 * one.elements for one in tensors if one.is_linear)
+    return LoadingResult(
+        weights=f"{bits} bits" if bits else "as saved",
+        allocated_bytes=after.allocated_peak,
+        reserved_bytes=after.reserved_peak,
+        host_bytes=read + copies,
+        host_copy_bytes=copies,
+        read_bytes=read,
+        copied_bytes=copied,
+        copy_seconds=None if gpu is None else copied / host_link_bandwidth(gpu),
+    )
+
+
+def _host_copies(tensors: Sequence[CheckpointTensor], bits: int) -> int:
+    """Return the largest bytes of copies on the host at a time.
+
+    The host casts before a copy to the device (`copy_kernel_cuda` of torch's `Copy.cu`). Without
+    quantization, several threads do so.
+    """
+    cast = [n * one.size for one in tensors if one.file_size != one.size for n in one.sources]
+    at_once = sum(sorted(cast)[-(1 if bits else THREADS) :])
+    # In 8 bits, the host holds a weight and its copy in fp16.
+    back = [one.nbytes + 2 * one.elements for one in tensors if one.is_linear] if bits == 8 else []
+    return max(at_once, *back, 0)
