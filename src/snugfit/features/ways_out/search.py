@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.features.ways_out.lighter import LighterRecipes, timer_of
 from snugfit.job.gpu import all_gpus
 from snugfit.planning.keep import Keep, techniques_named
-from snugfit.planning.search.lighter import LighterRecipes, timer_of
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import INSTALLED
