@@ -110,6 +110,22 @@ def test_each_offered_recipe_is_valid_and_fits(name: str) -> None:
 
 
 @pytest.mark.whole
+def test_changes_of_another_loop_have_its_figures() -> None:
+    """The loop's own step needs other bytes than the plain one, for which the search has figures."""
+    job, text, gpu, share = JOBS["named techniques"]
+    asked = predict(job, text, gpu=gpu, loop="accelerate")
+    limit = int(asked.needed_bytes * share)
+    found = ways_out(replace(asked, memory_bytes=limit), workers=2)
+    assert found.ways
+    for one in found.ways:
+        again = predict(job, one.recipe, gpu=gpu, memory_bytes=limit, loop="accelerate")
+        assert again.fits
+        assert again.needed_bytes == one.needed_bytes
+        assert again.timing is not None
+        assert again.timing.step_seconds == one.step_seconds
+
+
+@pytest.mark.whole
 def test_without_a_change_that_fits_the_smallest_larger_gpu_is_named() -> None:
     job = small_job("gpt2", 2)
     asked = replace(predict(job, "plain", gpu="t4"), memory_bytes=64 * MIB)
