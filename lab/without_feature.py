@@ -2,8 +2,8 @@
 
     python lab/without_feature.py offload [another ...] [--quick]
 
-A feature can be deleted when both pass. A test that itself names a technique of it, or needs a task of it,
-is skipped there (`tests/in_roster.py`). `--quick` imports every test and leaves the plan out.
+A feature can be deleted when both pass. A test that itself names a technique or an option of it, or needs a
+task of it, is skipped there (`tests/in_roster.py`). `--quick` imports every test and leaves the plan out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gp
 
 
 def technique_words(feature: str) -> str:
-    """Return the words of recipes and the tasks that are unknown without this feature."""
+    """Return the words of recipes, the tasks and the options that are unknown without this feature."""
     tasks = [one.name for one in feature_objects("tasks", AddedTask, only=feature)]
     gone = [
         roster.find(module.rpartition(".")[2])
@@ -39,7 +39,8 @@ def technique_words(feature: str) -> str:
     words = [word for one in gone for word in (one.name, *one.elsewhere, *one.advice)]
     own = next(one for one in features() if one.name == feature)
     names = [name for defined in own.public_names.values() for name in defined]
-    return " ".join([*tasks, *words, *names, f"snugfit.features.{feature}"])
+    options = [f"--{one.name.replace('_', '-')}" for call in ("plan", "predict") for one in own.options(call)]
+    return " ".join([*tasks, *words, *names, *options, f"snugfit.features.{feature}"])
 
 
 def check(feature: str, *, quick: bool) -> bool:

@@ -68,6 +68,6 @@ def lacks_feature(item: pytest.Item, error: BaseException) -> str:
     for word in words:
         is_unknown = f"Unknown technique '{word}'" in str(error) and word in file
         is_unknown |= f"Unknown task '{word}'" in str(error)
-        if is_unknown or re.search(rf"\b{word}\b", own):
+        if is_unknown or re.search(rf"(?<!\w){re.escape(word)}\b", own):
             return f"the feature with {word} is not there"
     return ""

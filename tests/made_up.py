@@ -20,6 +20,7 @@ from snugfit.results.prediction import (
     TensorLine,
 )
 from snugfit.results.step_seconds import PhaseSeconds, PhaseSpan, StepSeconds
+from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB, MIB
 
@@ -152,3 +153,25 @@ def timed(one: Prediction) -> Prediction:
         bound="tensor contractions", measured_rates=True,
     )  # fmt: skip
     return replace(one, timing=seconds, timeline=spans)
+
+
+def way(recipe: str = "expandable", **changed: Any) -> WayOut:
+    about: dict[str, Any] = {
+        "recipe": recipe, "changes": (recipe,), "needed_bytes": 6 * GIB, "spare_bytes": 2 * GIB,
+        "step_seconds": 0.2, "slowdown": 0.0, "fidelity": "same",
+    }  # fmt: skip
+    return WayOut(**about | changed)
+
+
+WAYS = WaysOut(
+    ways=(
+        way(),
+        way("chunked_loss", slowdown=0.02, fidelity="rounds", spare_bytes=MIB, tight=True),
+        way("lion", slowdown=-0.1, fidelity="learns"),
+    )
+)
+LARGER = WaysOut(
+    larger_gpu=LargerGpu(
+        gpu="H200-SXM", memory_bytes=140 * GIB, recipe="bf16", needed_bytes=90 * GIB, step_seconds=0.5
+    )
+)

@@ -21,7 +21,7 @@ import pytest
 import snugfit
 from json_schema_faults import faults
 from kept import REST
-from made_up import measurement, timing
+from made_up import LARGER, WAYS, measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.planning.fleet.prices import Prices, document
@@ -31,7 +31,6 @@ from snugfit.report.techniques import TechniqueList
 from snugfit.results.measurement import GpuClock, RankMeasured
 from snugfit.techniques.roster import techniques
 from test_gpus_command import made_up as plans_for_gpus
-from test_ways_out import LARGER, WAYS
 
 pytestmark = pytest.mark.stored_rehearsals
 

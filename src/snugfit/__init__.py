@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from snugfit.features.loops.custom_loop.run import HandRun as HandRun
     from snugfit.features.loops.trainer.fit import fit as fit
     from snugfit.features.watch.watch import watch as watch
+    from snugfit.features.ways_out.search import ways_out as ways_out
     from snugfit.frontends.own import train as train
     from snugfit.job.gpu import Gpu as Gpu
     from snugfit.job.gpu import all_gpus as all_gpus
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from snugfit.planning.fleet.gpu_plans import GpuPlans as GpuPlans
     from snugfit.planning.fleet.search_gpus import plan_gpus as plan_gpus
     from snugfit.planning.plan import Plan as Plan
-    from snugfit.planning.search.ways_out import ways_out as ways_out
     from snugfit.results.footprint import Footprint as Footprint
     from snugfit.results.footprint import Timing as Timing
     from snugfit.results.measurement import Measurement as Measurement
@@ -83,7 +83,6 @@ _HOMES = {
     "Timing": "results.footprint",
     "train": "frontends.own",
     "Trained": "training.run.trained",
-    "ways_out": "planning.search.ways_out",
 }
 """Modules of the core by public name. Features have their own (`Feature.public_names`)."""
 

@@ -167,9 +167,6 @@ Routing = Annotated[
     ),
 ]
 Format = Annotated[Literal["terminal", "markdown", "json"], typer.Option("--format", help="Output format.")]
-NoWaysOut = Annotated[
-    bool, typer.Option("--no-ways-out", help="If it does not fit: do not look for changes that fit.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 

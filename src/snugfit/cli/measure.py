@@ -14,6 +14,7 @@ from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
 from snugfit.errors import OutOfMemory, UsageError
 from snugfit.measurement.target import gpu_here, target_here
+from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.comparison.compare import Comparison
@@ -86,21 +87,9 @@ def measure(
     given.hand_over(request.flags, comparison if comparison and comparison.lines else measured)
     if measured.ok:
         return 0
-    _show_ways_out(measured, request, device)
+    for changes in hooks("changes_that_fit"):
+        changes().show_after_measurement(measured, request, gpu_here(device))
     return OutOfMemory.exit_code if measured.outcome.startswith("oom") else 1
-
-
-def _show_ways_out(measured: Measurement, request: Request, device: str | None) -> None:
-    """Print the changes that fit on stderr, after a run on one GPU that ran out of its memory."""
-    if not measured.outcome.startswith("oom") or measured.gpus > 1 or (name := gpu_here(device)) is None:
-        return
-    from snugfit.frontends.ways_out import ways_out_of
-
-    typer.echo("snugfit: looking for changes of the recipe that fit ...", err=True)
-    total, reserve = measured.device.total_bytes, measured.device.reserve_bytes
-    memory = total - (reserve or 0) if total else None
-    if text := ways_out_of(request.job, request.recipe, name, memory, loop=request.loop):
-        typer.echo(text, err=True)
 
 
 def _predict(request: Request, device: str | None, gpus: int) -> Prediction:

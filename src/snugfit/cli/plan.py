@@ -12,7 +12,6 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request, steps_of
-from snugfit.cli.ways_out import with_ways_out_of_plan
 from snugfit.errors import NothingFits, UsageError
 from snugfit.planning.several_gpus import group_plans
 from snugfit.techniques.registry import hooks
@@ -105,7 +104,6 @@ def plan(
     workers: Workers = None,
     everything: All = False,
     fresh: given.Fresh = False,
-    no_ways_out: given.NoWaysOut = False,
     details: given.Details = False,
     quiet: given.Quiet = False,
     form: given.Format = "terminal",
@@ -129,7 +127,7 @@ def plan(
         "headroom": request.headroom,
         "whole_front": everything,
     }
-    chosen = _plan(request, asked, workers, fresh=fresh, ways_out=not (no_ways_out or quiet))
+    chosen = _plan(request, asked, workers, fresh=fresh)
     given.hand_over(request.flags, chosen)
     follow_up = request.follow_up if chosen.fits else None
     if form != "json":
@@ -198,10 +196,8 @@ def _check(request: Request, price: float | None) -> Request:
     return request
 
 
-def _plan(
-    request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool, ways_out: bool
-) -> Plan:
-    """Return the plan, from the cache or from a search; with `ways_out` where nothing fits."""
+def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
+    """Return the plan, from the cache or from a search; with changes that fit where nothing does."""
     from snugfit.cli.plan_cache import plan as remembered
 
     chosen = remembered(
@@ -214,4 +210,6 @@ def _plan(
         **asked,
     )
     chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
-    return with_ways_out_of_plan(chosen, fresh=fresh) if ways_out else chosen
+    for changes in hooks("changes_that_fit"):
+        chosen = changes().with_ways_out_of_plan(request, chosen)
+    return chosen

@@ -13,8 +13,8 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
-from snugfit.cli.ways_out import with_ways_out
 from snugfit.errors import NothingFits, UsageError
+from snugfit.techniques.registry import hooks
 from snugfit.units import show_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ def predict(
     headroom: given.Headroom = None,
     largest: Largest = None,
     operators: Operators = False,
-    no_ways_out: given.NoWaysOut = False,
     trace: TraceFile = None,
     fresh: given.Fresh = False,
     details: given.Details = False,
@@ -94,9 +93,8 @@ def predict(
         predictions = [
             replace(one, doubts=(*one.doubts, *request.doubts), read_in_full=False) for one in predictions
         ]
-    # `--quiet` prints the first line alone, which no way out changes.
-    if not (no_ways_out or quiet):
-        predictions = with_ways_out(request, predictions, fresh=fresh)
+    for changes in hooks("changes_that_fit"):
+        predictions = changes().with_ways_out(request, predictions)
     _print(predictions, operators=operators, details=details, quiet=quiet, as_json=as_json)
     if trace:
         from snugfit.prediction.traces.export_trace import export_trace

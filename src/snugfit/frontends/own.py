@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from snugfit.errors import JobError, ModelError, UsageError, did_you_mean
 from snugfit.frontends.cut_loss import job_with_mixing, weighed_by_items
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import begin_to_import, run_predictor
-from snugfit.frontends.ways_out import end_with_ways_out
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import find_weights, own_folder
 from snugfit.step.applier import refuse_training, refuse_unsupported
@@ -107,7 +107,9 @@ def train(
         predict = run_predictor(run.device, ranks.size) if foresees else predict_nothing
         how = {"restart": restart, "resume_from": resume_from_checkpoint, "predict": predict, "watch": heard}
         replan = next_recipe(run.device, gpus=ranks.size)
-        with end_with_ways_out(run.job, run.recipe, run.device, ranks.size, heard):
+        about = run.job, run.recipe, run.device, ranks.size, heard
+        ends = (changes().end_with_ways_out(*about) for changes in hooks("changes_that_fit"))
+        with next(ends, nullcontext()):
             return run_to_its_end(run, replan=replan, compare=compare_cut, **how)
 
 

@@ -14,6 +14,7 @@ run was therefore reported as impossible to simulate.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from contextlib import suppress
 
@@ -24,4 +25,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported, which is th
 with suppress(OSError):  # stderr may be closed
     os.dup2(2, 1)
 log_only_errors()
+# Its own logger prints the accelerator that it finds, when the simulated loop is the Trainer's.
+logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 gc.set_threshold(*FEW_COLLECTIONS)

@@ -109,7 +109,7 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
     """Yield the changes with which a step would fit, or the command of a plan."""
-    if prediction.ways_out and (lines := [*in_short(prediction.ways_out)]):
+    if lines := in_short(prediction.ways_out):
         yield from lines
         return
     yield from map(Sentence, about_build(prediction))

@@ -1,8 +1,7 @@
 """The contract between the core and its features.
 
 A feature is a folder of `features/` that can be deleted, or a plugin. Its `feature.py` has one subclass of
-`Feature`, with techniques and with methods that the core calls on every feature (`registry.py`). The methods
-import its modules. Fields of `Setup`, tasks, inputs and phases are in files of these names: `tasks.py` ...
+`Feature`, whose methods the core calls. Fields of `Setup`, tasks, inputs, phases are in `tasks.py` and so on.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import nullcontext
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
@@ -81,7 +79,6 @@ class Feature:
     """Other features that a technique's module imports, by module; without them the technique is left out."""
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Names of the package `snugfit`, by the module that defines them."""
-
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}
     """Replacement text by command and removed option of earlier versions."""
 
@@ -137,6 +134,9 @@ class Feature:
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
         """Return lines for the end of a plan's report that put its recipe to use, by title."""
         return {}
+
+    def changes_that_fit(self) -> Any:
+        """Return the module that adds changes of a recipe that fit to answers and errors."""
 
     column_roles: ClassVar[tuple[str, ...]] = ()
     """Roles of columns in a task of this feature (`data/rows.py` has the roles of texts)."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from snugfit.cli.ways_out import with_ways_out
 from snugfit.features.diagnosis.match import match_trace
 from snugfit.features.diagnosis.result import Diagnosis, Ledger
+from snugfit.techniques.registry import hooks
 from snugfit.units import show_bytes
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def compare(
     if prediction.fits and prediction.memory_bytes and _is_similar(more, prediction):
         # The run needed `more` beyond the step, so the changes must leave that too.
         prediction = replace(prediction, memory_bytes=prediction.memory_bytes - more)
-    [prediction] = with_ways_out(request, [prediction])
+    for changes in hooks("changes_that_fit"):
+        [prediction] = changes().with_ways_out(request, [prediction])
     ways = prediction.ways_out
     return replace(diagnosis, candidates=tuple(candidates), ways_out=ways, notes=notes), prediction
 

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import CudaPolicy
     from snugfit.rehearsal.trace.repeat import PeriodicRun
+    from snugfit.results.prediction import Prediction
     from snugfit.results.step_seconds import StepSeconds
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.setup import Setup
@@ -252,10 +253,14 @@ class Parts:
         device = self.gpus[gpu]
         return model_peak_seconds(trace.kernels, device) if device else 0.0
 
+    def predict(self, recipe: Recipe, how: Mapping[str, Any], gpu: int = 0) -> Prediction:
+        """Simulate this recipe in full on this GPU, with further arguments of `predict`."""
+        return predict(self.job, recipe, gpu=self.gpus[gpu], **how)
+
     def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> FullCheck:
         """Simulate this recipe in full on this GPU, and return whether the result equals `figures`, with its
         warnings."""
-        prediction = predict(self.job, recipe, gpu=self.gpus[gpu])
+        prediction = self.predict(recipe, {}, gpu)
         footprint = prediction.footprint
         # The first four fields of the figures are bytes.
         same = (

@@ -91,10 +91,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def ways_out(plan: Plan) -> Iterator[Facts | Sentence | str]:
     """Yield sentences on the changes with which a recipe would fit."""
-    if plan.ways_out and (lines := [*in_short(plan.ways_out)]):
-        yield from lines
-    else:
-        yield from plan.cures[:CURES]
+    yield from in_short(plan.ways_out) or plan.cures[:CURES]
 
 
 class Gain(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sentences on the changes with which a step fits, for reports and for errors."""
+"""Sentences on a step that does not fit: the least memory, the changes that a feature finds, and a plan."""
 
 from __future__ import annotations
 
@@ -6,100 +6,45 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from snugfit.job.gpu import find_gpu
 from snugfit.report.plan.next_steps import job_words
-from snugfit.report.text.answer import show_gib
-from snugfit.report.text.facts import LABEL, Facts
-from snugfit.report.text.pace import roughly
+from snugfit.report.text.facts import Facts
 from snugfit.report.text.page import Sentence
-from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
+from snugfit.techniques.registry import hooks
 from snugfit.units import MIB, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
     from snugfit.results.prediction import Prediction
-
-MANY = 3
-"""Number of changes from which no further command is suggested."""
-
-NO_SLOWDOWN = 0.0005
-"""Share of a step below which a slowdown is not shown."""
-
-FIDELITY = {"same": "exact", "rounds": "rounds differently", "learns": "another algorithm"}
-"""Words for the fidelity of a change."""
+    from snugfit.results.ways_out import WaysOut
 
 
-def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Iterator[str]:
-    """Yield a heading, a line for each change and the first one as an option.
-
-    With few changes, a further `command` follows. They are changes `of` the recipe of this name.
-    """
-    if ways.ways:
-        yield f"Changes of {of} that fit, the cheapest first (predicted):"
-        for number, way in enumerate(ways.ways, 1):
-            yield f"{number}. {_about(way)}"
-        yield f"The first one: --recipe {shlex.quote(ways.ways[0].recipe)}"
-    elif ways.larger_gpu:
-        yield f"No change of {of} was found that fits. {_about_larger(ways.larger_gpu)}"
-    if len(ways.ways) < MANY and command:
-        yield f"A plan searches all techniques: {command}"
-
-
-def in_short(ways: WaysOut) -> Iterator[Facts | Sentence]:
-    """Yield labelled lines: each change, and the first one as an option; else the smallest larger GPU."""
-    changes = map(_about, ways.ways) if ways.ways else filter(None, [_about_larger(ways.larger_gpu)])
-    rows = tuple(("" if number else "fits with", text) for number, text in enumerate(changes))
-    if rows:
-        yield Facts(rows)
-    if ways.ways:
-        option = f"--recipe {shlex.quote(ways.ways[0].recipe)}"
-        yield Sentence(f"{'':{LABEL}}  {option}", "recipe")
+def in_short(ways: WaysOut | None) -> list[Facts | Sentence]:
+    """Return labelled lines: each change, and the first one as an option; empty without a change."""
+    return [line for code in hooks("changes_that_fit") for line in code().in_short(ways)] if ways else []
 
 
 def of_prediction(prediction: Prediction) -> list[str]:
-    """Return the sentences of a prediction with ways out; empty for one without."""
-    if prediction.ways_out is None:
-        return []
-    return list(about_ways_out(prediction.ways_out, plan_command(prediction)))
+    """Return the sentences of a prediction with changes that fit; empty for one without."""
+    return _sentences(prediction.ways_out, plan_command(prediction), "the recipe")
 
 
 def of_plan(plan: Plan) -> Iterator[str]:
-    """Yield sentences: the least memory that was found, and the ways out of the nearest miss; nothing if a
-    recipe fits."""
+    """Yield the least memory that was found, and changes of the nearest miss that fit; nothing if a recipe
+    fits."""
     # The last recipe of the front has the fewest bytes.
     if not plan.fits and (smallest := plan.front[-1]) != plan.nearest:
         yield (
             f"The least memory that was found is {show_bytes(smallest.needed_bytes)}, with "
             f"{show_seconds(smallest.step_seconds)} a step: {smallest.recipe}."
         )
-    if plan.ways_out:
-        yield from about_ways_out(plan.ways_out, "", "the nearest miss")
+    yield from _sentences(plan.ways_out, "", "the nearest miss")
 
 
-def _about(way: WayOut) -> str:
-    figures = [show_gib(way.needed_bytes)]
-    if way.step_seconds is not None:
-        figures += [f"{roughly(way.step_seconds)} a step{_slowdown(way.slowdown)}"]
-    figures += [FIDELITY[way.fidelity]]
-    figures += [f"tight: {show_bytes(way.spare_bytes)} to spare"] if way.tight else []
-    return f"{' + '.join(way.changes)}: {', '.join(figures)}."
-
-
-def _slowdown(share: float | None) -> str:
-    if share is None:
-        return ""
-    return " (no slower)" if abs(share) < NO_SLOWDOWN else f" ({100 * share:+.1f} %)"
-
-
-def _about_larger(larger: LargerGpu | None) -> str:
-    if larger is None:
-        return ""
-    figures = show_bytes(larger.needed_bytes)
-    figures += f", {show_seconds(larger.step_seconds)} a step" if larger.step_seconds is not None else ""
-    return (
-        f"The smallest GPU that fits is {find_gpu(larger.gpu, exact=True).name}, with "
-        f"{show_bytes(larger.memory_bytes)}: {larger.recipe} takes {figures}."
-    )
+def _sentences(ways: WaysOut | None, command: str, of: str) -> list[str]:
+    """Return sentences on changes `of` the recipe of this name, and the `command` of a plan."""
+    if ways is None:
+        return []
+    return [one for code in hooks("changes_that_fit") for one in code().about_ways_out(ways, command, of)]
 
 
 def plan_command(prediction: Prediction) -> str:

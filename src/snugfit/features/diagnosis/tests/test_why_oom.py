@@ -145,7 +145,7 @@ def test_changes_fit_the_memory_that_other_processes_leave(
         limits.append(prediction.memory_bytes)
         return everything().ways_out
 
-    monkeypatch.setattr("snugfit.planning.search.ways_out.ways_out", searched)
+    monkeypatch.setattr("snugfit.features.ways_out.search.ways_out", searched)
     log.write_text(
         "CUDA out of memory. Tried to allocate 192.00 MiB. GPU 0 has a total capacity of 11.63 GiB of "
         "which 90.00 MiB is free. Process 5 has 6.60 GiB memory in use. Including non-PyTorch memory, this "
@@ -169,7 +169,7 @@ def test_a_run_that_needs_more_than_its_prediction_gets_changes_with_more_room(
         limits.append((prediction.fits, prediction.memory_bytes or 0))
         return everything().ways_out
 
-    monkeypatch.setattr("snugfit.planning.search.ways_out.ways_out", searched)
+    monkeypatch.setattr("snugfit.features.ways_out.search.ways_out", searched)
     log.write_text(
         LOG.format(size="600.00 MiB", live="6.35").replace("11.91", "7.00").replace("11.60", "6.36")
     )

@@ -16,13 +16,14 @@ listed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.features.ways_out.lighter import LighterRecipes, timer_of
 from snugfit.job.gpu import all_gpus
 from snugfit.planning.keep import Keep, techniques_named
-from snugfit.planning.search.lighter import LighterRecipes, timer_of
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import INSTALLED
@@ -89,23 +90,24 @@ def ways_out(
             free=[slot for slot in Slot if slot not in named],
             pool=pool,
         )
-        for recipe in _by_stage(lighter, degrees, offers, tell):
-            if offer := _offer(prediction, recipe, lighter):
-                offers[recipe] = offer
-            if len(offers) == OFFERED:
+        for recipes in _stages(lighter, degrees, offers, tell):
+            # As many as are missing are predicted together, so that each worker has one.
+            while (missing := OFFERED - len(offers)) and (batch := [*islice(recipes, missing)]):
+                offers |= _offers(prediction, batch, lighter)
+            if not missing:
                 break
     ways = tuple(sorted(offers.values(), key=_rank))
     larger = None if ways else _larger_gpu(prediction, lighter.smallest, tell)
     return WaysOut(ways=ways, larger_gpu=larger)
 
 
-def _by_stage(
+def _stages(
     lighter: LighterRecipes,
     degrees: Sequence[Fidelity],
     offers: dict[Recipe, WayOut],
     tell: Callable[[str], None],
-) -> Iterator[Recipe]:
-    """Yield recipes that fit, stage by stage.
+) -> Iterator[Iterator[Recipe]]:
+    """Yield an iterator over recipes that fit for each stage. Offers of a stage are complete before the next.
 
     Each alternative to a change that was found leaves one of its slots plain. Once changes are found, only
     single techniques of another algorithm are tried.
@@ -116,48 +118,55 @@ def _by_stage(
 
     for fidelity in degrees:
         say("one technique")
-        yield from lighter.singles(fidelity)
+        yield lighter.singles(fidelity)
         if offers and (fidelity is Fidelity.LEARNS or lighter.evaluations > ENOUGH):
             return
         say("two techniques")
-        yield from lighter.pairs(fidelity)
+        yield lighter.pairs(fidelity)
         say("as many techniques as needed")
         if not offers:
-            yield from lighter.many_at_once(fidelity)
+            yield lighter.many_at_once(fidelity)
             continue
         for slot in lighter.slots(next(iter(offers))):
             if lighter.evaluations > ENOUGH:
                 return
-            yield from (one for one in lighter.many_at_once(fidelity, without=slot) if one not in offers)
+            yield (one for one in lighter.many_at_once(fidelity, without=slot) if one not in offers)
 
 
-def _offer(prediction: Prediction, recipe: Recipe, lighter: LighterRecipes) -> WayOut | None:
-    """Return the change to this recipe; None if it does not fit after all.
+def _offers(
+    prediction: Prediction, recipes: Sequence[Recipe], lighter: LighterRecipes
+) -> dict[Recipe, WayOut]:
+    """Return the changes to these recipes, without those that do not fit after all.
 
-    The figures of the search are those of the plain loop and the installed packages. For others, the recipe
-    is predicted.
+    The figures of the search are those of the plain loop and the installed packages. For others, the workers
+    predict the recipes.
     """
-    cost = lighter.cost(recipe)
-    needed, seconds = int(cost.needed_bytes), cost.seconds if prediction.timing else None
+    costs: Iterable[tuple[float, float | None] | None] = map(lighter.cost, recipes)
     if prediction.loop != "plain" or prediction.software != INSTALLED:
-        try:
-            predicted = predict(
-                prediction.job,
-                recipe,
-                gpu=prediction.gpu,
-                memory_bytes=prediction.memory_bytes,
-                loop=prediction.loop,
-                software=prediction.software,
-            )
-        except SnugfitError:  # this loop, or this software, does not run it
-            return None
-        needed, seconds = predicted.needed_bytes, None
-        if predicted.timing:
-            seconds = predicted.timing.step_seconds
+        predicted = lighter.costs.predict(
+            recipes,
+            memory_bytes=prediction.memory_bytes,
+            loop=prediction.loop,
+            software=prediction.software,
+        )
+        # None is for a recipe that this loop, or this software, does not run.
+        costs = (None if one is None else (one.needed_bytes, _seconds(one)) for one in predicted)
+    return {
+        recipe: offer
+        for recipe, cost in zip(recipes, costs, strict=True)
+        if cost and (offer := _offer(prediction, recipe, *cost))
+    }
+
+
+def _offer(
+    prediction: Prediction, recipe: Recipe, needed_bytes: float, seconds: float | None
+) -> WayOut | None:
+    """Return the change to a recipe of these bytes and seconds; None if it does not fit."""
+    needed, before = int(needed_bytes), _seconds(prediction)
+    seconds = None if before is None else seconds
     spare = (prediction.memory_bytes or 0) - needed
     if spare < 0:
         return None
-    before = prediction.timing.step_seconds if prediction.timing else None
     changed = [one for one, old in zip(recipe, prediction.recipe, strict=True) if one != old]
     return WayOut(
         recipe=str(recipe),
@@ -169,6 +178,11 @@ def _offer(prediction: Prediction, recipe: Recipe, lighter: LighterRecipes) -> W
         fidelity=max((one.fidelity for one in changed), key=list(Fidelity).index).value,
         tight=spare < prediction.headroom_bytes,
     )
+
+
+def _seconds(prediction: Prediction) -> float | None:
+    """Return the seconds of a predicted step; None if they are not predicted."""
+    return prediction.timing.step_seconds if prediction.timing else None
 
 
 def _rank(way: WayOut) -> tuple[bool, int, int, bool, int]:
@@ -207,7 +221,7 @@ def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | Non
                 memory_bytes=gpu.memory_bytes or 0,
                 recipe=str(recipe),
                 needed_bytes=predicted.needed_bytes,
-                step_seconds=predicted.timing.step_seconds if predicted.timing else None,
+                step_seconds=_seconds(predicted),
             )
     return None
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from snugfit.planning.search.space import Candidate
     from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
+    from snugfit.results.prediction import Prediction
     from snugfit.techniques.technique import Technique
 
 LEAST_SAVING = 0.002
@@ -107,6 +108,15 @@ class RecipeCosts:
         for alike, answer in self._answers("judge", [alike for alike in unknown if alike]):
             for recipe, one in zip(alike, answer, strict=True):
                 self.figures[recipe] = None if isinstance(one, SnugfitError) else one[0]
+
+    def predict(self, recipes: Sequence[Recipe], **how: Any) -> Iterator[Prediction | None]:
+        """Yield the whole prediction under each of these recipes, in order; None if it cannot be run.
+
+        `how` has further arguments of `predict`.
+        """
+        questions = [Question(number, "predict", (recipe, how)) for number, recipe in enumerate(recipes)]
+        for _, value in sorted(self._pool.answers_to(questions)):
+            yield None if isinstance(value, SnugfitError) else value
 
     def _answers(
         self, method: str, groups: Sequence[list[Recipe]]

@@ -12,21 +12,22 @@ import pytest
 import torch
 
 import snugfit
-from made_up import measurement, prediction
+from made_up import LARGER, WAYS, measurement, prediction
 from small_models import small_job
 from small_runs import bert_job, rows
 from snugfit.cli.main import run
 from snugfit.errors import OutOfMemory, UsageError
-from snugfit.frontends.ways_out import LOOKING, end_with_ways_out
+from snugfit.features.ways_out.additions import LOOKING, end_with_ways_out
+from snugfit.features.ways_out.report import about_ways_out
+from snugfit.features.ways_out.search import ways_out
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.planning.search.ways_out import ways_out
 from snugfit.prediction.predict import predict
-from snugfit.report.plan.ways_out import about_ways_out, of_plan
+from snugfit.report.plan.ways_out import of_plan
 from snugfit.report.prediction import render
 from snugfit.report.text.terminal import as_text
-from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
+from snugfit.results.ways_out import WaysOut
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 from snugfit.units import GIB, MIB
@@ -36,27 +37,6 @@ from tiers import slow_but
 
 BERT = ["predict", "bert-large-uncased", "--task", "sequence-classification", "--memory", "512MiB"]
 
-
-def way(recipe: str = "expandable", **changed: Any) -> WayOut:
-    about: dict[str, Any] = {
-        "recipe": recipe, "changes": (recipe,), "needed_bytes": 6 * GIB, "spare_bytes": 2 * GIB,
-        "step_seconds": 0.2, "slowdown": 0.0, "fidelity": "same",
-    }  # fmt: skip
-    return WayOut(**about | changed)
-
-
-WAYS = WaysOut(
-    ways=(
-        way(),
-        way("chunked_loss", slowdown=0.02, fidelity="rounds", spare_bytes=MIB, tight=True),
-        way("lion", slowdown=-0.1, fidelity="learns"),
-    )
-)
-LARGER = WaysOut(
-    larger_gpu=LargerGpu(
-        gpu="H200-SXM", memory_bytes=140 * GIB, recipe="bf16", needed_bytes=90 * GIB, step_seconds=0.5
-    )
-)
 
 NEAR = (
     choice("bf16 + every_layer", 5 * GIB, 0.08),
@@ -127,6 +107,22 @@ def test_each_offered_recipe_is_valid_and_fits(name: str) -> None:
     assert [*found.ways][: len(exact)] == exact, "another algorithm comes last"
     assert all((a.slowdown or 0) <= (b.slowdown or 0) + 0.01 for a, b in pairwise(exact))
     assert WaysOut.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.whole
+def test_changes_of_another_loop_have_its_figures() -> None:
+    """The loop's own step needs other bytes than the plain one, for which the search has figures."""
+    job, text, gpu, share = JOBS["named techniques"]
+    asked = predict(job, text, gpu=gpu, loop="accelerate")
+    limit = int(asked.needed_bytes * share)
+    found = ways_out(replace(asked, memory_bytes=limit), workers=2)
+    assert found.ways
+    for one in found.ways:
+        again = predict(job, one.recipe, gpu=gpu, memory_bytes=limit, loop="accelerate")
+        assert again.fits
+        assert again.needed_bytes == one.needed_bytes
+        assert again.timing is not None
+        assert again.timing.step_seconds == one.step_seconds
 
 
 @pytest.mark.whole
@@ -206,7 +202,7 @@ def searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         return replace(prediction(), job=job, recipe=recipe, memory_bytes=how["memory_bytes"])
 
     monkeypatch.setattr("snugfit.prediction.predict.predict", invent)
-    monkeypatch.setattr("snugfit.planning.search.ways_out.ways_out", search)
+    monkeypatch.setattr("snugfit.features.ways_out.search.ways_out", search)
     return kept
 
 
@@ -264,7 +260,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 8 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr("snugfit.planning.search.ways_out.ways_out", search)
+    monkeypatch.setattr("snugfit.features.ways_out.search.ways_out", search)
     monkeypatch.setattr("snugfit.prediction.predict.predict", lambda *_, **__: prediction())
     return asked
 

@@ -1,0 +1,205 @@
+"""Additions to answers and errors: the changes with which a step fits.
+
+The core calls this module (`Feature.changes_that_fit`). After an out-of-memory error, changes are computed
+for the job of the run and the memory of its GPU, without use of the GPU. The original error is never lost:
+without an answer it is raised as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from snugfit.errors import OutOfMemory
+from snugfit.features.ways_out.report import about_ways_out, in_short
+from snugfit.results.ways_out import WaysOut
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.cli.request import Request
+    from snugfit.job.gpu import Gpu
+    from snugfit.job.job import Job
+    from snugfit.planning.plan import Plan
+    from snugfit.results.measurement import Measurement
+    from snugfit.results.prediction import Prediction
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Fidelity, Slot, Technique
+    from snugfit.training.journal import Event
+
+__all__ = (
+    "about_ways_out",
+    "end_with_ways_out",
+    "in_short",
+    "show_after_measurement",
+    "with_ways_out",
+    "with_ways_out_of_plan",
+)
+"""Functions that the core calls."""
+
+ON_GPU = "oom:"
+"""Prefix of causes that mean the memory of a GPU, as messages contain it."""
+
+LOOKING = "Memory ran out. Changes of the recipe that fit are looked for; nothing trains meanwhile."
+
+LESS = 0.9
+"""Memory limit of the changes, as a share of the predicted need, if the step was predicted to fit but did
+not."""
+
+# ---- answers -----------------------------------------------------------------------------------------------
+
+
+def with_ways_out(request: Request, predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Return the predictions; if none of them fits, the first one has the changes with which the step would
+    fit.
+
+    For several GPUs there are none, and the report names the command of a plan instead.
+    """
+    first, *further = predictions
+    # A search compares training steps, so it has no answer for a feature's phase.
+    if any(one.fits is not False for one in predictions) or first.job.added_phase is not None:
+        return [*predictions]
+    if _is_refused(request):
+        return [*predictions]
+    if first.gpus > 1:
+        return [replace(first, ways_out=WaysOut()), *further]
+    named = {**{one.slot: one for one in first.recipe if not one.plain}, **request.named}
+    return [replace(first, ways_out=_ways_out(request, first, named)), *further]
+
+
+def with_ways_out_of_plan(request: Request, plan: Plan) -> Plan:
+    """Return the plan; if nothing fits, it has the changes with which its nearest miss would fit."""
+    if plan.fits or plan.gpu is None or _is_refused(request):
+        return plan
+    from snugfit.prediction.predict import predict
+    from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.technique import Fidelity
+
+    nearest = predict(plan.job, Recipe.parse(plan.nearest.recipe), gpu=plan.gpu)
+    limited = replace(nearest, memory_bytes=plan.memory_bytes, headroom_bytes=plan.headroom_bytes)
+    fixed = {slot.slot for slot in plan.kept}
+    named = {one.slot: one for one in limited.recipe if one.slot in fixed}
+    return replace(plan, ways_out=_ways_out(request, limited, named, beyond=Fidelity(plan.fidelity)))
+
+
+def _is_refused(request: Request) -> bool:
+    """Return whether the command's options exclude the search."""
+    # `--quiet` prints the first line alone, which no change alters.
+    return any(request.flags.get(name) for name in ("no_ways_out", "quiet"))
+
+
+def _ways_out(
+    request: Request,
+    prediction: Prediction,
+    named: Mapping[Slot, Technique],
+    *,
+    beyond: Fidelity | None = None,
+) -> WaysOut:
+    """Return the changes with which a step would fit, stored or computed."""
+    from snugfit.cli.plan_cache import answer
+
+    def compute(tell: Callable[[str], None]) -> WaysOut:
+        from snugfit.features.ways_out.search import ways_out
+        from snugfit.planning.request import workers_of
+
+        # With two workers, the changes for an 8B model are found within 20 seconds on two cores.
+        return ways_out(prediction, keep=named, beyond=beyond, workers=workers_of(None), tell=tell)
+
+    asked: dict[str, Any] = {
+        "memory_bytes": prediction.memory_bytes,
+        "headroom_bytes": prediction.headroom_bytes,
+        "loop": prediction.loop,
+        "software": prediction.software,
+    }
+    return answer(
+        WaysOut.from_json,
+        compute,
+        prediction.job,
+        prediction.gpu,
+        fresh=request.flags.get("fresh", False),
+        first=f"looking for changes of '{prediction.recipe}' that fit",
+        what="ways out",
+        recipe=str(prediction.recipe),
+        named=sorted(map(str, named)),
+        beyond=beyond,
+        gpus=[prediction.gpus],
+        **asked,
+    )
+
+
+# ---- out of memory -----------------------------------------------------------------------------------------
+
+
+def show_after_measurement(measured: Measurement, request: Request, gpu: str | None) -> None:
+    """Print the changes that fit on stderr, after a run on one GPU that ran out of its memory.
+
+    `gpu` is the name of the GPU of this machine; None without one.
+    """
+    if not measured.outcome.startswith("oom") or measured.gpus > 1 or gpu is None:
+        return
+    typer.echo("snugfit: looking for changes of the recipe that fit ...", err=True)
+    total, reserve = measured.device.total_bytes, measured.device.reserve_bytes
+    memory = total - (reserve or 0) if total else None
+    if text := ways_out_of(request.job, request.recipe, gpu, memory, loop=request.loop):
+        typer.echo(text, err=True)
+
+
+@contextmanager
+def end_with_ways_out(
+    job: Job,
+    recipe: Recipe,
+    device: torch.device,
+    gpus: int = 1,
+    watch: Callable[[Event], None] = lambda event: None,
+) -> Iterator[None]:
+    """Context that adds changes that fit to the message of a GPU's `OutOfMemory`. `watch` receives a note
+    before the search.
+
+    Errors after which a run starts again, and those of a run on several GPUs, stay as they are.
+    """
+    try:
+        yield
+    except OutOfMemory as error:
+        if type(error) is not OutOfMemory or ON_GPU not in str(error):
+            raise
+        if device.type != "cuda" or gpus > 1:
+            raise
+        import torch
+
+        watch({"event": "note", "text": LOOKING})
+        total = torch.cuda.mem_get_info(device)[1]
+        if not (text := ways_out_of(job, recipe, torch.cuda.get_device_name(device), total)):
+            raise
+        raise OutOfMemory(f"{error}\n{text}") from error
+
+
+def ways_out_of(
+    job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None = None, *, loop: str = "plain"
+) -> str:
+    """Return lines on the changes with which the step fits a GPU of this memory; empty if none can be
+    computed."""
+    try:
+        return "\n".join(_lines(job, recipe, gpu, memory_bytes, loop))
+    except Exception:  # the caller has an error of its own, which no other may hide
+        return ""
+
+
+def _lines(job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None, loop: str) -> list[str]:
+    from snugfit.features.ways_out.search import ways_out
+    from snugfit.prediction.predict import predict
+    from snugfit.report.plan.ways_out import of_prediction
+
+    limited = _too_large(predict(job, recipe, gpu=gpu, loop=loop), memory_bytes)
+    return of_prediction(replace(limited, ways_out=ways_out(limited)))
+
+
+def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
+    """Return the prediction with a memory limit that it does not fit: the given memory, or less than its
+    need."""
+    limit = min(filter(None, (memory_bytes, prediction.memory_bytes)), default=prediction.needed_bytes)
+    limit = min(limit, int(LESS * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
+    return replace(prediction, memory_bytes=limit)
