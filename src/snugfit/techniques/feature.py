@@ -102,7 +102,7 @@ class Feature:
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
-        """Return the words of a command line, rewritten as options that its command declares."""
+        """Return rewritten words of a command line (`declared`: the commands) or of a command (its options)."""
         return words
 
     def further_options(self, declared: Collection[str]) -> Collection[str]:
