@@ -102,7 +102,7 @@ class Feature:
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
-        """Return rewritten words: of a command line with `declared` commands, or of a command with options."""
+        """Return rewritten words: of a command line with commands as `declared`, or of one with options."""
         return words
 
     def further_options(self, declared: Collection[str]) -> Collection[str]:

@@ -25,27 +25,27 @@ def as_serve(words: Sequence[str]) -> Sequence[str]:
         return [command, *_without_phase(rest)]
     if command not in COMMANDS:
         raise UsageError(
-            f"--phase serve is no phase of snugfit {command}. Allowed are {', '.join(COMMANDS)}. Try snugfit "
-            "serve MODEL --engine vllm --gpu NAME, or --all-gpus to compare GPUs."
+            f"--phase serve is not a phase of snugfit {command}. Allowed are {', '.join(COMMANDS)}. Try "
+            "snugfit serve MODEL --engine vllm --gpu NAME, or --all-gpus to compare GPUs."
         )
     rest = _without_phase(rest)
-    served = ["serve", *(rest if command == "predict" else _compared(rest))]
+    served = ["serve", *(rest if command == "predict" else _comparison(rest))]
     print(escape_controls(f"Same as: {shlex.join(['snugfit', *served])}"), file=sys.stderr)
     return served
 
 
 def _without_phase(words: Sequence[str]) -> list[str]:
     """Return the words without `--phase serve`."""
-    kept: list[str] = []
+    rest: list[str] = []
     for word in words:
-        if word == "serve" and kept[-1:] == ["--phase"]:
-            kept.pop()
+        if word == "serve" and rest[-1:] == ["--phase"]:
+            rest.pop()
         elif word != "--phase=serve":
-            kept.append(word)
-    return kept
+            rest.append(word)
+    return rest
 
 
-def _compared(words: Sequence[str]) -> list[str]:
+def _comparison(words: Sequence[str]) -> list[str]:
     """Return the words of `snugfit gpus` as those of a comparison, or of one GPU if it is named first.
 
     Raises `UsageError` for several names.

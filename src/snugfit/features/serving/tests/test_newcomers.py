@@ -58,7 +58,7 @@ def test_the_phase_of_other_commands_answers_as_this_command(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("plan gpt2 --phase serve", "no phase of snugfit plan"),
+        ("plan gpt2 --phase serve", "not a phase of snugfit plan"),
         ("gpus l4 h100 --for gpt2 --phase serve", "Name one, or leave the names out"),
         ("serve gpt2", "--gpu NAME"),
         ("serve gpt2 --gpu l4 --memory 24GiB", "Give one of"),
