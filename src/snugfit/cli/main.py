@@ -108,6 +108,8 @@ def run(arguments: Sequence[str]) -> int:
             # Before the parsing, because plugins may add options.
             use_plugins(named_plugins(arguments))
             arguments = without_plugins(arguments)
+            for rewrite in hooks("rewrite_words"):
+                arguments = rewrite(arguments, [command.__name__ for command in COMMANDS])
             with only_documents_on_stdout() if prints_document(arguments) else nullcontext():
                 code = app(args=arguments, prog_name="snugfit", standalone_mode=False)
             sys.stdout.flush()

@@ -99,7 +99,7 @@ class Feature:
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
-        """Return the words of a command line, rewritten as options that its command declares."""
+        """Return rewritten words: of a command line with commands as `declared`, or of one with options."""
         return words
 
     def further_options(self, declared: Collection[str]) -> Collection[str]:

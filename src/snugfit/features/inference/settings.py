@@ -67,20 +67,23 @@ class GenerationSettings:
                 f"Tasks: {', '.join(TASKS)}."
             )
         if job.task != "causal-lm":
-            limit, length, what = target_limit(job.model.config), self.new_tokens, "new tokens"
+            limit, length, what = (
+                target_limit(job.model.config),
+                self.new_tokens,
+                f"{self.new_tokens} new tokens",
+            )
         else:
             # The last new token is never an input.
             limit, length = input_limit(job.model.config), job.sequence_length + self.new_tokens - 1
-            what = f"prompt {job.sequence_length} with {self.new_tokens} new tokens"
+            what = f"a prompt of {job.sequence_length} with {self.new_tokens} new tokens"
         if limit and length > limit[1]:
             raise JobError(
-                f"{name}: {what} needs {length} positions, and the model has {limit[1]} (from {limit[0]}). "
+                f"{name}: {what} need {length} positions, and the model has {limit[1]} (from {limit[0]}). "
                 f"Try {max(1, self.new_tokens - length + limit[1])} new tokens or a shorter prompt."
             )
-        if self.cache == "quantized" and job.task != "causal-lm":
+        if self.cache == "quantized" and (lack := _lack_of_quantized(job)):
             raise JobError(
-                f"{name}: transformers has no quantized cache for a model with an encoder. Try --cache "
-                "dynamic."
+                f"{name}: transformers has no quantized cache for a model with {lack}. Try --cache dynamic."
             )
         if self.cache == "offloaded":
             raise JobError("The cache 'offloaded' is not supported yet. Try dynamic, static or quantized.")
@@ -106,6 +109,18 @@ class GenerationSettings:
             cache_implementation=None if self.cache == "dynamic" else self.cache,
             **quantized,
         )
+
+
+def _lack_of_quantized(job: Job) -> str:
+    """Return the part of a model for which transformers has no quantized cache; empty without one."""
+    if job.task != "causal-lm":
+        return "an encoder"
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    # A cache of another kind has layers without all keys and values.
+    cache = DynamicCache(config=job.transformers_config().get_text_config(decoder=True))
+    return "" if all(type(layer) is DynamicLayer for layer in cache.layers) else "windows or states"
 
 
 def quantized_backend() -> str:

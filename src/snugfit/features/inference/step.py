@@ -62,19 +62,21 @@ class GenerateStep(PlainStep):
         observer.phase("build")
         model: Any = build_model(self.job, self.setup, self.device)
         settings = GenerationSettings.of(self.job)
-        settings.prepare(model)
+        # Adapters wrap the model that generates.
+        inner: Any = next(module for module in model.modules() if isinstance(module, GenerationMixin))
+        settings.prepare(inner)
         observer.build_ends(model, None)
-        with contextlib.closing(self._batches()) as batches, _Follower(self, model, observer) as follower:
+        with contextlib.closing(self._batches()) as batches, _Follower(self, inner, observer) as follower:
             for index in range(steps):
                 observer.step_begins(index)
                 for piece in next(batches):
                     observer.phase("load")
-                    batch = place(self._inputs(model, piece), self.device)
+                    batch = place(self._inputs(inner, piece), self.device)
                     observer.phase(PREFILL)
                     follower.passes = 0
                     with torch.no_grad(), self.forward_context(), contextlib.suppress(StoppedEarly):
                         # Whisper's own `generate` calls this one for each part of a recording.
-                        out = GenerationMixin.generate(model, **batch, generation_config=settings.config())
+                        out = GenerationMixin.generate(inner, **batch, generation_config=settings.config())
                         # Otherwise the tokens would live during the next call.
                         del out
                     del batch

@@ -77,7 +77,7 @@ class ServingAnswer:
     """Tokens of the sequences that are counted."""
 
     sequences: int
-    """Sequences of that length that the cache holds."""
+    """Sequences of that length that the cache holds; 0 if the engine does not start."""
 
     most_sequences: int
     """Sequences that the engine computes at once by its own limit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from snugfit.errors import NothingFits, UsageError
 if TYPE_CHECKING:
     from snugfit.features.serving.gguf import GgufHeader
     from snugfit.features.serving.request import ServingRequest
+    from snugfit.job.gpu import Gpu
     from snugfit.job.model import Model
 
 SUFFIXES = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
@@ -32,7 +33,7 @@ def parse_tokens(text: str) -> int:
     Raises `UsageError` for other text. Source: vllm 0.19, `human_readable_int` of `engine/arg_utils.py`, from
     0.20 on of `utils/argparse_utils.py`. It also has g and t, and refuses decimals before K and M.
     """
-    parts = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kKmM]?)", str(text).strip())
+    parts = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([kKmM]?)", str(text).strip())
     number = float(parts[1]) * SUFFIXES[parts[2]] if parts else 0.0
     if not parts or not number.is_integer():
         raise UsageError(
@@ -125,6 +126,7 @@ Ranks = Annotated[
     given.option(
         SERVER,
         "Number of GPUs over which each layer is divided.",
+        "--gpus",
         "--tensor-parallel-size",
         "--tensor-parallel",
         "--tp-size",
@@ -157,6 +159,7 @@ def serve(
     engine: Engine = "vllm",
     engine_version: Version = None,
     gpu: given.GpuName = None,
+    memory: given.Memory = None,
     all_gpus: AllGpus = False,
     utilization: Share = None,
     max_model_len: Length = None,
@@ -175,15 +178,15 @@ def serve(
     """Predict an inference server's memory at its start, and the sequences that its cache holds."""
     from snugfit.features.serving.request import ServingRequest
     from snugfit.job.dtype import dtype_name
-    from snugfit.job.gpu import find_gpu
 
-    if bool(gpu) == all_gpus:
+    if [bool(gpu), bool(memory), all_gpus].count(True) != 1:
         raise UsageError(
-            "A server needs the memory of its GPU. Give either --gpu NAME, such as h100, or --all-gpus."
+            "A server needs the memory of its GPU. Give one of --gpu NAME, such as h100, --memory 24GiB, or "
+            "--all-gpus."
         )
     request = ServingRequest(
         model=_find(model, online=not offline),
-        gpu=find_gpu(gpu or "h100"),
+        gpu=_card(gpu, memory),
         engine=engine,
         version=engine_version,
         utilization=utilization,
@@ -232,6 +235,25 @@ def _print_all(request: ServingRequest, *, as_json: bool) -> int:
     else:
         show(render_all(answers))
     return 0 if any(answer.starts for answer in answers.answers) else NothingFits.exit_code
+
+
+def _card(name: str | None, memory: str | None) -> Gpu:
+    """Return the GPU of this name, or one of unknown kind with this memory; any for a comparison of all.
+
+    Print the choice for a name of several.
+    """
+    from snugfit.job.gpu import choice_of, find_gpu
+    from snugfit.units import parse_bytes, show_bytes
+
+    if name and (chosen := choice_of(name)):
+        typer.echo(chosen, err=True)
+    card = find_gpu(name or "h100")
+    if not memory:
+        return card
+    size = parse_bytes(memory)
+    names, unknown = (f"a GPU of {show_bytes(size)}",), dict.fromkeys(("compute_capability", "sm_count"))
+    kind: dict[str, Any] = {"key": "", "model": "", "names": names, **unknown}
+    return replace(card, memory_bytes=size, nvml_total_bytes=size, **kind)
 
 
 def _find(name: str, *, online: bool) -> Model | GgufHeader:

@@ -38,6 +38,9 @@ MOST_SLOTS = 1 << 16
 MICRO_BATCH = 512
 """Tokens of a micro-batch by default (`--ubatch-size`, `n_ubatch` of `common/common.h`)."""
 
+STATES_CONTEXT = 1 << 20
+"""Tokens of a sequence for a model without positions (`convert_hf_to_gguf.py`, `MambaModel`)."""
+
 MOST_LAYERS = 512
 """Largest number of layers of a model (`LLAMA_MAX_LAYERS` of llama.cpp, `src/llama-hparams.h`)."""
 
@@ -60,16 +63,7 @@ class _ServedParts(NamedTuple):
 
 def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
     """Return llama.cpp's answer. Raises `UsageError` for several GPUs, which it divides by layers."""
-    if request.tensor_parallel > 1:
-        raise UsageError(
-            f"tensor_parallel is {request.tensor_parallel}; llama.cpp divides a model by layers, which is "
-            "not predicted. Allowed is 1. Leave it out."
-        )
-    if request.quantization:
-        raise UsageError(
-            f"quantization is {request.quantization}; llama.cpp reads the types of a GGUF file. Name a .gguf "
-            "file, and leave it out."
-        )
+    _refuse_options(request)
     model = _from_header(request.model) if isinstance(request.model, GgufHeader) else _from_config(request)
     slots, batched = request.max_num_seqs or 1, request.max_batched_tokens or MICRO_BATCH
     length = request.max_model_len or model.longest
@@ -81,10 +75,12 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
     refusal = None
     if length > model.longest:
         refusal = f"The model has {model.longest:,} positions. Lower --ctx-size {length} to that."
+    elif available <= 0:
+        refusal = "No memory is left for the cache. Lower --ubatch-size, or keep layers on the host."
     elif cache > available:
         refusal = (
             f"A context of {length * slots:,} tokens needs {show_bytes(cache)} of cache, and "
-            f"{show_bytes(max(0, available))} are left. Lower --ctx-size, or keep layers on the host."
+            f"{show_bytes(available)} are left. Lower --ctx-size or --parallel, or keep layers on the host."
         )
 
     def fits(tokens: int, slots: int) -> bool:
@@ -109,6 +105,26 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
     )  # fmt: skip
 
 
+def _refuse_options(request: ServingRequest) -> None:
+    """Raise `UsageError` for an option that llama.cpp does not have."""
+    types = "llama.cpp reads the types of a GGUF file. Name a .gguf file, and leave it out."
+    ranks = request.tensor_parallel
+    refused = (
+        (ranks > 1, f"tensor_parallel is {ranks}", "llama.cpp divides a model by layers, which is not "
+         "predicted. Allowed is 1. Leave it out."),
+        (request.quantization, f"quantization is {request.quantization}", types),
+        (request.dtype, f"dtype is {request.dtype}", types),
+        (request.utilization, f"utilization is {request.utilization}", "llama.cpp may use all of the memory. "
+         "Leave it out."),
+        (request.block_size, f"block_size is {request.block_size}", "llama.cpp has no blocks. Leave it out."),
+        (not request.cuda_graphs, "cuda_graphs is False", "no graphs of llama.cpp are counted. Leave "
+         "--enforce-eager out."),
+    )  # fmt: skip
+    for applies, given, advice in refused:
+        if applies:
+            raise UsageError(f"{given}; {advice}")
+
+
 def _from_config(request: ServingRequest) -> _ServedParts:
     """Return a model in 16 bits, as its converted file would be."""
     assert not isinstance(request.model, GgufHeader)
@@ -122,7 +138,7 @@ def _from_config(request: ServingRequest) -> _ServedParts:
     # The embedding stays on the host; a tied one is copied to the GPU as the head (`load_tensors`).
     tied = getattr(served_config(request.model).get_text_config(), "tie_word_embeddings", False)
     on_host = 0 if tied else sizes.vocabulary * sizes.hidden * 2
-    longest = sizes.longest or MICRO_BATCH
+    longest = sizes.longest or STATES_CONTEXT
     return _ServedParts(weights - on_host, "16 bits", sizes.hidden, sizes.vocabulary, longest, sizes.layers)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from snugfit.errors import GpuError, ModelError, UsageError
 from snugfit.features.serving.answer import ServingAnswer
 from snugfit.features.serving.gguf import GgufHeader
@@ -11,6 +13,10 @@ from snugfit.features.serving.sglang import predict_sglang
 from snugfit.features.serving.sizes import read_sizes
 from snugfit.features.serving.vllm import predict_vllm
 from snugfit.features.serving.weights import weight_bytes
+from snugfit.units import GIB, show_bytes
+
+LEAST_MEMORY = GIB
+"""Smallest memory in bytes of a GPU for which there are predictions."""
 
 
 def predict_serving(request: ServingRequest) -> ServingAnswer:
@@ -20,12 +26,31 @@ def predict_serving(request: ServingRequest) -> ServingAnswer:
     model that the engine cannot serve, `UsageError` for options that contradict each other, and `GpuError`
     for a GPU of unknown memory.
     """
+    if not isinstance(request, ServingRequest):
+        raise UsageError(
+            f"The request is {request!r}; it must be a ServingRequest. Try predict_serving(ServingRequest("
+            "model=..., gpu=...))."
+        )
     if not request.gpu.memory_bytes:
         raise GpuError(
             f"The memory of {request.gpu.name} is unknown. Name another GPU: snugfit gpus lists all."
         )
-    if request.engine == "llama.cpp":
-        return predict_llama_cpp(request)
+    if request.gpu.memory_bytes < LEAST_MEMORY:
+        raise GpuError(
+            f"The memory of {request.gpu.name} is {show_bytes(request.gpu.memory_bytes)}; a CUDA context "
+            "alone takes half a GiB. Allowed is 1 GiB and more. Name a larger GPU."
+        )
+    answer = predict_llama_cpp(request) if request.engine == "llama.cpp" else _predict_paged(request)
+    if answer.sequence_tokens > answer.max_model_len:
+        raise UsageError(
+            f"The sequences to count have {answer.sequence_tokens:,} tokens, and those of the server at most "
+            f"{answer.max_model_len:,}. Lower --sequence-length, or raise --max-model-len."
+        )
+    return answer if answer.starts else replace(answer, sequences=0)
+
+
+def _predict_paged(request: ServingRequest) -> ServingAnswer:
+    """Return the answer of vLLM or sglang."""
     if isinstance(request.model, GgufHeader):
         raise ModelError(
             f"{request.model.name} is a GGUF file, which {request.engine} does not serve here. Allowed is "

@@ -105,8 +105,8 @@ def read_layout(config: Mapping[str, Any], at_start: str | None, *, name: str) -
         return _READERS[method](stored)
     except (TypeError, ValueError, KeyError, AttributeError):
         raise ModelError(
-            f'{name}: the "quantization_config" of {method} cannot be used: a key is missing or has another '
-            "type. Correct it in the config.json, or remove it for weights of 16 bits."
+            f'{name}: the "quantization_config" of {method} cannot be used: a key is missing or has an '
+            "unusable value. Correct it in the config.json, or remove it for weights of 16 bits."
         ) from None
 
 

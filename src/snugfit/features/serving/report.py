@@ -40,8 +40,9 @@ def _rows(answer: ServingAnswer) -> Iterator[tuple[str, str, str]]:
     if answer.graph_bytes:
         later = "" if answer.graphs_reduce_cache else ", captured after the cache is allocated"
         yield "CUDA graphs", show_bytes(answer.graph_bytes), f"estimate{later}"
-    tokens = f"{answer.cache_tokens:,} tokens of {show_bytes(answer.token_bytes)}"
-    yield "cache", show_bytes(answer.cache_bytes), f"{tokens}, in blocks of {answer.block_size}"
+    tokens = f"{answer.cache_tokens:,} tokens of {show_bytes(answer.token_bytes)}, in blocks of"
+    held = f"{tokens} {answer.block_size}" if answer.token_bytes else "a state for each sequence"
+    yield "cache", show_bytes(answer.cache_bytes), held
 
 
 def _sequences(answer: ServingAnswer) -> str:

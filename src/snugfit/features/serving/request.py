@@ -20,9 +20,9 @@ ENGINES = ("vllm", "sglang", "llama.cpp")
 """Engines whose formulas are here."""
 
 VERSIONS: Mapping[str, tuple[str, str, str]] = {
-    "vllm": (r"0\.(\d+)(\.\d+)?", "0.15 to 0.33", "0.33"),
-    "sglang": (r"0\.5\.(\d+)(\.post\d+)?", "0.5.4 to 0.5.9", "0.5.9"),
-    "llama.cpp": (r"b?(\d+)", "b6325 and later builds", "b6325"),
+    "vllm": (r"0\.([0-9]{1,4})(\.[0-9]{1,4})?", "0.15 to 0.33", "0.33"),
+    "sglang": (r"0\.5\.([0-9]{1,4})(\.post[0-9]{1,4})?", "0.5.4 to 0.5.9", "0.5.9"),
+    "llama.cpp": (r"b?([0-9]{1,6})", "b6325 and later builds", "b6325"),
 }
 """For each engine: regular expression of a version, the known versions in words, and the default."""
 
@@ -102,6 +102,13 @@ class ServingRequest:
     """Tokens of the sequences to count; None for `max_model_len`."""
 
     def __post_init__(self) -> None:
+        from snugfit.features.serving.gguf import GgufHeader
+        from snugfit.job.gpu import Gpu
+        from snugfit.job.model import Model
+
+        _instance("model", self.model, (Model, GgufHeader), "snugfit.Model.find('Llama-3.1-8B')")
+        _instance("gpu", self.gpu, (Gpu,), "snugfit.find_gpu('h100')")
+        _instance("cuda_graphs", self.cuda_graphs, (bool,), "True")
         _choose("engine", self.engine, ENGINES)
         _refuse_version(self.engine, self.version)
         share = self.utilization
@@ -121,12 +128,12 @@ class ServingRequest:
     @property
     def known_version(self) -> str:
         """The version of the engine, that of the formulas where none is given."""
-        return self.version or VERSIONS[self.engine][2]
+        return (self.version or VERSIONS[self.engine][2]).removeprefix("v")
 
     @property
     def minor(self) -> int:
         """The minor version: 33 for vLLM 0.33."""
-        parts = re.fullmatch(VERSIONS[self.engine][0], self.known_version.removeprefix("v"))
+        parts = re.fullmatch(VERSIONS[self.engine][0], self.known_version)
         return int(parts[1]) if parts and self.engine == "vllm" else 0
 
 
@@ -135,13 +142,19 @@ def _refuse_version(engine: str, version: str | None) -> None:
     pattern, known, default = VERSIONS[engine]
     if version is None:
         return
-    parts = re.fullmatch(pattern, version.removeprefix("v"))
+    parts = re.fullmatch(pattern, str(version).removeprefix("v"))
     first, last = BOUNDS[engine]
-    if not parts or not first <= int(parts[1]) <= last:
+    if not isinstance(version, str) or not parts or not first <= int(parts[1]) <= last:
         raise UsageError(
             f"The formulas of {engine} {version!r} are unknown. Known are {known}. Try --engine-version "
             f"{default}, or leave it out."
         )
+
+
+def _instance(name: str, value: object, kinds: tuple[type, ...], example: str) -> None:
+    if not isinstance(value, kinds):
+        allowed = " or ".join(kind.__name__ for kind in kinds)
+        raise UsageError(f"{name} is {value!r}; it must be a {allowed}. Try {example}.")
 
 
 def _choose(name: str, value: object, allowed: tuple[str, ...]) -> None:

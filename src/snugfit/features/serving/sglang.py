@@ -14,7 +14,7 @@ from snugfit.features.serving.architecture import served_config
 from snugfit.features.serving.gguf import GgufHeader
 from snugfit.features.serving.quantization import LinearLayout
 from snugfit.features.serving.request import CACHE_BYTES, ServingRequest
-from snugfit.features.serving.sizes import ModelSizes
+from snugfit.features.serving.sizes import DEFAULT_LENGTH, ModelSizes
 from snugfit.features.serving.vllm import CONTEXT, NON_TORCH, NON_TORCH_RANKS
 from snugfit.features.serving.weights import DTYPE_BYTES
 from snugfit.units import GIB, MIB
@@ -69,7 +69,7 @@ def predict_sglang(
     free = total - outside
     available = int(free * share) - held
     cached = CACHE_BYTES["sglang"].get(request.cache_dtype, number)
-    length = request.max_model_len or sizes.longest or chunk
+    length = request.max_model_len or sizes.longest or DEFAULT_LENGTH
     tokens = request.tokens or length
     token, state = _token_bytes(sizes, cached), _state_bytes(sizes, number)
     page = request.block_size or 1
@@ -82,25 +82,42 @@ def predict_sglang(
     running = limit or min(max(held_tokens * PER_CONTEXT // length, FEWEST_REQUESTS), MOST_REQUESTS)
     running = min(running, requests) if state else running
     per_sequence = -(-tokens // page) * page
-    refusal = None
-    if sizes.heads % request.tensor_parallel:
-        refusal = f"{sizes.heads} heads cannot be divided over {request.tensor_parallel} GPUs. Use a divisor."
-    elif room <= 0:
-        refusal = "No memory is left for the cache. Raise --mem-fraction-static, quantize, or use more GPUs."
+    graph_bytes = graphs * PER_GRAPH_MIB * MIB if request.cuda_graphs else 0
+    spare = free - int(free * share) - graph_bytes
+    refusal = _refusal(request, sizes, length, held_tokens, spare)
     doubts = ["sglang profiles no forward pass: a long prompt may still run out of memory."]
     doubts.append("The formulas of sglang were compared with one published start only.")
     return ServingAnswer(
         model=request.model.name, gpu=request.gpu.name, engine="sglang", version=request.known_version,
         tensor_parallel=request.tensor_parallel, starts=refusal is None, refusal=refusal, total_bytes=total,
         usable_bytes=int(free * share), utilization=share, weights_bytes=held,
-        weights_layout=layout.name if layout else dtype, activation_bytes=int(chunk * PER_TOKEN_MIB * MIB),
-        non_torch_bytes=outside, graph_bytes=graphs * PER_GRAPH_MIB * MIB if request.cuda_graphs else 0,
+        weights_layout=layout.name if layout else dtype,
+        activation_bytes=max(0, min(int(chunk * PER_TOKEN_MIB * MIB), spare)), non_torch_bytes=outside,
+        graph_bytes=graph_bytes,
         graphs_reduce_cache=False, cache_bytes=room, token_bytes=int(token), cache_tokens=held_tokens,
         sequence_tokens=tokens,
         sequences=min(held_tokens // per_sequence, requests if state else held_tokens),
-        most_sequences=running, longest=min(held_tokens, sizes.longest or held_tokens),
+        most_sequences=running, longest=min(held_tokens, sizes.longest or length),
         max_model_len=length, block_size=page, doubts=tuple(doubts),
     )  # fmt: skip
+
+
+def _refusal(
+    request: ServingRequest, sizes: ModelSizes, length: int, held_tokens: int, spare: int
+) -> str | None:
+    """Return the reason why sglang does not start; None if it starts.
+
+    A longer context than the model's needs a switch (`ModelConfig._derive_context_length`).
+    """
+    if sizes.heads % request.tensor_parallel:
+        return f"{sizes.heads} heads cannot be divided over {request.tensor_parallel} GPUs. Use a divisor."
+    if sizes.longest and length > sizes.longest:
+        return f"The model has {sizes.longest} positions. Lower --context-length {length} to that."
+    if held_tokens <= 0:
+        return "No memory is left for the cache. Raise --mem-fraction-static, quantize, or use more GPUs."
+    if spare < 0:
+        return "No memory is left for CUDA graphs. Lower --mem-fraction-static, or --disable-cuda-graph."
+    return None
 
 
 def _defaults(request: ServingRequest, capacity: int) -> tuple[int, int]:

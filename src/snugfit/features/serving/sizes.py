@@ -15,6 +15,10 @@ SLIDING = ("sliding_attention", "chunked_attention")
 STATEFUL = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
 """Names of kinds of layers in `layer_types` of transformers. Another kind, such as `mlp`, has no cache."""
 
+DEFAULT_LENGTH = 2048
+"""Tokens of a sequence in vLLM and sglang for a config without positions (vllm 0.19,
+`_get_and_verify_max_len` of `config/model.py`; sglang 0.5.9, `get_context_length`)."""
+
 FAST_LENGTHS = ("linear", "dynamic")
 """Types of rotary scaling of which `max_position_embeddings` is the length before scaling."""
 
@@ -100,7 +104,7 @@ def _sizes_of(config: Any, tensor_parallel: int) -> ModelSizes:
         intermediate=intermediate or 4 * hidden,
         heads=heads,
         key_heads=0 if getattr(text, "kv_lora_rank", None) else _key_heads(text),
-        longest=_first(text, "max_position_embeddings", "n_positions", "max_seq_len") or None,
+        longest=_first(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length") or None,
         experts_per_token=per_token,
         expert_width=_first(text, "moe_intermediate_size", "intermediate_size") if per_token else 0,
         multimodal=any(hasattr(config, key) for key in ("vision_config", "audio_config")),

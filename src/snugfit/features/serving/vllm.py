@@ -23,7 +23,7 @@ from snugfit.features.serving.answer import ServingAnswer
 from snugfit.features.serving.blocks import PagedCache, paged_cache
 from snugfit.features.serving.quantization import LinearLayout
 from snugfit.features.serving.request import CACHE_BYTES, ServingRequest
-from snugfit.features.serving.sizes import ModelSizes
+from snugfit.features.serving.sizes import DEFAULT_LENGTH, ModelSizes
 from snugfit.features.serving.weights import DTYPE_BYTES
 from snugfit.job.gpu import Gpu
 from snugfit.units import GIB, MIB, show_bytes
@@ -116,7 +116,7 @@ def predict_vllm(
         sizes.layers, number_bytes=cached, state_bytes=number, block_size=request.block_size or 16,
         batched=options.batched, caches_prefixes=request.minor >= HYBRID_PREFIXES,
     )  # fmt: skip
-    refusal = _refusal(request, sizes, options, cache, available)
+    refusal = _refusal(request, sizes, options, cache, available, held)
     tokens = request.tokens or options.length
     doubts = list(_doubts(request, sizes, layout))
     if graphs and not reduces and graphs > total - CONTEXT - usable:
@@ -199,9 +199,12 @@ def _options(request: ServingRequest, sizes: ModelSizes) -> Options:
     large = _is_large(request)
     share = request.utilization or (0.92 if request.minor >= NEW_BUDGET else 0.9)
     largest = request.minor >= LARGER_DEFAULTS and (request.gpu.memory_bytes or 0) >= LARGEST_GPU
-    batched = request.max_batched_tokens or (16384 if largest else 8192 if large else 2048)
-    length = request.max_model_len or sizes.longest or batched
-    return Options(share, batched, request.max_num_seqs or (1024 if large else 256), length)
+    length = request.max_model_len or sizes.longest or DEFAULT_LENGTH
+    sequences = request.max_num_seqs or (1024 if large else 256)
+    # A default does not exceed the tokens of all sequences, nor one token for each of them.
+    tokens = min(16384 if largest else 8192 if large else 2048, sequences * length)
+    batched = request.max_batched_tokens or tokens
+    return Options(share, batched, request.max_num_seqs or min(sequences, batched), length)
 
 
 def _is_large(request: ServingRequest) -> bool:
@@ -228,7 +231,7 @@ def _non_torch(request: ServingRequest) -> int:
 
 
 def _refusal(
-    request: ServingRequest, sizes: ModelSizes, options: Options, cache: PagedCache, available: int
+    request: ServingRequest, sizes: ModelSizes, options: Options, cache: PagedCache, available: int, held: int
 ) -> str | None:
     """Return the reason why vLLM does not start; None if it starts."""
     ranks, total = request.tensor_parallel, request.gpu.memory_bytes or 0
@@ -244,10 +247,16 @@ def _refusal(
         f"The model has {sizes.longest} positions. Lower --max-model-len {options.length} to that.": (
             sizes.longest and options.length > sizes.longest
         ),
+        f"A forward pass of {options.batched:,} tokens is too small for {options.sequences:,} sequences. "
+        "Raise --max-batched-tokens, or lower --max-num-seqs.": options.batched < options.sequences,
+        "No memory is left for the cache. Raise --utilization, quantize, or use more GPUs.": (
+            available <= 0 and held >= total * options.share
+        ),
+        "No memory is left for the cache. Lower --max-num-seqs and --max-batched-tokens, or raise "
+        "--utilization.": available <= 0,
         f"The share {options.share} exceeds the free memory. Lower --utilization to {_most_share(total)}.": (
             total * options.share > total - CONTEXT
         ),
-        "No memory is left for the cache. Raise --utilization, quantize, or use more GPUs.": available <= 0,
     }
     if reason := next((text for text, applies in reasons.items() if applies), None):
         return reason
@@ -257,7 +266,12 @@ def _refusal(
     longest = cache.longest_in(available, options.length)
     return (
         f"One sequence of {options.length:,} tokens needs {show_bytes(needed)} of cache, and "
-        f"{show_bytes(available)} are left. Lower --max-model-len to {longest}."
+        f"{show_bytes(available)} are left. "
+        + (
+            f"Lower --max-model-len to {longest}."
+            if longest
+            else "Raise --utilization, or lower --block-size."
+        )
     )
 
 

@@ -40,6 +40,11 @@ MISTAKES = [
     ("predict gpt2 --phase generate --prompt 3 --sequence-length 4", "contradict each other"),
     ("predict gpt2 --phase generate --cache offloaded", "not supported yet. Try dynamic"),
     ("predict t5-small --phase generate --cache quantized", "no quantized cache for a model with an encoder"),
+    (
+        "predict mamba-130m-hf --phase generate --cache quantized --prompt 8",
+        "no quantized cache for a model with windows or states",
+    ),
+    ("predict whisper-tiny --phase generate --new-tokens 1000", "1000 new tokens need 1000 positions"),
     ("predict gpt2 --phase generate --set cache=statik", "Did you mean 'static'?"),
     ("predict gpt2 --phase generate --recipe micro_batches(2)", "Leave micro_batches out"),
     ("predict gpt2 --phase generate --gpus 2", "for one GPU"),

@@ -38,9 +38,9 @@ def highest(events: Sequence[Event]) -> int:
     return top
 
 
-def hold(job: Job, *, has_scratch: bool = False) -> Trace:
+def hold(job: Job, *, has_scratch: bool = False, recipe: str = "plain") -> Trace:
     """Check the law for a job, and return its trace. The CPU's own kernels may have scratch."""
-    setup = Recipe().setup()
+    setup = Recipe.parse(recipe).setup()
     trace = rehearse(job, setup, CpuPolicy())
     real = reports(job, setup, steps=2)
     if not has_scratch:
@@ -93,6 +93,11 @@ def test_a_peak_in_the_last_decode_step(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_padding_and_bfloat16(family: str, changes: dict[str, Any]) -> None:
     hold(replace(generating_job(family, new_tokens=8), **changes), has_scratch=True)
+
+
+def test_adapters_generate() -> None:
+    pytest.importorskip("peft")
+    hold(generating_job("llama", new_tokens=4), recipe="lora")
 
 
 def test_bytes_have_kinds_of_their_own() -> None:

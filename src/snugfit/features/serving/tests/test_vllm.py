@@ -220,15 +220,6 @@ def test_the_answer_meets_its_schema_and_the_screen() -> None:
     assert len(as_text(render(longest)).splitlines()) <= 15
 
 
-def test_the_phase_of_other_commands_names_this_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (
-        ["predict", "Qwen3-0.6B", "--phase", "serve"],
-        ["gpus", "--for", "Qwen3-0.6B", "--phase=serve"],
-    ):
-        assert run(words) == 2
-        assert "snugfit serve MODEL --engine vllm" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("text", "tokens"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("25.6k", 25_600)])
 def test_tokens_have_the_notation_of_vllm(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens
@@ -238,8 +229,3 @@ def test_tokens_have_the_notation_of_vllm(text: str, tokens: int) -> None:
 def test_other_text_is_not_a_number_of_tokens(text: str) -> None:
     with pytest.raises(UsageError, match="Try 8192 or 8K"):
         parse_tokens(text)
-
-
-def test_a_gpu_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["serve", "Qwen3-0.6B"]) == 2
-    assert "--gpu NAME" in capsys.readouterr().err

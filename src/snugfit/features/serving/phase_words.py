@@ -1,0 +1,66 @@
+"""The words `--phase serve` of `snugfit predict` and `snugfit gpus`, as a command line of `snugfit serve`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+from snugfit.errors import UsageError, escape_controls
+
+COMMANDS = ("predict", "gpus")
+"""Commands that have the phase."""
+
+
+def as_serve(words: Sequence[str]) -> Sequence[str]:
+    """Return the words of `snugfit serve` for a command line with `--phase serve`; others unchanged.
+
+    The new command is printed on stderr. Raises `UsageError` for a command without the phase.
+    """
+    if "--phase=serve" not in words and ("--phase", "serve") not in pairwise(words):
+        return words
+    command, *rest = words
+    if command == "serve":
+        return [command, *_without_phase(rest)]
+    if command not in COMMANDS:
+        raise UsageError(
+            f"--phase serve is not a phase of snugfit {command}. Allowed are {', '.join(COMMANDS)}. Try "
+            "snugfit serve MODEL --engine vllm --gpu NAME, or --all-gpus to compare GPUs."
+        )
+    rest = _without_phase(rest)
+    served = ["serve", *(rest if command == "predict" else _comparison(rest))]
+    print(escape_controls(f"Same as: {shlex.join(['snugfit', *served])}"), file=sys.stderr)
+    return served
+
+
+def _without_phase(words: Sequence[str]) -> list[str]:
+    """Return the words without `--phase serve`."""
+    rest: list[str] = []
+    for word in words:
+        if word == "serve" and rest[-1:] == ["--phase"]:
+            rest.pop()
+        elif word != "--phase=serve":
+            rest.append(word)
+    return rest
+
+
+def _comparison(words: Sequence[str]) -> list[str]:
+    """Return the words of `snugfit gpus` as those of a comparison, or of one GPU if it is named first.
+
+    Raises `UsageError` for several names.
+    """
+    count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    names, options = words[:count], list(words[count:])
+    if len(names) > 1:
+        raise UsageError(
+            f"--phase serve with the GPUs {', '.join(names)}: allowed are one GPU or all. Name one, or leave "
+            "the names out."
+        )
+    model: list[str] = []
+    if "--for" in options[:-1]:
+        at = options.index("--for")
+        model, options = [options[at + 1]], options[:at] + options[at + 2 :]
+    model += [word.removeprefix("--for=") for word in options if word.startswith("--for=")]
+    options = [word for word in options if not word.startswith("--for=")]
+    return [*model, *(("--gpu", names[0]) if names else ("--all-gpus",)), *options]
