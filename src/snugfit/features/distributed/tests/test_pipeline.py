@@ -374,10 +374,10 @@ def test_torch_runs_the_passes_in_the_order_that_is_simulated(
         monkeypatch.setattr(stage, method, logged(kind, getattr(stage, method)))
     setup = on_gpus(Recipe.parse(f"pipeline(4, schedule={name}) + micro_batches(8)").setup(), 4)
     assert setup.parallel is not None
-    steps = 2 if name == "1f1b" else 1
+    job, steps = (JOB, 2) if name == "1f1b" else (DEEP, 1)
     for rank in (0, 1, 3):  # the third is like the second
         ran.clear()
-        trace = rehearse(DEEP, setup, CpuPolicy(), steps=steps, rank=rank)
+        trace = rehearse(job, setup, CpuPolicy(), steps=steps, rank=rank)
         order = orders_of(setup.parallel, 8)[rank]
         assert ran == steps * list(order), rank
         assert len(trace.passes) == 1 + len(order), "the loop marks its beginning"
