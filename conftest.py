@@ -45,6 +45,7 @@ os.environ.setdefault(
 )  # it takes seconds to fill, and would follow XDG_CACHE_HOME (`own_answers`)
 os.fsync = lambda descriptor: None  # writes to a disk are slow, and no test cuts the power
 gc.set_threshold(FEW_COLLECTIONS, 50, 50)
+gc.get_freeze_count = lambda: 1  # each rehearsal would count the frozen objects, in a walk through the heap
 
 COLLECTS_BACKWARDS = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579"
 """True for every second worker. It begins with the last file of a folder. So in a bare clone each worker

@@ -270,6 +270,7 @@ def test_a_word_of_other_libraries_is_understood() -> None:
 # ---- the cost of a step ----------------------------------------------------------------------------------
 
 
+@pytest.mark.stored_rehearsals
 def test_ranks_differ_and_the_one_that_needs_the_most_is_shown() -> None:
     predicted = predict(JOB, "pipeline(4) + micro_batches(4)", gpu="h200", gpus=4)
     assert [(one.rank, one.stage, one.layers) for one in predicted.ranks] == [(0, 0, 1), (1, 1, 1), (3, 3, 1)]
@@ -383,6 +384,7 @@ def test_torch_runs_the_passes_in_the_order_that_is_simulated(
         assert len(trace.passes) == 1 + len(order), "the loop marks its beginning"
 
 
+@pytest.mark.stored_rehearsals
 def test_a_step_is_as_long_as_its_stages_take() -> None:
     few, many = (predict(JOB, f"pipeline(2) + micro_batches({n})", gpu="h200", gpus=2).timing for n in (2, 4))
     assert few is not None
@@ -392,6 +394,7 @@ def test_a_step_is_as_long_as_its_stages_take() -> None:
     assert few.communication_seconds > 0
 
 
+@pytest.mark.stored_rehearsals
 def test_all_seconds_are_those_of_the_calibration_of_so_many_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
