@@ -29,7 +29,7 @@ RECIPES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "fsdp", {"gpu": "h200", "gpus": 2}),
     ("gpt2", "plain", {"loop": "accelerate", "gpu": "a100-80gb"}),
 ]
-TINY = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+TINY = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 64, "vocab_size": 100}  # fmt: skip
 
 
