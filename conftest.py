@@ -45,6 +45,11 @@ os.environ.setdefault(
 )  # it takes seconds to fill, and would follow XDG_CACHE_HOME (`own_answers`)
 os.fsync = lambda descriptor: None  # writes to a disk are slow, and no test cuts the power
 gc.set_threshold(FEW_COLLECTIONS, 50, 50)
+gc.get_freeze_count = lambda: 1  # each rehearsal would count the frozen objects, in a walk through the heap
+
+COLLECTS_BACKWARDS = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579"
+"""True for every second worker. It begins with the last file of a folder. So in a bare clone each worker
+rewrites the assertions of one half of the tests, and reads the other half from disk."""
 
 NOT_OF_A_UNIT: set[str] = set()
 """Actions of the running test that no unit test takes."""
@@ -91,7 +96,16 @@ def pytest_make_collect_report(
     report = yield
     if report.failed and (why := imports_deleted(str(report.longrepr))):
         report.outcome, report.longrepr = "skipped", (str(collector.path), 0, why)
+    if COLLECTS_BACKWARDS and isinstance(collector, pytest.Directory):
+        report.result = report.result[::-1]
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by file. xdist requires the same order from all workers."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.path)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,6 +16,7 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy, Policy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques.recipe import Recipe
+from tiers import crossed
 
 
 class Says(nn.Module):
@@ -61,8 +62,7 @@ def in_context() -> torch.Tensor:
         return torch.ones(8)
 
 
-@pytest.mark.parametrize("loop", ["plain", "accelerate"])
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize(("name", "loop"), crossed(SAME, ["plain", "accelerate"]))
 def test_cuda_by_name_is_the_device_of_the_rehearsal(name: str, loop: str) -> None:
     said, meant = (trace_of(code, loop=loop) for code in SAME[name])
     assert [block.nbytes for block in said.blocks] == [block.nbytes for block in meant.blocks]

@@ -268,7 +268,7 @@ def test_whole_modules_that_train_beside_adapters_are_cast_with_the_model(copied
 )
 def test_reasons_at_the_peak_name_the_dtype_of_the_bytes(recipe: str, dtypes: dict[str, str]) -> None:
     """The trace of 32 layers is made from few layers."""
-    layers = 32 if "bf16" in recipe else 2
+    layers = 32 if "every_layer" in recipe else 2
     reasons = {line.kind: line.reason for line in predict(small_job("llama", layers), recipe).anatomy.kinds}
     for kind, dtype in dtypes.items():
         assert f"in {dtype}" in reasons[kind]

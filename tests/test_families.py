@@ -6,6 +6,7 @@ choose.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -76,6 +77,7 @@ def padded(family: Family) -> Job:
     return small(family, padding=0.0 if family.name == "vit" else 0.3)
 
 
+@functools.cache
 def trace_of(job: Job, recipe: str, policy: Policy = H200, loop: str = "plain") -> Trace:
     chosen = Recipe.parse(recipe)
     chosen.check(job)

@@ -58,8 +58,10 @@ def test_the_largest_batch_fits_and_the_next_does_not(text: str, monkeypatch: py
 
 
 def test_the_largest_batch_leaves_the_headroom_of_a_plan() -> None:
-    size, prediction = largest(JOB, "plain", gpu="p100-pcie")
-    further = predict(replace(JOB, batch_size=size + 1), "plain", gpu="p100-pcie")
+    wide = {**SMALL.config, "hidden_size": 2048, "intermediate_size": 8192}  # few samples fill the GPU
+    job = replace(JOB, model=Model.from_config(wide, name="wide"), sequence_length=96)
+    size, prediction = largest(job, "plain", gpu="p100-pcie")
+    further = predict(replace(job, batch_size=size + 1), "plain", gpu="p100-pcie")
     assert prediction.headroom_bytes > 0
     assert prediction.fits
     assert not prediction.tight

@@ -437,6 +437,7 @@ def test_truth_is_read_from_results() -> None:
 # ---- planted faults ------------------------------------------------------------------------------------
 
 
+@pytest.mark.stored_rehearsals  # the law itself rehearses
 def test_a_wrong_prediction_is_noticed() -> None:
     """The law must fail with planted faults: figures beyond the band, and another recipe's run."""
     truth = next(iter(plain_loops()))

@@ -88,7 +88,6 @@ def test_two_stacks_of_layers_of_different_depth_are_refused() -> None:
 # ---- steps and micro-batches ---------------------------------------------------------------------------
 
 PIECES = [
-    ("bert", "micro_batches(4)", {}),
     ("bert", "micro_batches(4) + fp16 + every_layer", {"clip": 1.0, "padding": 0.3}),
     ("gpt2", "micro_batches(4) + adafactor + lora", {}),
     ("llama", "micro_batches(8) + bf16 + adafactor_torch", {"decay_groups": True}),
@@ -155,7 +154,7 @@ def test_a_step_that_is_not_steady_is_rehearsed_whole(
 ) -> None:
     """The optimizer stores one more value in every step, so the third step differs from the second."""
     setup = replace(setup_of(recipe), optimizer=OptimizerWish(factory=Call(path=f"{__name__}:hoarder")))
-    job = small_job("bert", 2)
+    job = small_job("bert", 1)
     found = rehearse(job, setup, CUDA, steady=steady)
     same(found, whole(job, setup)[0])
     hoarded = [block for block in found.blocks if block.phase == "update" and block.nbytes == 12_345 * 4]

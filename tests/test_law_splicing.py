@@ -179,9 +179,9 @@ def test_one_rehearsal_of_the_passes_serves_every_optimizer_and_number_of_pieces
     job = small_job("llama", 2, batch_size=24)
     parts = {n: rehearse_passes(small_job("llama", 2, batch_size=4 * n), setup, CUDA)
              for n, setup in ((1, setup_of("bf16")), (2, setup_of("bf16 + micro_batches(2)")))}  # fmt: skip
-    for optimizer in ("adamw_fused", "adafactor"):
+    for optimizer, numbers in (("adamw_fused", (1, 6)), ("adafactor", (2,))):
         update = rehearse_update(job, setup_of(optimizer), CUDA, parts[1].gradients)
-        for pieces in (1, 2, 6):
+        for pieces in numbers:
             setup = setup_of(f"bf16 + {optimizer}" + (f" + micro_batches({pieces})" if pieces > 1 else ""))
             same(
                 spliced(parts[min(pieces, 2)], update, pieces),
@@ -202,7 +202,7 @@ def test_bert_large_is_spliced(recipe: str) -> None:
 
 
 def test_parts_that_do_not_meet_are_refused() -> None:
-    job, plain, lora = small_job("bert", 2), setup_of("plain"), setup_of("lora")
+    job, plain, lora = small_job("bert", 1), setup_of("plain"), setup_of("lora")
     passes = rehearse_passes(job, plain, CUDA)
     other = rehearse_update(job, lora, CUDA, rehearse_passes(job, lora, CUDA).gradients)
     update = rehearse_update(job, plain, CUDA, passes.gradients)

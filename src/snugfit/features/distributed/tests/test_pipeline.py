@@ -270,6 +270,7 @@ def test_a_word_of_other_libraries_is_understood() -> None:
 # ---- the cost of a step ----------------------------------------------------------------------------------
 
 
+@pytest.mark.stored_rehearsals
 def test_ranks_differ_and_the_one_that_needs_the_most_is_shown() -> None:
     predicted = predict(JOB, "pipeline(4) + micro_batches(4)", gpu="h200", gpus=4)
     assert [(one.rank, one.stage, one.layers) for one in predicted.ranks] == [(0, 0, 1), (1, 1, 1), (3, 3, 1)]
@@ -374,15 +375,16 @@ def test_torch_runs_the_passes_in_the_order_that_is_simulated(
         monkeypatch.setattr(stage, method, logged(kind, getattr(stage, method)))
     setup = on_gpus(Recipe.parse(f"pipeline(4, schedule={name}) + micro_batches(8)").setup(), 4)
     assert setup.parallel is not None
-    steps = 2 if name == "1f1b" else 1
+    job, steps = (JOB, 2) if name == "1f1b" else (DEEP, 1)
     for rank in (0, 1, 3):  # the third is like the second
         ran.clear()
-        trace = rehearse(DEEP, setup, CpuPolicy(), steps=steps, rank=rank)
+        trace = rehearse(job, setup, CpuPolicy(), steps=steps, rank=rank)
         order = orders_of(setup.parallel, 8)[rank]
         assert ran == steps * list(order), rank
         assert len(trace.passes) == 1 + len(order), "the loop marks its beginning"
 
 
+@pytest.mark.stored_rehearsals
 def test_a_step_is_as_long_as_its_stages_take() -> None:
     few, many = (predict(JOB, f"pipeline(2) + micro_batches({n})", gpu="h200", gpus=2).timing for n in (2, 4))
     assert few is not None
@@ -392,6 +394,7 @@ def test_a_step_is_as_long_as_its_stages_take() -> None:
     assert few.communication_seconds > 0
 
 
+@pytest.mark.stored_rehearsals
 def test_all_seconds_are_those_of_the_calibration_of_so_many_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

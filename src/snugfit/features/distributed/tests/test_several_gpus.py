@@ -26,7 +26,7 @@ from snugfit.prediction.rates import packaged_rates
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, Kernel, Trace
-from snugfit.results.footprint import Kind
+from snugfit.results.footprint import Footprint, Kind
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
@@ -42,6 +42,11 @@ JOB = replace(small_job("llama", 2), batch_size=8, clip=1.0)
 def trace_of(recipe: str, gpus: int, rank: int = 0) -> Trace:
     setup = on_gpus(Recipe.parse(recipe).setup(), gpus)
     return rehearse(job_of_rank(JOB, setup), setup, CudaPolicy(), rank=rank)
+
+
+@functools.cache
+def footprint_of(recipe: str, gpus: int = 1) -> Footprint:
+    return predict(JOB, recipe, gpu="h200", gpus=gpus).footprint
 
 
 def exchanges(trace: Trace, operator: str) -> list[Kernel]:
@@ -127,7 +132,7 @@ def test_ranks_of_a_mesh_know_their_part_of_the_batch() -> None:
 
 
 def test_each_rank_holds_its_part_of_weights_and_states() -> None:
-    of_two, of_four = (predict(JOB, "adamw_fused + fsdp", gpu="h200", gpus=n).footprint.kinds for n in (2, 4))
+    of_two, of_four = (footprint_of("fsdp", gpus).kinds for gpus in (2, 4))
     for kind in (Kind.WEIGHTS, Kind.OPTIMIZER_STATES):
         assert of_four[kind] / of_two[kind] == pytest.approx(0.5, abs=0.05)
     assert Kind.GATHERED in of_four
@@ -135,9 +140,8 @@ def test_each_rank_holds_its_part_of_weights_and_states() -> None:
 
 def test_a_rank_of_a_group_takes_what_one_of_so_many_takes() -> None:
     """Two groups of two hold the tensors of one group of two, and also sum their gradients."""
-    job_of_four = replace(JOB, batch_size=8)
     job_of_two = replace(JOB, batch_size=4)
-    grouped = predict(job_of_four, "fp32 + hsdp(2)", gpu="h200", gpus=4).footprint
+    grouped = footprint_of("fp32 + hsdp(2)", 4)
     single = predict(job_of_two, "fp32 + fsdp", gpu="h200", gpus=2).footprint
     assert grouped.requested_bytes == single.requested_bytes
     assert grouped.reserved_bytes == single.reserved_bytes
@@ -205,7 +209,7 @@ def test_a_prediction_says_how_many_gpus_and_what_nccl_keeps() -> None:
     assert made.timing is not None
     assert made.timing.samples_per_second == pytest.approx(JOB.batch_size / made.timing.step_seconds)
     assert made.timing.communication_seconds > made.timing.exposed_communication_seconds >= 0
-    assert predict(JOB, "fp32", gpu="h200").footprint.communication_bytes == 0
+    assert footprint_of("fp32").communication_bytes == 0
 
 
 def test_the_command_takes_gpus(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
@@ -224,11 +228,11 @@ def test_the_command_takes_gpus(capsys: pytest.CaptureFixture[str], tmp_path: ob
 
 def test_each_rank_of_a_group_holds_its_part_of_each_matrix() -> None:
     """The ranks of a group share the same samples. Several groups split a batch among them."""
-    alone = predict(JOB, "fp32", gpu="h200").footprint.kinds
-    cut = predict(JOB, "tensor(2)", gpu="h200", gpus=2).footprint.kinds
+    alone = footprint_of("fp32").kinds
+    cut = footprint_of("tensor(2)", 2).kinds
     for kind in (Kind.WEIGHTS, Kind.OPTIMIZER_STATES):
         assert cut[kind] / alone[kind] == pytest.approx(0.5, abs=0.05)
-    both = predict(JOB, "fsdp + tensor(2)", gpu="h200", gpus=4).footprint.kinds
+    both = footprint_of("fsdp + tensor(2)", 4).kinds
     assert both[Kind.WEIGHTS] / alone[Kind.WEIGHTS] == pytest.approx(0.25, abs=0.05)
 
 

@@ -7,6 +7,7 @@ a GPU are measured there (`src/snugfit/features/engine/tests/captured_on_gpu.py`
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import weakref
@@ -228,6 +229,7 @@ def test_classes_are_no_tokens() -> None:
 # ---- rehearsed -------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def rehearsed(recipe: str, family: str = "bert", clip: float | None = 1.0, **changes: Any) -> Trace:
     job = replace(small_job(family, 2, batch_size=4), clip=clip, **changes)
     return rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())

@@ -60,7 +60,7 @@ def sizes(trace: Trace) -> list[int]:
     ],
 )
 def test_every_event_and_kernel_is_equal(family: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, trace = whole_and_synthesized(generating_job(family, new_tokens=60, cache=cache), monkeypatch)
+    whole, trace = whole_and_synthesized(generating_job(family, new_tokens=40, cache=cache), monkeypatch)
     assert sizes(trace) == sizes(whole)
     assert [one.kind for one in trace.blocks] == [one.kind for one in whole.blocks]
     assert trace.kernels == whole.kernels
@@ -89,7 +89,7 @@ def test_peaks_and_kernels_are_equal(
 def test_bends_need_further_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = counted_windows(monkeypatch)
     for family in ("llama", "mistral"):
-        rehearsed(generating_job(family, new_tokens=60))
+        rehearsed(generating_job(family, new_tokens=40))
     assert counts[0] == 3 < counts[1]
 
 
