@@ -125,7 +125,7 @@ def test_a_step_that_does_not_fit_is_16_lines_of_80_columns() -> None:
 
 def test_a_model_that_each_gpu_builds_first_is_named() -> None:
     whole_model = line("", "empty", "temporaries", phase="build")
-    assert item_name(whole_model, "AdamW", trains=True) == "whole model, before each GPU keeps its part"
+    assert item_name(whole_model, "AdamW", trains=True) == "whole model while it is built"
 
 
 def test_the_first_line_has_its_conditions() -> None:

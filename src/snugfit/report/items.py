@@ -106,7 +106,7 @@ def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
     """Return the name of tensors of the forward or backward pass, or of the optimizer's step."""
     path, part = line.module, part_of(line.module)
     if line.phase == "build":
-        return "whole model, before each GPU keeps its part"
+        return "whole model while it is built"
     if line.phase in ("clip", "update"):
         return "temporaries of the optimizer"
     if _LOSSES.search(line.operator) or _HEADS.search(path) or _WHOLE_MODEL.fullmatch(path):
