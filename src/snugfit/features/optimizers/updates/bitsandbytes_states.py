@@ -87,8 +87,8 @@ def doubt_about_pages(optimizer: Any) -> str:
     # Without their number, which would differ between the few layers that are simulated for a deep model.
     return (
         "Optimizer states are in managed memory, which torch does not count. They stay on the GPU while "
-        "there is room and go to the host when there is none, so whether the step fits is answered without "
-        "them; the seconds that moving them takes are not predicted."
+        "there is room, and otherwise go to the host. So the verdict leaves them out. The seconds of moving "
+        "them are not predicted."
     )
 
 
