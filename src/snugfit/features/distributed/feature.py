@@ -34,7 +34,7 @@ class Distributed(Feature):
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"plan.search": ("plan_several_gpus",)}
 
     def reports(self) -> Mapping[type, Callable[[Any], Any]]:
-        """Return the function that renders the report of a plan for several GPUs, by the plan's class."""
+        """Return the function that prints a plan for several GPUs, by the plan's class."""
         from snugfit.features.distributed.plan.plan import SeveralGpusPlan
         from snugfit.features.distributed.plan.report import render
 
@@ -117,7 +117,9 @@ class Distributed(Feature):
         return PARALLEL.of(setup) is None and SHARDING.of(setup) is None
 
     def exchanges(self) -> Any:
-        """Return the object that predicts the exchanges between processes (`Exchanges`)."""
+        """Return the object that predicts bytes and seconds of NCCL collectives and pipeline stages
+        (`Exchanges`).
+        """
         from snugfit.features.distributed.price.exchanges import DistributedExchanges
 
         return DistributedExchanges()

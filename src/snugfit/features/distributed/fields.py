@@ -40,7 +40,7 @@ class ShardingWish(SeveralProcesses):
     """Number of processes that train together, one for each GPU, each on its part of the global batch."""
 
     def on(self, gpus: int) -> ShardingWish:
-        """Return the engine's settings with this number of GPUs: the engine trains on one as on several."""
+        """Return DeepSpeed's settings for this number of GPUs, which are the same for any number."""
         return replace(self, ranks=gpus)
 
 
@@ -111,12 +111,12 @@ class ParallelWish(SeveralProcesses):
 
     @property
     def matrix_parts(self) -> int:
-        """Return the number of ranks that the matrices of each layer are cut over."""
+        """Return the number of ranks over which each layer's matrices are sharded (tensor parallelism)."""
         return self.tensor
 
     @property
     def all_stages(self) -> int:
-        """Return the number of stages that the layers are cut into."""
+        """Return the number of pipeline stages that the model's layers are divided into."""
         return self.stages * self.chunks
 
     @property
@@ -136,9 +136,9 @@ class ParallelWish(SeveralProcesses):
         return rank // (self.context * self.tensor) % self.data_ranks
 
     def counts(self, rank: int) -> float:
-        """Return the weight of this rank's loss in the sum over all ranks. Among ranks with pieces of the
-        same sequences, each counts a part. Among other ranks with the same samples, one of the last stage
-        counts fully.
+        """Return the weight of this rank's loss in the sum of all ranks' losses, from 0 to 1. Ranks with
+        pieces of the same sequences each count a part. Among other ranks with the same samples, one of the
+        last stage counts fully.
         """
         # Only the last stage has a loss. Each piece's loss is scaled as if it were the whole sequence's.
         is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1

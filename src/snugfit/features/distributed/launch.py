@@ -167,9 +167,8 @@ def _can_start_again(failures: Mapping[int, Any]) -> bool:
 
 
 def _order(failure: Any) -> int:
-    """Return a sort key of a process's end: 0 if it is the likely cause, more for its consequences.
-
-    torch ends the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
+    """Return a sort key of a failed process: 0 if it is the likely cause, more for consequences. torch ends
+    the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
     """
     if _error_of(failure) is not None:
         return 0
@@ -187,7 +186,7 @@ def _error_of(failure: Any) -> str | None:
 
 
 def _more_of(failure: Any) -> Mapping[str, Any]:
-    """Return the further entries of a process's error file."""
+    """Return further details of the failure from the process's error file, such as its traceback."""
     message = failure.error_file_data.get("message")
     more = message.get("extraInfo") if isinstance(message, Mapping) else None
     return more if isinstance(more, Mapping) else {}

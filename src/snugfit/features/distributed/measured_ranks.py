@@ -106,7 +106,7 @@ MARKS = ("nccl:", "ProfilerStep")
 
 
 class KernelSpan(NamedTuple):
-    """Beginning and end of a kernel, copy or fill on the device."""
+    """Start and end time of a kernel, copy or fill on the GPU, from torch's profiler."""
 
     name: str
     begin: float
@@ -114,7 +114,7 @@ class KernelSpan(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """Measured exchanges of ranks in one step, in seconds of the device."""
+    """Seconds of one step in which NCCL kernels ran on this GPU, and in which they ran alone."""
 
     seconds: float
     exposed_seconds: float

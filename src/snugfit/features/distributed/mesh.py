@@ -28,8 +28,8 @@ EXAMPLE = "Write for example 'fsdp=4, tensor=2'."
 
 
 def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
-    """Return the recipe with the techniques of a mesh, and its number of GPUs. Raises `UsageError` for a text
-    that is no mesh or contradicts the recipe.
+    """Return the recipe with the techniques of a text such as `fsdp=4, tensor=2`, and its number of GPUs.
+    Raises `UsageError` for a text that names no mesh or contradicts the recipe.
     """
     counts = _read(text)
     copies = counts.pop(REPLICATE, 1)
@@ -51,7 +51,7 @@ def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
 
 
 def _read(text: str) -> dict[str, int]:
-    """Return the number of GPUs along each axis that the text names."""
+    """Return the number of GPUs along each mesh axis of a text: `fsdp=4, tensor=2` gives 4 and 2."""
     counts: dict[str, int] = {}
     for part in text.split(","):
         word, equals, number = (piece.strip() for piece in part.partition("="))
@@ -78,7 +78,9 @@ def _kind(word: str, text: str) -> type[Technique]:
 
 
 def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, text: str) -> Technique:
-    """Return the technique of one axis for `count` GPUs, with the recipe's settings for it."""
+    """Return the technique of one mesh axis for `count` GPUs, with the settings that the recipe has for
+    it.
+    """
     before = recipe[kind.slot]
     if not before.plain and not isinstance(before, kind):
         raise UsageError(f"--mesh {text!r} and the recipe's {before} contradict each other. Leave one out.")
@@ -97,8 +99,7 @@ def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, tex
 
 
 def _in_copies(sharing: Technique, data: list[int], copies: int, text: str) -> Technique:
-    """Return a technique that keeps `copies` sharded copies of the weights, in place of one that keeps
-    one."""
+    """Return hybrid sharding with `copies` sharded copies of the weights, in place of `fsdp` with one."""
     spread = next(
         kind
         for kind in roster.techniques()

@@ -14,14 +14,14 @@ def launch(processes: int, command_line: Sequence[str]) -> int:
 
 
 def restarts() -> Any:
-    """Return the module that restarts all processes with a recipe of less memory."""
+    """Return the module that restarts all processes with a recipe of less memory after one ran out of it."""
     from snugfit.features.distributed import start_again
 
     return start_again
 
 
 def watch(ranks: Any, journal: Any, every: int) -> Any:
-    """Return the monitor that reports a process which all others wait for."""
+    """Return the monitor that warns of a process on which all others wait (`stragglers.py`)."""
     from snugfit.features.distributed.stragglers import Stragglers
 
     return Stragglers(ranks, journal, every=every)

@@ -72,7 +72,7 @@ class MemoryRecord:
 
     @property
     def exhausted(self) -> Exhausted:
-        """The process's step that ran out of memory, as `Exhausted`."""
+        """The failed step of this process, as `Exhausted`: its recipe, phase and error."""
         return Exhausted(cause=self.cause, phase=self.phase, message=self.message)
 
     @property

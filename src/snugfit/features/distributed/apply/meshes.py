@@ -1,4 +1,4 @@
-"""Weights and gradients that are parts of others (`DTensor`), some over other ranks than the rest, or whole.
+"""Norms and lists of tensors that mix whole tensors with shards (`DTensor`) over different device meshes.
 
 Under tensor parallelism matrices are sharded over some ranks, and norms are whole in each. With FSDP2
 matrices are sharded along two axes of the mesh and norms along one. torch's operators on lists of tensors
@@ -27,7 +27,7 @@ def split(tensors: Iterable[torch.Tensor], key: Callable[[Any], Any]) -> list[li
 
 
 def mesh(tensor: Any) -> Any:
-    """Return the mesh of ranks that a tensor is sharded over; None for a whole one."""
+    """Return the device mesh that a `DTensor` is sharded over; None for an ordinary tensor."""
     return getattr(tensor, "device_mesh", None)
 
 
@@ -39,12 +39,12 @@ class MeshParts(TensorParts):
         return mesh(tensor) is not None
 
     def own(self, tensor: Any) -> torch.Tensor:
-        """Return this process's shard of the tensor."""
+        """Return this process's local shard of a `DTensor`, or an ordinary tensor itself."""
         shard: torch.Tensor = tensor.to_local() if self.is_part(tensor) else tensor
         return shard
 
     def whole(self, tensor: Any) -> torch.Tensor:
-        """Return the whole tensor, gathered from all ranks."""
+        """Return the full tensor of a `DTensor`, gathered from all ranks, or an ordinary tensor itself."""
         gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return gathered
 

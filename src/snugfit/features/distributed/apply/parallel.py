@@ -1,4 +1,4 @@
-"""The wish for several processes that train one model together: torch's own DDP and FSDP2.
+"""Handler of the field `parallel`: several processes train one model by torch's own DDP and FSDP2.
 
 Each process (a rank) builds the model whole, on its own GPU. Then it drops the other ranks' parts, or
 exchanges its gradients. torch's default process group, which the launcher has made, lists the processes.
@@ -87,8 +87,9 @@ class ParallelHandler(Handler):
         return keep_stage(value, model) if value.stages > 1 else model
 
     def built_on(self, value: ParallelWish, job: Job) -> str:
-        """Return the device on which the model is built. With `stays`, each process copies its part of a
-        layer's weights from the host."""
+        """Return the device on which the model is built. With `stays` (build on the host), each process
+        copies only its shards from the host to its GPU.
+        """
         builds_there = job.build_on == "host" and value.tensor == value.stages == 1
         if value.weights == "sharded" and (value.on_host or builds_there):
             return STAYS
@@ -129,7 +130,7 @@ class ParallelHandler(Handler):
         )
 
     def distribute(self, value: ParallelWish, model: Any) -> Any:
-        """Return the model in DDP, or with its weights sharded over the processes."""
+        """Wrap the model in DDP, or shard its weights over the processes by FSDP2, and return it."""
         # Copies alone need no mesh.
         if value.copies and value.ranks_of_one_part == 1:
             return in_ddp(value, model)
@@ -158,8 +159,9 @@ class ParallelHandler(Handler):
     def around_pass(
         self, value: ParallelWish, model: Any, batch: dict[str, Any], *, is_last: bool
     ) -> Context | None:
-        """Return a context of one micro-batch: gradients are exchanged after the last only, and sequences are
-        cut."""
+        """Return a context for the passes of one micro-batch. In it, gradients are averaged over GPUs only
+        after the last micro-batch, and sequences are split for context parallelism.
+        """
         contexts: list[Context] = []
         if value.weights == "sharded" or (value.copies and value.tensor > 1):
             contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
@@ -173,7 +175,9 @@ class ParallelHandler(Handler):
         return functools.partial(all_of, contexts) if contexts else None
 
     def around_evaluation(self, value: ParallelWish, model: Any, batch: dict[str, Any]) -> Context | None:
-        """Return a context in which sequences are cut over ranks; None if they are not."""
+        """Return a context in which evaluation splits sequences over ranks (context parallelism); None if
+        they are not split.
+        """
         if value.context == 1:
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
@@ -215,7 +219,9 @@ class ParallelHandler(Handler):
         return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish, model: Any, step: int) -> None:
-        """Release the memory of DDP's first buckets in NCCL, once."""
+        """Release the GPU memory of DDP's first gradient buckets, which NCCL still references, once after the
+        first update.
+        """
         if value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
@@ -231,12 +237,16 @@ class ParallelHandler(Handler):
                     module.reshard()
 
     def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return the values with which an exported script's template distributes the model."""
+        """Return values for the template of an exported training script: the code that wraps the model in DDP
+        or FSDP2.
+        """
         return {} if value is None else parallel_fields(value, context)
 
 
 def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
-    """Distribute each of several stages of the model by itself, as torch's pipelining requires."""
+    """Wrap each of this process's pipeline stages in DDP or FSDP2 separately, as torch's pipelining
+    requires.
+    """
     parts = parts_of(wish, model)
     for number, part in parts.items():
         if wish.weights == "sharded":
@@ -336,7 +346,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
 
 
 def give_back_whole_weights(device: str) -> None:
-    """Empty the allocator's cache on devices of this kind, once each process has its part of the weights.
+    """Empty the allocator's cache on a device of this type, once each process has its shards of the weights.
 
     Otherwise the memory of whole layers stays in pieces of their sizes, and later requests fill them only in
     part. More would be reserved than by loops that never have whole weights (torchtitan's,
@@ -373,8 +383,8 @@ def _imports(wish: ParallelWish) -> tuple[str, ...]:
 
 
 def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any]:
-    """Return the values with which an exported script's template distributes the model. Raises `RecipeError`
-    for a setting that the script does not support.
+    """Return values for the template of an exported training script: the code that wraps the model in DDP or
+    FSDP2. Raises `RecipeError` for a setting that the script does not support.
     """
     cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
     if cuts_more:
@@ -410,7 +420,9 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
 
 
 def _why_not(wish: ParallelWish, target: str) -> str:
-    """Return the reason why no script is exported for this target; empty if one is."""
+    """Return the reason why no training script can be exported for this training loop and these GPUs; empty
+    if one can.
+    """
     if target == "torch":
         return ""
     if target == "deepspeed":

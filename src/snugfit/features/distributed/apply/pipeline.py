@@ -91,7 +91,9 @@ class StagePasses:
         return total
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a batch that this process's pipeline stages need."""
+        """Return the tensors of a batch that this process's pipeline stages need: token ids in the first
+        stage, labels in the last.
+        """
         named = (*EACH, *(["input_ids"] if self.is_first else []), *(["labels"] if self.is_last else []))
         return {name: value for name, value in batch.items() if name in named}
 
@@ -151,7 +153,9 @@ class StagePasses:
         return square.sqrt()
 
     def in_turn(self) -> StagesInTurn:
-        """Return a model for evaluation, whose stages run one after the other."""
+        """Return a model for evaluation that runs the pipeline stages one after the other, without a
+        schedule.
+        """
         return StagesInTurn(self)
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -174,7 +178,7 @@ class StagePasses:
         return loss
 
     def _receive(self, ids: torch.Tensor, stage: int) -> torch.Tensor:
-        """Receive the previous stage's hidden states of these token ids."""
+        """Receive the hidden states that the previous pipeline stage computed for these token ids."""
         import torch
         import torch.distributed as dist
 
@@ -184,7 +188,9 @@ class StagePasses:
         return given
 
     def _rank_of(self, stage: int) -> int:
-        """Return the rank of the process that has a stage of this copy of the model."""
+        """Return the rank of the process that runs a pipeline stage, among the processes of this copy of the
+        model.
+        """
         import torch.distributed as dist
 
         return dist.get_process_group_ranks(self.group)[stage % self._wish.stages]
@@ -200,7 +206,7 @@ class StagePasses:
         return dtype
 
     def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
-        """Return the losses of the last `steps` steps in all stages, sent by the last stage."""
+        """Send the losses of the last `steps` steps from the last pipeline stage to all, and return them."""
         import torch
         import torch.distributed as dist
 
@@ -213,7 +219,9 @@ class StagePasses:
         return [float(value) for value in values]
 
     def _make(self, shape: tuple[int, int], micro_batches: int) -> None:
-        """Create torch's schedule for batches of this shape (B, S) in so many micro-batches."""
+        """Create torch's pipeline schedule for batches of this shape (B, S), split into a number of
+        micro-batches.
+        """
         import torch
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
         from torch.utils._python_dispatch import _disable_current_modes
@@ -292,8 +300,8 @@ def _stage_class() -> type[PipelineStage]:
     from torch.distributed.pipelining import PipelineStage
 
     class ObservedStage(PipelineStage):
-        """torch's stage, which also notifies an observer of its phases and computes in the Setup's
-        context.
+        """Subclass of torch's `PipelineStage` that notifies an observer of forward and backward phases, and
+        runs under the Setup's autocast.
         """
 
         observer: Any

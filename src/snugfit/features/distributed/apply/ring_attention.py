@@ -99,7 +99,7 @@ def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _refuse(ranks: int, batch: dict[str, Any]) -> None:
-    """Raise `RecipeError` for a batch that cannot be cut."""
+    """Raise `RecipeError` for a batch whose sequences cannot be split over the ranks."""
     if (mask := batch.get("attention_mask")) is not None and not bool(mask.all()):
         raise RecipeError(
             f"Sequences are cut over {ranks} GPUs, and a batch has padding, which ring attention does "
@@ -124,7 +124,7 @@ class _Passes:
         self.calls = 0
 
     def check(self, model: Any) -> None:
-        """Raise `RecipeError` if some layers of the model use another attention too."""
+        """Raise `RecipeError` if some attention layers of the model did not call ring attention."""
         layers = getattr(getattr(model, "config", None), "num_hidden_layers", 1)
         if self.calls < layers:
             raise RecipeError(
@@ -210,8 +210,8 @@ def _backward_on_cpu(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _local(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the mesh, the placement of tensors on it, and an operator's arguments by name, with this rank's
-    part of tensors.
+    """Return the device mesh, the placement of tensors on it, and an operator's arguments by name with local
+    shards as tensors.
     """
     from torch.distributed.tensor import DTensor
 

@@ -130,8 +130,9 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
 
 
 def parts_of(wish: ParallelWish, model: Any) -> dict[int, Any]:
-    """Return the parts of the model by stage number, for a process with several stages. A wrapped stage is
-    returned as its wrapper."""
+    """Return the model's pipeline stages in this process by stage number, if it has several. A stage in DDP
+    or FSDP2 is returned as its wrapper.
+    """
     import torch.distributed as dist
 
     if model not in _PARTS_OF:
@@ -144,7 +145,7 @@ _PARTS_OF: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
 
 def _part_of(wish: ParallelWish, model: Any, stage: int) -> Any:
-    """Return one stage of a model with several: a shallow copy that shares its modules."""
+    """Return one pipeline stage of a model as a shallow copy, which shares the model's modules."""
     from torch import nn
 
     whole = _decoder_of(model)

@@ -37,8 +37,9 @@ HEADS = 2
 
 
 def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) -> None:
-    """Replace each planned matrix of the model by this rank's part; with `experts`, keep only some experts,
-    whole. `mesh` has the ranks that share one copy of the model."""
+    """Replace each matrix of the tensor-parallel plan by this rank's shard. With `experts`, keep only this
+    rank's experts, whole. `mesh` has the ranks that share one copy of the model.
+    """
     from torch.distributed.tensor.parallel import parallelize_module
 
     tied = _tied(model)
@@ -52,7 +53,9 @@ def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) 
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, str]:
-    """Return how each module is cut, by name and in the words of transformers' plan, without experts."""
+    """Return the tensor-parallel split of each module by its name ("colwise", "rowwise", ... of transformers'
+    plan), without experts.
+    """
     rules: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     of_experts: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
     names = {name: module for name, module in model.named_modules() if name and not is_elsewhere(module)}
@@ -95,7 +98,9 @@ def _spread_as_before(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[st
 
 
 def _expand(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return the plan with each pattern replaced by the module names that match it."""
+    """Return the tensor-parallel plan with each name pattern replaced by the names of the modules that match
+    it.
+    """
     return {
         name: word
         for rule, word in rules.items()
@@ -105,7 +110,9 @@ def _expand(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 
 
 def _style(word: str) -> ParallelStyle | None:
-    """Return torch's style for a word of transformers' plan; None if nothing is cut."""
+    """Return torch's `ParallelStyle` for a word of transformers' plan ("colwise"); None if the module is not
+    split.
+    """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 

@@ -77,9 +77,8 @@ def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> d
 
 
 def _layers_of(names: Sequence[str]) -> list[float]:
-    """Return the layer number of each named weight of a stage, given the names in order.
-
-    Weights before or after the layers get minus or plus infinity.
+    """Return the layer number of each named weight of a pipeline stage. Weights before or after the layers
+    get minus or plus infinity.
     """
     layers: list[float] = []
     for name in names:
@@ -121,8 +120,9 @@ def tensors_of_all_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict
 def own_part(
     saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the names and the state of the weights in `names`, from an optimizer's state of all
-    `optimized`."""
+    """Return the names and the optimizer state of the weights in `names`, taken from the state of all weights
+    in `optimized`.
+    """
     wanted_names = set(names)
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}

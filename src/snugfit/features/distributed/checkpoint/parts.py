@@ -1,4 +1,6 @@
-"""Implementation of `StateParts`: saving and loading of the state that one of several processes has."""
+"""Checkpoint code for training in several processes: saving and loading of the shards that each process
+has.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class SpreadState(StateParts):
-    """Checkpoint operations of one of several processes: parts of weights, layers or optimizer states, saved
-    in shards.
+    """Saves and loads checkpoints in one of several processes: shards of weights, layers or optimizer
+    states.
     """
 
     is_spread = staticmethod(shards.is_sharded)
@@ -35,7 +37,7 @@ class SpreadState(StateParts):
     def own_states(
         self, model: torch.nn.Module, saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
     ) -> tuple[Sequence[str], Mapping[str, Any]]:
-        """Return the names and the optimizer states of this stage's weights."""
+        """Return the names of the weights of this process's pipeline stages, and their optimizer states."""
         return own_part(saved, optimized, names) if is_stage(model) else (optimized, saved)
 
     def tensor_bytes(self, state: Any) -> list[int] | None:
@@ -51,13 +53,17 @@ class SpreadState(StateParts):
         load_model_state(model, folder)
 
     def of_trainer(self, trainer: Any) -> Any:
-        """Return the checkpoint operations for a Trainer with DDP, or with FSDP2 where it is configured."""
+        """Return the code that saves and loads a Trainer's checkpoints: for DDP, or for FSDP2 if the Trainer
+        uses it.
+        """
         from snugfit.features.distributed.trainer.sharded import DdpTrainer, ShardedTrainer
 
         return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)
 
     def restore(self, state: Any, folder: Path) -> None:
-        """Load shards into the run's state, or keep this process's parts of whole states."""
+        """Load a checkpoint into the model and optimizer of this process, from shards or as its shards of
+        whole tensors.
+        """
         if shards.is_sharded(state):
             shards.keep_parts(state.optimizer)
         if is_of_engine(state.optimizer):

@@ -310,7 +310,9 @@ def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
-    """Return a copy of the tree without the values for which `is_kept` is false."""
+    """Return a copy of a nested dict of state without the values for which the function `is_kept` returns
+    False.
+    """
     if isinstance(tree, dict):
         return {key: _without(is_kept, value) for key, value in tree.items() if not is_kept(value)}
     return tree
@@ -324,7 +326,7 @@ def _is_of_owner(value: Any) -> bool:
 
 
 def _on_host(part: Any, staging: Staging) -> torch.Tensor:
-    """Return a copy on the host of a tensor, or of this process's part of a `DTensor`."""
+    """Return a copy on the host of a tensor, or of this process's local shard of a `DTensor`."""
     from torch.distributed.tensor import DTensor
 
     if not is_part(part):
@@ -443,7 +445,9 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return an empty tensor for each saved state, by name, after adding it to the optimizer's states."""
+    """Add an empty tensor for each saved optimizer state (AdamW's moments) to the optimizer, and return them
+    by name.
+    """
     import torch
 
     weights = dict(state.model.named_parameters())
@@ -463,9 +467,8 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
 
 
 def keep_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Replace whole optimizer states by this process's parts, on the device of their weights.
-
-    Nothing is exchanged, because each process has read the whole states.
+    """Replace whole optimizer states by this process's shards, on the device of their weights. Nothing is
+    exchanged, because each process has read the whole states.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -543,7 +546,7 @@ def put_parts(
     known: Mapping[str, Any],
     read: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
 ) -> None:
-    """Put optimizer states from shards into the engine's partitions.
+    """Copy optimizer states from a checkpoint's shards into the partitions of DeepSpeed's engine.
 
     `known` has the metadata of each state under `weight/state`. `read` returns some of the states, whole. The
     numbers of updates must be in the optimizer's `state` already.

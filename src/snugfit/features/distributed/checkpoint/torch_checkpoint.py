@@ -218,7 +218,9 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Context that raises one process's error in place of the errors of all; system errors come first."""
+    """Context that replaces torch's error of all processes by one process's error; system errors come
+    first.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
@@ -232,8 +234,9 @@ def _one_error() -> Iterator[None]:
 
 
 def _refusal_behind(fault: BaseException) -> OSError | None:
-    """Return the system error that is the cause of another error, or that error itself; None if there is
-    none."""
+    """Return the `OSError` in the chain of causes of an exception, such as a full disk; None if there is
+    none.
+    """
     behind: BaseException | None = fault
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__context__

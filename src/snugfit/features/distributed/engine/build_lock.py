@@ -47,7 +47,7 @@ MOUNT_POINT, AFTER_OPTIONAL_FIELDS = 4, " - "
 
 
 class Unseen(Exception):
-    """Error: a process or a file cannot be inspected."""
+    """Error: a process or file that may belong to a running build cannot be inspected."""
 
 
 def print_line(text: str) -> None:
@@ -120,7 +120,9 @@ def remove_if_dead(lock: Path) -> str | None:
 
 @contextlib.contextmanager
 def _only_one_removes(folder: Path) -> Iterator[None]:
-    """Context that holds this folder's own lock, so that one process at a time removes dead locks."""
+    """Context with a file lock on this folder, so that only one process at a time removes stale build
+    locks.
+    """
     # Several processes may find a lock dead at once; the second must not remove the first one's new lock.
     import fcntl  # which Windows lacks
 
@@ -133,7 +135,7 @@ def _only_one_removes(folder: Path) -> Iterator[None]:
 
 
 def _last_change(lock: Path) -> float:
-    """Return the time of the last change in the folder, in seconds since 1970."""
+    """Return the time of the last change of a file in the build folder, in seconds since 1970."""
     times = [lock.stat().st_mtime, lock.parent.stat().st_mtime]
     for entry in os.scandir(lock.parent):
         with contextlib.suppress(FileNotFoundError):

@@ -119,7 +119,9 @@ class EngineTrainerStep(TrainerStep):
 
 
 def tell_of_updates(engine: Any, observer: Observer) -> None:
-    """Notify the observer of the update's beginning, which the engine reaches within `backward`."""
+    """Notify the observer of the beginning of the optimizer update, which DeepSpeed's engine starts within
+    `backward`.
+    """
     step = engine.step
 
     def tell_and_step(*arguments: Any, **keywords: Any) -> Any:

@@ -105,12 +105,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         return list(getattr(self.engine.optimizer, flat))
 
     def _own_states(self) -> list[dict[str, Any]]:
-        """Return the states of each partition, after the first update."""
+        """Return the optimizer states of each of this process's partitions, which exist after the first
+        update.
+        """
         states = self._inner.state
         return [states[flat] for flat in self._flat_weights() if states.get(flat)]
 
     def state_names(self) -> list[str]:
-        """Return the names of states that are as large as their weight; empty before the first update."""
+        """Return the names of optimizer states with one element per weight element (`exp_avg`); empty before
+        the first update.
+        """
         states = self._own_states()
         return [name for name, value in states[0].items() if is_of_weights(value)] if states else []
 
@@ -162,9 +166,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _count_on_host(self, steps: int) -> None:
-        """Advance DeepSpeed's Adam for the host to `steps` updates by calls for one number. Its compiled part
-        keeps the powers of both betas by multiplying, in fp32. For any other start it uses `pow`, which
-        rounds differently."""
+        """Set the update count of DeepSpeed's CPU Adam to `steps`, by as many updates of a one-element
+        tensor. Its compiled part keeps the powers of both betas by multiplying, in fp32. For any other start
+        it uses `pow`, which rounds differently.
+        """
         number = [torch.zeros(1) for _ in range(4)]  # a weight, its gradient and moments
         group = self._inner.param_groups[0]
         for step in range(1, steps + 1):

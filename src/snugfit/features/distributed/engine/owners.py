@@ -16,8 +16,8 @@ def shape_of(weight: Any) -> tuple[int, ...]:
 
 
 def owners(model: torch.nn.Module, ranks: int) -> dict[str, int]:
-    """Return the rank of each weight's process, by name: the largest weight first, each to the process with
-    the least.
+    """Return for each weight name the rank that writes it into a checkpoint. The largest weights come first,
+    each to the rank with the fewest bytes so far.
     """
     sizes = {name: math.prod(shape_of(weight)) for name, weight in model.named_parameters()}
     given = [0] * ranks

@@ -1,4 +1,5 @@
-"""Combinations for a number of GPUs: the sharing of the work, recomputation, and the cuts of the batch.
+"""Candidate recipes for a number of GPUs: combinations of parallelism, recomputation and numbers of
+micro-batches.
 
 The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It
 takes the least time (`kind.py`).
@@ -36,7 +37,8 @@ MOST_AXES = 2
 
 
 def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[tuple[Technique, ...]]:
-    """Yield techniques for each slot of several GPUs, by which so many can share the job's batch.
+    """Yield combinations of parallelism techniques (`fsdp`, `tensor(2)`, ...) that can divide the job's batch
+    over `gpus` GPUs.
 
     They have `axes` axes in addition to the batch's, without fixed ones. If there are several hosts,
     groups over which copies of the weights are sharded are whole hosts.
@@ -54,7 +56,8 @@ def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[tuple[
 
 
 def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
-    """Return the techniques by slot that make groups of GPUs work on the same samples.
+    """Return tensor, context and pipeline parallelism with each of their group sizes, by slot: axes along
+    which GPUs share the same samples.
 
     A technique's planning objections are ignored, since they concern plans without its axis.
     """
@@ -82,14 +85,15 @@ def _choices(
 
 
 def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
-    """Return the same kinds of techniques without settings, for meshes that refuse those that plans
-    choose."""
+    """Return the same classes of techniques with default settings, for meshes that refuse the settings of
+    plans.
+    """
     kinds = dict.fromkeys(map(type, usual))
     return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]
 
 
 def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique]) -> bool:
-    """Return whether so many GPUs make whole groups that divide the batch evenly.
+    """Return True if this number of GPUs forms whole groups that divide the batch evenly.
 
     If experts are spread, all GPUs of a group must share them.
     """
@@ -107,10 +111,8 @@ def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique
 
 
 def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Shared]:
-    """Yield every way to share this job's work among so many GPUs, with `axes` axes in addition to the
-    batch's.
-
-    Each is combined with every recomputation, from the one that keeps most on.
+    """Yield every layout of this job's step over `gpus` GPUs: parallelism techniques with a recomputation
+    technique. Its mesh has `axes` axes in addition to the batch's. Layouts that recompute least come first.
     """
     usual = list(of_slot(job, Slot.SHARDING, fixed))
     # Meshes may refuse the settings that plans choose, and take the plain kinds instead.
@@ -132,7 +134,9 @@ def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Itera
 
 
 def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
-    """Yield the techniques for a slot: the fixed ones, or all settings that plans may choose."""
+    """Yield the candidate techniques for a slot (such as precision): the user's fixed ones, or all that a
+    plan may choose.
+    """
     if slot in fixed.slots:
         yield from fixed.slots[slot]
         return
@@ -142,14 +146,16 @@ def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
 
 
 def _is_possible(job: Job, shared: Shared, fixed: Kept) -> bool:
-    """Return whether it trains the job; with stages, for the largest number of micro-batches."""
+    """Return True if a parallelism layout can train the job. With pipeline stages, check it with the most
+    micro-batches.
+    """
     if shared.stages == 1:
         return is_valid(job, shared.recipe, shared.gpus)
     return any(is_valid(job, shared.cut(one), shared.gpus) for one in _pieces(job, shared, fixed)[-1:])
 
 
 def recomputings(job: Job, fixed: Kept) -> list[Technique]:
-    """Return plain and each technique with a single setting, those that keep more first."""
+    """Return the checkpointing techniques to try, from none to the one that recomputes most."""
     settings = [one for one in of_slot(job, Slot.CHECKPOINTING, fixed) if one.plain or _is_alone(one, job)]
 
     def sort_key(one: Technique) -> tuple[bool, bool]:
@@ -160,7 +166,9 @@ def recomputings(job: Job, fixed: Kept) -> list[Technique]:
 
 
 def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Technique]:
-    """Return the techniques for a slot of `DECIDED_ONCE`, at this fidelity."""
+    """Return the candidate techniques for precision, matrix products or optimizer that change the results no
+    more than `fidelity` allows.
+    """
     degrees = list(Fidelity)
     plain = roster.plain(slot)
     return [
@@ -172,7 +180,9 @@ def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Tech
 
 
 def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
-    """Return every way to cut a group's part of the batch, from the whole to single samples."""
+    """Return the possible numbers of micro-batches of a GPU group's part of the batch, from 1 to one sample
+    each.
+    """
     known: Mapping[Slot, tuple[Technique, ...]] = fixed.slots
     pieces = _pieces(job, shared, fixed)
     if Slot.BATCHING in known:
@@ -190,7 +200,7 @@ def _pieces(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
 
 
 def is_valid(job: Job, recipe: Recipe, gpus: int) -> bool:
-    """Return whether this recipe trains the job on so many GPUs."""
+    """Return True if this recipe can train the job on this number of GPUs."""
     try:
         part = job_of_rank(job, on_gpus(recipe.setup(), gpus))
     except SnugfitError:

@@ -119,8 +119,7 @@ def _about_the_run(plans: CardPlans, prices: Prices) -> Iterator[str]:
 
 
 def _what_more_bring(plans: CardPlans) -> Iterator[str]:
-    """Yield a sentence for each kind of GPU on the larger numbers that are not cheaper than its last
-    answer."""
+    """Yield a sentence for each GPU model whose larger numbers of GPUs do not make a step cheaper."""
     for kind in plans.fitting:
         one = kind.cheapest
         if one is None or one.gpus == plans.gpus[-1]:
@@ -138,8 +137,9 @@ _Show = Callable[[CardsOfKind, OnGpus, CardsCost], str]
 
 
 def _table(plans: CardPlans, prices: Prices) -> Grid:
-    """Return a table with a line for each answer, a kind and a number of GPUs, with the nearest misses
-    last."""
+    """Return a table of the fastest recipe for each GPU model and number of GPUs; those that nearly fit come
+    last.
+    """
     known = [
         (kind, one, cost_of_cards(kind, one, prices, plans.steps))
         for kind in plans.answers

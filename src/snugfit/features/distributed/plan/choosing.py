@@ -34,9 +34,9 @@ HOST_ALIKE = 0.05
 
 
 def best_first(answers: Sequence[OnGpus], limit: float = math.inf) -> list[OnGpus]:
-    """Return the answer, with the reason if it is not the fastest, followed by the rest, the fastest first.
-
-    The answer takes less than `limit` seconds a step, unless none does.
+    """Return the recipes with the plan's answer first, then the rest by predicted seconds. Also return the
+    reason if the answer is not the fastest. The answer takes less than `limit` seconds a step, unless none
+    does.
     """
     fastest, *slower = sorted(answers, key=lambda one: (one.step_seconds, _host_share(one), _length(one)))
     near = [one for one in slower if one.step_seconds < min(ALIKE * fastest.step_seconds, limit)]

@@ -22,7 +22,7 @@ COUNTS = "Write a number (8), several (2,4,8), or a range of powers of two (1..6
 
 
 def smaller_on_several(job: Job, recipe: Recipe, **asked: Any) -> Recipe | None:
-    """Return the recipe of `smaller.py` for a run whose memory ran out."""
+    """Return a recipe of less memory for a run on several GPUs that ran out of it (`smaller.py`)."""
     from snugfit.features.distributed.plan.smaller import smaller_on_several as search
 
     return search(job, recipe, **asked)
@@ -60,7 +60,7 @@ def print_plan(request: Request, asked: Mapping[str, Any], alone: Mapping[str, o
 
 
 def print_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Mapping[str, Any]) -> int:
-    """Print the numbers of cards of these kinds, and return the exit code of `snugfit gpus`."""
+    """Print how many GPUs of each model train the job, and return the exit code of `snugfit gpus`."""
     from snugfit.cli.request import steps_of
     from snugfit.features.distributed.plan import search
     from snugfit.features.distributed.plan.cards_report import render
@@ -90,7 +90,7 @@ def print_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Ma
 
 
 def _refuse_alone(request: Request, alone: Mapping[str, object], what: str) -> None:
-    """Raise `UsageError` for given options that only single GPUs take, or that no plan takes."""
+    """Raise `UsageError` for given options that a plan for several GPUs does not support."""
     if given_alone := [f"--{flag}" for flag, value in alone.items() if value]:
         raise UsageError(f"{what} does not take {', '.join(given_alone)}. Leave it out.")
     request.refuse_recipe_and_loop()

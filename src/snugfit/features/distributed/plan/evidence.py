@@ -52,7 +52,9 @@ PACE = 0.97
 
 
 class CutStep(NamedTuple):
-    """The division of a step into micro-batches."""
+    """The split of a step on several GPUs: number of GPUs, samples of a micro-batch, number of
+    micro-batches.
+    """
 
     gpus: int
     samples: int
@@ -62,8 +64,9 @@ class CutStep(NamedTuple):
 
 
 class _SamplePace(NamedTuple):
-    """Lower bound of the seconds of one sample on each GPU, which does not depend on the sharding of
-    weights."""
+    """Lower bound of the seconds per sample on each GPU, derived from one simulated recipe. It does not
+    depend on the sharding of weights.
+    """
 
     shared: Shared
     samples: int
@@ -72,7 +75,7 @@ class _SamplePace(NamedTuple):
 
 
 class _Related(NamedTuple):
-    """The simulated ways of sharing that take more or less memory than one way."""
+    """Simulated parallelism layouts that take less or more memory than a given one."""
 
     leaner: list[Shared]
     """Ways that take no more memory than this one."""
@@ -83,14 +86,16 @@ class _Related(NamedTuple):
 
 
 def bubble(shared: Shared, size: CutStep) -> float:
-    """Return the least ratio of a step's seconds to the seconds in which its pipeline stages work: 1 for one
-    stage."""
+    """Return a lower bound of the ratio of a step's seconds to the seconds in which its pipeline stages
+    compute. It is (m + s - 1) / m with m micro-batches and s stages, so 1 for one stage.
+    """
     return (size.pieces + shared.stages - 1) / size.pieces
 
 
 class Evidence:
-    """Results of simulated recipes of a job on GPUs of one kind, each with `bound` usable bytes, and bounds
-    that follow from them."""
+    """Table of the recipes that a search has simulated on several GPUs. It derives bounds on bytes and
+    seconds of other recipes. `bound` are the usable bytes of each GPU.
+    """
 
     def __init__(self, bound: int) -> None:
         self.bound, self._margin = bound, MARGIN
@@ -102,12 +107,13 @@ class Evidence:
         self._relations: dict[tuple[str, str, str], bool] = {}
 
     def learn_limit(self, bound: int, ratio: float) -> None:
-        """Set the usable bytes, and increase the margin if few layers give too few bytes by the factor
-        `ratio`."""
+        """Set the usable bytes of each GPU. Increase the safety margin to `ratio`, the factor by which
+        simulations with few layers gave too few bytes.
+        """
         self.bound, self._margin = bound, max(self._margin, ratio)
 
     def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
-        """Store the bytes and seconds of a simulated step."""
+        """Store the bytes and seconds of a simulated recipe, from which bounds for others follow."""
         self._shared.setdefault(shared.key, shared)
         self._judged[shared.key][size] = judged
         known = self._paces.get(shared.of_each)
@@ -117,15 +123,19 @@ class Evidence:
             self._paces[shared.of_each] = _SamplePace(shared, size.samples, pace)
 
     def judgment(self, shared: Shared, size: CutStep) -> Judged | None:
-        """Return the simulated bytes and seconds of exactly this step; None if it was not simulated."""
+        """Return the stored bytes and seconds of this layout and batch split; None if it was not
+        simulated.
+        """
         return self._judged[shared.key].get(size)
 
     def does_fit(self, judged: Judged) -> bool:
-        """Return whether a simulated step fits."""
+        """Return True if a simulated step fits into each GPU's usable bytes, with a safety margin."""
         return judged.needed_bytes * self._margin <= self.bound
 
     def fits(self, shared: Shared, size: CutStep) -> bool | None:
-        """Return whether this step fits, by its own or by others' simulations; None if unknown."""
+        """Return True or False if simulations show that this layout and batch split fits into a GPU's memory;
+        None if unknown.
+        """
         if (exactly := self.judgment(shared, size)) is not None:
             return self.does_fit(exactly)
         if self._fits_larger(shared, size):
@@ -136,12 +146,16 @@ class Evidence:
         return self._fits_by_others(shared, size)
 
     def _fits_larger(self, shared: Shared, size: CutStep) -> bool:
-        """Return whether a simulated step of this way fits that takes no less memory than this size."""
+        """Return True if a simulated batch split of this layout fits that takes no less memory than
+        `size`.
+        """
         known = self._judged[shared.key].items()
         return any(self.does_fit(judged) and _takes_no_less(shared, one, size) for one, judged in known)
 
     def _fits_by_others(self, shared: Shared, size: CutStep) -> bool | None:
-        """Return whether this step fits, by simulations of other ways of sharing; None if unknown."""
+        """Return True or False if simulations of other layouts show that this one fits; None if they do
+        not.
+        """
         related = self._relations_of(shared)
         if any(self._missed_clearly(other, size) for other in (shared, *related.leaner)):
             return False
@@ -153,9 +167,11 @@ class Evidence:
         return False if further * (size.samples - fewest) > CLEARLY * self.bound else None
 
     def expects_to_fit(self, shared: Shared, size: CutStep, near: CutStep) -> bool:
-        """Return whether this step should fit, from its figures with micro-batches of another size.
+        """Return True if a step with micro-batches of `size` should fit, by a linear estimate from a
+        simulated size.
 
-        The other size has as many GPUs. The bytes of further samples come from other ways of sharing.
+        The simulated size `near` has as many GPUs. The bytes of each further sample may come from other
+        layouts.
         """
         _, further = self._by_samples(shared)
         judged = self._judged[shared.key][near]
@@ -163,16 +179,17 @@ class Evidence:
         return self.does_fit(judged._replace(needed_bytes=int(expected)))
 
     def missed_elsewhere(self, shared: Shared, size: CutStep) -> bool:
-        """Return whether such a step clearly does not fit in another way of sharing, which may take more
-        memory."""
+        """Return True if this batch split clearly did not fit in a simulated layout with the same work per
+        GPU.
+        """
         like = shared.of_each
         return any(
             other.of_each == like and self._missed_clearly(other, size) for other in self._shared.values()
         )
 
     def _by_samples(self, shared: Shared) -> tuple[int, float]:
-        """Return the samples of the smallest simulated micro-batch with the same work of each GPU, and the
-        bytes of each further sample.
+        """Return the samples of the smallest simulated micro-batch with the same work per GPU, and the bytes
+        that each further sample adds.
 
         The bytes are measured between sizes on as many GPUs in one way of sharing; 0 if unknown. If they are
         unknown for a group of n GPUs, they are an n-th of those of a GPU by itself.
@@ -198,9 +215,10 @@ class Evidence:
         return fewest, further
 
     def _missed_clearly(self, other: Shared, size: CutStep, times: float = 1.0) -> bool:
-        """Return whether a way of sharing clearly takes more than `times` the usable bytes.
+        """Return True if a layout's simulated bytes clearly exceed `times` the usable bytes of a GPU.
 
-        The step is cut as `size` or smaller. Groups of `times` as many GPUs are `times` fewer.
+        The comparison includes only simulated batch splits that take no more memory than `size`. Groups of
+        `times` as many GPUs are `times` fewer.
         """
         size = size._replace(gpus=math.ceil(size.gpus / times))
         # Several micro-batches hold gradients next to all activations (`WITH_SUMS`).
@@ -213,7 +231,7 @@ class Evidence:
         )
 
     def least_seconds(self, shared: Shared, size: CutStep) -> float:
-        """Return a lower bound of such a step's seconds."""
+        """Return a lower bound of the seconds of a step with this layout and batch split."""
         if (exactly := self.judgment(shared, size)) is not None:
             return exactly.step_seconds
         waits = bubble(shared, size)
@@ -229,7 +247,9 @@ class Evidence:
         return max(least, self._as_in_smaller_groups(shared, size))
 
     def _as_in_smaller_groups(self, shared: Shared, size: CutStep) -> float:
-        """Return a lower bound of such a step's seconds, from smaller groups on as many GPUs."""
+        """Return a lower bound of a step's seconds from simulated layouts in which smaller groups of GPUs
+        share samples.
+        """
         least = 0.0
         for other in self._relations_of(shared).narrower:
             times = shared.parts / other.parts
@@ -242,7 +262,9 @@ class Evidence:
         return least
 
     def fastest_known(self, shared: Shared, gpus: int) -> float | None:
-        """Return seconds of the fastest simulated cut of this way on so many GPUs that fits."""
+        """Return the seconds of this layout's fastest simulated batch split that fits on `gpus` GPUs; None if
+        none does.
+        """
         known = self._judged.get(shared.key, {})
         fit = [
             judged.step_seconds
@@ -252,18 +274,19 @@ class Evidence:
         return min(fit, default=None)
 
     def has_pace(self, shared: Shared) -> bool:
-        """Return whether a lower bound of a sample's seconds is known, in groups of this size or in smaller
-        ones with the same sharing."""
+        """Return True if a lower bound of the seconds per sample is known for this layout, or one with
+        smaller groups.
+        """
         if shared.of_each in self._paces:
             return True
         known = (pace.shared for pace in self._paces.values() if pace.shared.parts > 1 or shared.parts == 1)
         return any(shared.has_groups_of(one) for one in known)
 
     def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
-        """Return whether a lower bound of a sample's seconds is known for these groups of GPUs and so large a
-        micro-batch.
+        """Return True if a lower bound of the seconds per sample is known for these groups and this
+        micro-batch size.
 
-        The groups may be smaller ones with the same sharing.
+        The groups may be smaller ones with the same kinds of parallelism.
         """
         return any(
             pace.shared.parts > 1
@@ -273,13 +296,13 @@ class Evidence:
         )
 
     def in_half_groups(self, shared: Shared) -> Iterator[Shared]:
-        """Yield simulated ways with the same sharing in groups of half as many GPUs."""
+        """Yield simulated layouts with the same kinds of parallelism in groups of half as many GPUs."""
         for other in self._relations_of(shared).narrower:
             if shared.parts == 2 * other.parts:
                 yield other
 
     def _relations_of(self, shared: Shared) -> _Related:
-        """Return the simulated ways of sharing that take more or less memory than this one."""
+        """Return the simulated layouts that take less or more memory than this one."""
         related = self._all_relations.setdefault(shared.key, _Related([], [], []))
         # Only ways that were added since the last call are compared.
         for other in itertools.islice(self._shared.values(), self._seen[shared.key], None):
@@ -295,16 +318,18 @@ class Evidence:
         return related
 
     def holds_no_more(self, one: Shared, other: Shared) -> bool:
-        """Return whether one way of sharing takes no more memory than the other
-        (`Shared.holds_no_more_than`)."""
+        """Return True if one layout takes no more memory than the other; the answer is cached
+        (`Shared.holds_no_more_than`).
+        """
         key = ("holds", one.key, other.key)
         if key not in self._relations:
             self._relations[key] = one.holds_no_more_than(other)
         return self._relations[key]
 
     def is_wider(self, one: Shared, other: Shared) -> bool:
-        """Return whether one way has larger groups of GPUs, and is otherwise the same as the other
-        (`Shared.is_wider_than`)."""
+        """Return True if one layout has larger groups of GPUs and is otherwise equal to the other; the answer
+        is cached (`Shared.is_wider_than`).
+        """
         key = ("wider", one.key, other.key)
         if key not in self._relations:
             self._relations[key] = one.is_wider_than(other)
@@ -312,8 +337,9 @@ class Evidence:
 
 
 def _takes_no_less(shared: Shared, size: CutStep, other: CutStep) -> bool:
-    """Return whether a way of sharing takes no fewer bytes with the step divided as `size` than as
-    `other`."""
+    """Return True if a layout takes no fewer bytes with the batch split `size` than with the split
+    `other`.
+    """
     return (
         (size.gpus <= other.gpus or not shared.spreads_over_all)
         and size.samples >= other.samples

@@ -33,7 +33,7 @@ unnecessary."""
 
 
 class Screened(NamedTuple):
-    """A recipe with its figures on few layers."""
+    """A recipe for several GPUs with its bytes and seconds, extrapolated from models of few layers."""
 
     recipe: Recipe
     judged: Judged
@@ -43,7 +43,7 @@ class Screened(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of a search on one number of GPUs."""
+    """Result of the search on one number of GPUs: recipes that fit, or the one that misses least."""
 
     fitting: list[Screened]
     """Fitting recipes, one for each way that was tried, the fastest first."""
@@ -57,8 +57,9 @@ class Outcome(NamedTuple):
 
 @dataclass
 class _WayToShare:
-    """One way of sharing and recomputing, with its possible numbers of micro-batches, from one to the
-    most."""
+    """A parallelism layout with recomputation, and its possible numbers of micro-batches, from one to the
+    most.
+    """
 
     shared: Shared
     pieces: list[Technique]
@@ -73,7 +74,8 @@ _Question = tuple[_WayToShare, int]
 
 
 class FastestOnGpus:
-    """The search among these ways on one number of GPUs.
+    """Search for the fastest recipe on one number of GPUs, over parallelism layouts and numbers of
+    micro-batches.
 
     Ways that cannot be simulated go to `refused`, by their recomputing technique and mesh, and are left
     out from then on. With `leanest_first`, the ways that hold least are simulated first, while none is
@@ -120,8 +122,9 @@ class FastestOnGpus:
         return Outcome([], self.nearest_miss())
 
     def does_any_fit(self) -> bool:
-        """Return whether any recipe fits. Evaluate the ways that recompute most and hold least, with the
-        smallest micro-batches."""
+        """Return True if any recipe fits these GPUs. Simulate the layouts that recompute most and take least
+        memory, with the smallest micro-batches.
+        """
         simulated = False
         while not self._is_any_known_to_fit():
             left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
@@ -163,8 +166,9 @@ class FastestOnGpus:
     # ---- requests ------------------------------------------------------------------------------------------
 
     def _questions(self, limit: float) -> list[_Question]:
-        """Return the ways to simulate next, with the index of the number of micro-batches; empty once the
-        fastest is known."""
+        """Return the recipes to simulate next: layouts, each with the index of its number of micro-batches.
+        The list is empty once the fastest recipe is known.
+        """
         best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
         by_least: dict[float, list[_Question]] = {}
         is_anything_known = best < limit or not self._leanest_first
@@ -182,8 +186,8 @@ class FastestOnGpus:
         return self._one_of_each(list(map(self._telling, asked)))[:AT_ONCE]
 
     def _one_of_each(self, asked: list[_Question]) -> list[_Question]:
-        """Return these questions, with only one for ways in which each GPU does the same work and no lower
-        bound is known.
+        """Remove recipes from the list whose simulation would give the same lower bound of seconds per sample
+        as another.
 
         The bound is that of a sample's seconds.
         """
@@ -203,8 +207,8 @@ class FastestOnGpus:
         return some
 
     def _telling(self, question: _Question) -> _Question:
-        """Return the question with one micro-batch instead, for a mesh without a known lower bound of a
-        sample's seconds.
+        """Return the same layout with a single micro-batch, if its groups of GPUs have no lower bound of
+        seconds per sample yet.
 
         It need not fit: smaller micro-batches take no less.
         """
@@ -217,8 +221,8 @@ class FastestOnGpus:
         return question if self._evidence.knows_mesh(way.shared, size) else (way, 0)
 
     def _open(self, way: _WayToShare, best: float) -> tuple[float, int] | None:
-        """Return the lower bound in seconds of a way that may take less than `best`, and the index of its
-        next number of micro-batches.
+        """Return a layout's lower bound of a step's seconds, and the index of the number of micro-batches to
+        simulate next.
 
         Return None if it needs no simulation.
         """
@@ -230,18 +234,19 @@ class FastestOnGpus:
         return None if at is None else (least, at)
 
     def _first(self, way: _WayToShare) -> int | None:
-        """Return the index of the fewest micro-batches with which this way may fit."""
+        """Return the index of this layout's fewest micro-batches that are not known to exceed memory."""
         fits = self._evidence.fits
         return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size) is not False), None)
 
     def _smallest_that_fits(self, way: _WayToShare) -> int | None:
-        """Return the index of the fewest micro-batches with which this way is known to fit."""
+        """Return the index of this layout's fewest micro-batches that are known to fit into memory."""
         fits = self._evidence.fits
         return next((at for at, size in enumerate(way.sizes) if fits(way.shared, size)), None)
 
     def _next(self, way: _WayToShare, first: int) -> int | None:
-        """Return the index of the number of micro-batches to simulate next; None if the fewest that fit are
-        known."""
+        """Return the index of the number of micro-batches to simulate next; None if the fewest that fit into
+        memory are known.
+        """
         fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
         if fitting is None:
             # If the fewest micro-batches probably miss, the smallest ones show first if anything fits.
@@ -260,7 +265,7 @@ class FastestOnGpus:
         return next(expected, None if self._trusts_line else unknown[-1])
 
     def _is_behind(self, way: _WayToShare) -> bool:
-        """Return whether another way is known to be faster, or will soon be known to be or not.
+        """Return True if another layout is faster than this one, or must be simulated before it.
 
         The other way shares the work in the same way, and recomputes less or gathers less often. Its batch
         need not be cut.
@@ -280,8 +285,9 @@ class FastestOnGpus:
         return False
 
     def _waits_for_smaller_groups(self, way: _WayToShare, best: float) -> bool:
-        """Return whether this way must wait for groups of half as many GPUs, or is excluded since those are
-        no faster than smaller ones."""
+        """Return True if this layout need not be simulated yet: the same layout with groups of half as many
+        GPUs comes first. It also applies if those groups are no faster than still smaller ones.
+        """
         if way.shared.parts == 1:
             return False
         for other in self._ways:
@@ -300,7 +306,7 @@ class FastestOnGpus:
         return False
 
     def _leanest(self, asked: list[_Question]) -> list[_Question]:
-        """Return the next questions while no way is known to fit, those with the least memory first.
+        """Return the recipes to simulate next while none is known to fit, those with the least memory first.
 
         For meshes these are the smallest micro-batches of all ways for which no other is known to hold no
         more.
@@ -311,8 +317,9 @@ class FastestOnGpus:
         return self._holding_least(left) or asked
 
     def _holding_least(self, ways: Sequence[_WayToShare]) -> list[_Question]:
-        """Return questions with the smallest micro-batches, for the ways for which no other is known to take
-        less memory."""
+        """Return these layouts without those that take more memory than another, each with its smallest
+        micro-batches.
+        """
         return [
             (way, len(way.sizes) - 1)
             for at, way in enumerate(ways)
@@ -325,17 +332,20 @@ class FastestOnGpus:
         ]
 
     def _is_leaner(self, one: _WayToShare, other: _WayToShare) -> bool:
-        """Return whether one way takes no more memory than the other, both with their smallest
-        micro-batches."""
+        """Return True if one layout takes no more memory than the other, both with their smallest
+        micro-batches.
+        """
         alike = one.shared.key == other.shared.key or self._evidence.holds_no_more(one.shared, other.shared)
         return alike and one.sizes[-1].samples <= other.sizes[-1].samples
 
     def _held_more(self, way: _WayToShare) -> int:
-        """Return the number of other ways that take no less memory than this one."""
+        """Return the number of other layouts that take no less memory than this one."""
         return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
 
     def nearest_miss(self) -> Screened | None:
-        """Return the smallest evaluated recipe. If there is none, evaluate one that needs little memory."""
+        """Return the simulated recipe with the fewest bytes. If there is none, simulate one that needs little
+        memory.
+        """
         if self._ways and not any(True for _ in self._misses()):
             # `max` returns the first of equal ones, which recomputes most in this order.
             leanest = max(reversed(self._ways), key=self._held_more)
@@ -350,7 +360,7 @@ class FastestOnGpus:
 
 
 def smaller_miss(*misses: Screened | None) -> Screened | None:
-    """Return the smallest of these recipes that do not fit; None without any."""
+    """Return the recipe with the fewest bytes of these that do not fit; None without any."""
     every = (one for one in misses if one is not None)
     return min(every, key=lambda one: one.judged.needed_bytes, default=None)
 
@@ -361,12 +371,16 @@ def _samples_of(question: _Question) -> int:
 
 
 def refusable(shared: Shared) -> str:
-    """Return the text of the techniques that are left out if this way cannot be simulated."""
+    """Return the techniques of a layout as text, under which a failed simulation excludes all layouts with
+    them.
+    """
     return " + ".join(filter(None, (str(shared.recomputing), shared.mesh)))
 
 
 def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]:
-    """Yield a way with all its numbers of micro-batches, or with pipeline stages one way for each number."""
+    """Yield a layout with all its numbers of micro-batches, or with pipeline stages one layout for each
+    number.
+    """
     pieces = cuts(job, shared, fixed)
     sizes = [size_of(job, shared, one) for one in pieces]
     if shared.stages == 1 and pieces:
@@ -376,7 +390,9 @@ def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]
 
 
 def size_of(job: Job, shared: Shared, pieces: Technique) -> CutStep:
-    """Return the samples and the number of micro-batches of a job's step with this sharing."""
+    """Return the batch split of a recipe: number of GPUs, samples of a micro-batch, number of
+    micro-batches.
+    """
     part = job_of_rank(job, shared.setup)
     count = pieces.alone.micro_batches
     return CutStep(shared.gpus, part.batch_size // count, count)

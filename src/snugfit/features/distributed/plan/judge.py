@@ -50,7 +50,7 @@ STEPS = 2
 
 
 class Judged(NamedTuple):
-    """Bytes and seconds of a recipe on each GPU, by few layers."""
+    """Bytes and seconds of a step on each GPU, extrapolated from simulations with few layers."""
 
     needed_bytes: int
     """Bytes that must be free on each GPU."""
@@ -79,7 +79,7 @@ class InFull(NamedTuple):
 
 
 class Judge:
-    """Evaluates recipes for one job, on GPUs of one kind or of several.
+    """Predicts bytes and seconds of recipes for one job on several GPUs, of one model of GPU or of several.
 
     Kinds in one call run the same kernels and share the rehearsals. The policy is that of the kind with the
     most scratch.
@@ -91,13 +91,15 @@ class Judge:
         self._depths: dict[str, Depth | None] = {}
 
     def judge(self, gpus: int, recipe: Recipe) -> Judged:
-        """Return bytes and seconds of a recipe, by models of few layers if the job's model has such."""
+        """Return bytes and seconds of a recipe on this number of GPUs. They are extrapolated from models of
+        few layers where the job's model allows it.
+        """
         return self.judge_kinds(gpus, recipe, (0,))[0]
 
     def judge_kinds(
         self, gpus: int, recipe: Recipe, kinds: Sequence[int], build_on: str | None = None
     ) -> list[Judged]:
-        """Return bytes and seconds of a recipe on so many GPUs of each of these kinds, given by index.
+        """Return bytes and seconds of a recipe for each of these GPU models, given by index.
 
         The indices follow the order of the constructor's arguments. The model is built on `build_on`, by
         default that of the job.
@@ -151,8 +153,7 @@ class Judge:
         )
 
     def _with_pieces(self, gpus: int, recipe: Recipe, pieces: int) -> Prediction:
-        """Return the full prediction with so many micro-batches of the same size, and thus of a smaller
-        batch."""
+        """Return the full prediction of a smaller batch: `pieces` micro-batches of the same size."""
         setup = on_gpus(recipe.setup(), gpus)
         job = replace(self._job, batch_size=self._job.batch_size // setup.micro_batches * pieces)
         settings = type(recipe[Slot.BATCHING]).settings(job_of_rank(job, setup))
@@ -183,10 +184,8 @@ class Judge:
 
 
 class _FewPieces(NamedTuple):
-    """Bytes and seconds of at most `FEW_PIECES` micro-batches on one kind of GPU. The fields from
-    `piece_seconds` on are those of one more.
-
-    All but the first grow linearly with layers.
+    """Bytes and seconds of at most `FEW_PIECES` micro-batches on one model of GPU, and of one micro-batch
+    more. All numbers but the first grow linearly with layers.
     """
 
     unused_bytes: float
@@ -202,7 +201,7 @@ class _FewPieces(NamedTuple):
 
 
 def _to_judged(figure: _FewPieces, pieces: int, doubts: tuple[str, ...]) -> Judged:
-    """Return the bytes and seconds of a step with so many micro-batches."""
+    """Return the bytes and seconds of a step with many micro-batches, extrapolated from those of few."""
     more = max(0, pieces - FEW_PIECES)
     return Judged(
         needed_bytes=int(figure.unused_bytes + figure.allocated_bytes),
@@ -214,15 +213,16 @@ def _to_judged(figure: _FewPieces, pieces: int, doubts: tuple[str, ...]) -> Judg
 
 
 def _by_few_pieces(part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPieces]:
-    """Return the bytes and seconds of `part`, the job of one GPU with a model of any depth, on each kind of
-    GPU."""
+    """Simulate few micro-batches of one GPU's job (`part`), and return bytes and seconds on each model of
+    GPU.
+    """
     pieces = min(setup.micro_batches, FEW_PIECES)
     samples = part.batch_size // setup.micro_batches * pieces
     return one.simulate(replace(part, batch_size=samples), replace(setup, micro_batches=pieces))
 
 
 class _OneQuestion:
-    """One call for several kinds of GPU, which collects the warnings about each."""
+    """One prediction for several GPU models that run the same kernels; it collects the warnings for each."""
 
     def __init__(self, kinds: Sequence[Gpu], software: Software) -> None:
         self._kinds, self._software = kinds, software
@@ -231,7 +231,7 @@ class _OneQuestion:
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def simulate(self, part: Job, setup: Setup) -> list[_FewPieces]:
-        """Simulate a step once and return its bytes and seconds on each kind of GPU."""
+        """Simulate a step once, and return its bytes and seconds on each model of GPU."""
         trace = rehearse(part, setup, self.policy, steps=STEPS)
         after = replay(trace, expandable=setup.expandable_segments)
         gpus = ranks_of(setup)
@@ -257,13 +257,15 @@ class _OneQuestion:
 
 
 def _seconds_of(timing: StepSeconds) -> tuple[float, float, float]:
-    """Return the seconds of the step, of the model's kernels, and of collectives that lengthen it."""
+    """Return three sums of seconds of a step: all of it, kernels of forward and backward passes, and
+    collectives that nothing overlaps.
+    """
     model = sum(one.device_seconds for one in timing.phases if one.phase in MODELS_OWN)
     return timing.step_seconds, model, timing.exposed_communication_seconds
 
 
 def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at: int) -> list[_FewPieces]:
-    """Return the values for each kind at `at`, on the straight lines through those at two points."""
+    """Extrapolate figures of each GPU model linearly to `at` layers, from those at two numbers of layers."""
     return [
         _FewPieces(
             max(unused), *[linear_extrapolate(points, values, at) for values in zip(*growing, strict=True)]
@@ -293,9 +295,8 @@ def with_a_further_piece(trace: Trace) -> Trace | None:
 
 
 def _later(kernel: Kernel, numbers: int, since: int) -> Kernel:
-    """Return the same kernel `numbers` places later.
-
-    The kernels that it waits for move likewise, except for those before the kernel `since`.
+    """Return a copy of kernels with all positions increased by `numbers`. The kernels that they wait for move
+    too, except for those before the kernel `since`.
     """
     if not kernel.after:
         return kernel

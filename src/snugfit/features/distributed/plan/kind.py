@@ -1,13 +1,13 @@
-"""Search on GPUs of one kind: the recipe from which it starts, numbers of GPUs, and groups of GPUs.
+"""Search for the fastest recipes on GPUs of one model: the starting recipe, numbers of GPUs, and groups of
+GPUs.
 
-Ways that share the batch alone come first. In meshes, groups of GPUs share matrices or sequences, or form
-stages. Meshes are tried if they may gain a distinguishable amount:
+Data parallelism alone comes first. In meshes, groups of GPUs share matrices (tensor parallelism), sequences
+or layers. Meshes are tried if they may gain a distinguishable amount.
 
-- Nothing else fits, or so many GPUs cannot share the batch evenly.
-- They may take less than `GAIN` of the seconds of sharing the batch alone. That step recomputes layers, or
-  exchanges between GPUs take much of it. The arithmetic alone, shared by all GPUs, must take less.
-
-Two such axes are combined if nothing with one of them fits.
+They are tried if nothing else fits, or if so many GPUs cannot share the batch evenly. They are also tried if
+they may take less than `GAIN` of the seconds of data parallelism alone. That step recomputes layers, or
+exchanges between GPUs take much of it. The arithmetic alone, shared by all GPUs, must take less. Two such
+axes are combined if nothing with one of them fits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
 
 
 def _all_ways(job: Job, gpus: int, fixed: Kept) -> Iterator[Shared]:
-    """Yield ways to share the job among so many GPUs, those with the fewest axes first."""
+    """Yield all parallelism layouts of the job over this number of GPUs, those with the fewest mesh axes
+    first.
+    """
     base = Recipe(tuple(techniques[0] for techniques in fixed.slots.values()))
     for axes in _axes(gpus):
         yield from ways(job, base, gpus, fixed, axes)
@@ -83,7 +85,7 @@ def _axes(gpus: int) -> range:
 
 
 class SharedFigures:
-    """A cache of figures on few layers, which all kinds of GPU share that run the same kernels."""
+    """Cache of predicted bytes and seconds, shared by all GPU models that run the same kernels."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -91,13 +93,12 @@ class SharedFigures:
 
     @property
     def screened(self) -> int:
-        """Number of evaluated recipes."""
+        """Number of recipes that were simulated with few layers so far."""
         return len(self._known)
 
     def judge_for(self, kind: int, kinds: Sequence[int], build_on: str | None = None) -> Judging:
-        """Return a function that evaluates recipes for one of these kinds, whose models are built alike.
-
-        Kinds are indices in the order of the workers' kinds.
+        """Return a function that predicts bytes and seconds of recipes for one GPU model. `kinds` are indices
+        of the GPU models whose models are built alike.
         """
         of_kinds = (tuple(kinds), build_on)
 
@@ -115,9 +116,8 @@ class SharedFigures:
 
 
 class SearchesOfKinds:
-    """The searches on all kinds of GPU of a request, with one pool of `judge`s.
-
-    Kinds share the figures if they run the same kernels and build the model in the same place.
+    """The searches on all requested GPU models, with one pool of worker processes. GPU models share
+    predictions if they run the same kernels and build the model on the same device.
     """
 
     def __init__(self, asked: PlanRequest, counts: Sequence[int]) -> None:
@@ -132,7 +132,9 @@ class SearchesOfKinds:
 
     @contextmanager
     def open(self, judge: Callable[..., Any]) -> Iterator[WorkerPool]:
-        """Yield the pool of processes, each with a `judge` of the first job and all kinds."""
+        """Start the pool of worker processes, each with the predictor `judge` of the first job and all GPU
+        models; yield the searches.
+        """
         job = self.jobs[0]
         make = partial(judge, job, *self._asked.gpus)
         with worker_pool(make, workers=self._asked.workers, preload=modules_of(job)) as pool:
@@ -140,17 +142,18 @@ class SearchesOfKinds:
             yield pool
 
     def of(self, kind: int) -> SearchOfKind:
-        """Return the search on the kind with this index. Raises `UsageError` if nothing shares the job."""
+        """Return the search on the GPU model with this index. Raises `UsageError` if no technique can divide
+        the job.
+        """
         job, asked = self.jobs[kind], self._asked
         judge = self.figures.judge_for(kind, self._alike[kind], job.build_on)
         return SearchOfKind(job, self._bounds[kind], asked.fixed, self._counts, asked.fidelity, judge)
 
 
 class SearchOfKind:
-    """The search for one job on GPUs of one kind, each with `bound` usable bytes.
-
-    Ways that cannot be simulated go to `refused`, with the reasons. Raises `UsageError` if no technique
-    shares the job among the largest of `counts`.
+    """The search for one job on GPUs of one model, each with `bound` usable bytes. Recipes that cannot be
+    simulated go to `refused`, with the reasons. Raises `UsageError` if no technique divides the job among the
+    largest of `counts` GPUs.
     """
 
     def __init__(
@@ -162,7 +165,8 @@ class SearchOfKind:
         self._base = self._choose_base(counts, fidelity)
 
     def _choose_base(self, counts: Sequence[int], fidelity: Fidelity) -> Recipe:
-        """Return the recipe whose techniques in `DECIDED_ONCE` take the least time.
+        """Return the recipe with the fastest precision, matrix products and optimizer, which all other
+        candidates share.
 
         They are compared on the largest number of GPUs that gives each a part of the batch. One GPU alone may
         accept techniques that several refuse.
@@ -190,18 +194,18 @@ class SearchOfKind:
         return base
 
     def fits(self, gpus: int) -> bool:
-        """Return whether any recipe fits so many GPUs, by those with the least memory."""
+        """Return True if any recipe fits this number of GPUs, by the recipes with the least memory."""
         return any(self._among(gpus, axes).does_any_fit() for axes in _axes(gpus))
 
     def nearest_miss(self, gpus: int) -> Screened | None:
-        """Return the smallest evaluated recipe on so many GPUs; None if nothing can be simulated."""
+        """Return the simulated recipe with the fewest bytes on this number of GPUs; None if nothing can be
+        simulated.
+        """
         return smaller_miss(*(self._among(gpus, axes).nearest_miss() for axes in _axes(gpus)))
 
     def fastest(self, gpus: int, limit: float = math.inf, mesh_limit: float = math.inf) -> Outcome:
-        """Return the recipes that fit so many GPUs in less than `limit` seconds a step, a mesh in less than
-        `mesh_limit`.
-
-        Without a limit, return the nearest miss if nothing fits.
+        """Return the recipes that fit this number of GPUs in less than `limit` seconds a step, or
+        `mesh_limit` for a mesh. Without a limit, return the recipe that misses least if nothing fits.
         """
         outcome = self._among(gpus, 0).run(limit)
         fitting, miss, fits = outcome.fitting, outcome.miss, outcome.does_any_fit
@@ -227,7 +231,9 @@ class SearchOfKind:
         )  # fmt: skip
 
     def answer(self, one: Screened, outcome: Outcome, **known: Any) -> OnGpus:
-        """Return a recipe as an answer of the plan, with its figures on few layers or the `known` ones."""
+        """Return a recipe as an answer of the plan, with the bytes and seconds from few layers, or with
+        `known` ones.
+        """
         figures = {"step_seconds": one.judged.step_seconds, "needed_bytes": one.judged.needed_bytes, **known}
         seconds = figures["step_seconds"]
         return OnGpus(
@@ -240,9 +246,8 @@ class SearchOfKind:
 
 
 def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float | None) -> str:
-    """Return the sharing of its groups of GPUs with the reason; empty without groups.
-
-    `alone_seconds` is the lower bound of a step that shares the batch alone, None if that does not fit.
+    """Return a sentence on the answer's groups of GPUs and the reason for them; empty without groups.
+    `alone_seconds` is the lower bound of a step with data parallelism alone, None if that does not fit.
     """
     if shared.parts == 1:
         return ""

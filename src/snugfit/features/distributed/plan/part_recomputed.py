@@ -45,9 +45,8 @@ def recomputes_layers(one: Screened) -> bool:
 
 
 class FewestRecomputed:
-    """Searches the fewest layers to recompute, for several answers concurrently.
-
-    `judge` returns figures of recipes by few layers, and `in_full` those with all, None after a failure.
+    """Search for the fewest layers to recompute that fit, for several answers concurrently. `judge` predicts
+    recipes by few layers, and `in_full` with all layers; a failure gives None.
     """
 
     def __init__(
@@ -83,10 +82,8 @@ class FewestRecomputed:
         return {line.answer.gpus: best[line.answer.gpus] for line in lines}
 
     def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_LayersLine]:
-        """Yield a line of settings for each answer that recomputes layers, unless the layers are fixed or in
-        stages.
-
-        Yield also lines of the same with weights that are gathered more often, which leaves memory to
+        """Yield a search line (`_LayersLine`) for each answer that recomputes layers, unless these are fixed
+        or in stages. Yield also lines with weights that are gathered more often, which leaves memory to
         recompute less.
         """
         slot = Slot.CHECKPOINTING
@@ -116,7 +113,9 @@ class FewestRecomputed:
             yield _LayersLine(answer, one, sharing, some, next(judged), next(judged), self._bound)
 
     def _sharings(self, one: Screened) -> Iterator[Technique]:
-        """Yield the technique that shares the batch, and the same kind with less in memory."""
+        """Yield the answer's data-parallel technique, and its settings that keep fewer gathered weights in
+        memory.
+        """
         slot, shared = Slot.SHARDING, one.shared
         yield shared.recipe[slot]
         for other in of_slot(self._job, slot, self._fixed):
@@ -138,7 +137,7 @@ def _wish_of(technique: Technique) -> CheckpointWish | None:
 
 @dataclass
 class _LayersLine:
-    """Settings between recomputing no layer and each, for one answer and one way to share the batch."""
+    """Recipes that differ only in the number of recomputed layers, from none to all, for one answer."""
 
     answer: OnGpus
     one: Screened
@@ -161,9 +160,8 @@ class _LayersLine:
         return len(self.some) + 1
 
     def next(self, fastest: float) -> Screened | None:
-        """Return the next recipe to simulate, with its figures on the line.
-
-        Return None if no recipe may fit and clearly take less than `fastest` seconds.
+        """Return the next recipe to simulate, with its interpolated bytes and seconds. Return None if no
+        recipe may fit and clearly take less than `fastest` seconds.
         """
         low, high = max(self._misses, default=-1), min(self._fits, default=self.layers)
         layers = max(self._just_enough(), low + 1)
@@ -175,7 +173,7 @@ class _LayersLine:
         return Screened(recipe, judged, shared, self.one.size)
 
     def hear(self, question: Screened, answer: OnGpus | None) -> None:
-        """Store the result of a full simulation of `question`; None after a failure."""
+        """Store the result of simulating the recipe `question` with all layers; None after a failure."""
         if answer is None:
             self._misses[self.layers] = 0  # no other number of layers can be simulated either
             return
@@ -183,13 +181,13 @@ class _LayersLine:
         known[self._layers_of(question)] = answer.needed_bytes
 
     def _layers_of(self, question: Screened) -> int:
-        """Return the number of layers that a question's recipe recomputes."""
+        """Return the number of layers that a recipe recomputes."""
         technique = question.shared.recomputing
         return 0 if technique.plain else self.some.index(technique) + 1
 
     def _just_enough(self) -> int:
-        """Return the number of recomputed layers that should be enough, from full simulations, or first from
-        few layers.
+        """Return the fewest recomputed layers that should fit into memory, interpolated between simulated
+        recipes.
 
         The answer shows the error of few layers. Return all layers if no number is enough.
         """

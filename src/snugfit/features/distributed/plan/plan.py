@@ -21,7 +21,7 @@ from snugfit.results.frame import Tabular
 
 @dataclass(frozen=True, kw_only=True)
 class OnGpus:
-    """A recipe on a number of GPUs, with its figures."""
+    """A recipe on a number of GPUs, with its predicted bytes and seconds."""
 
     gpus: int
     """Number of GPUs that train together."""
@@ -108,7 +108,7 @@ class SeveralGpusPlan(JsonDocument, Tabular):
 
     @property
     def fitting(self) -> tuple[OnGpus, ...]:
-        """The answers that fit."""
+        """The answers whose recipe fits into each GPU's memory."""
         return tuple(answer for answer in self.answers if answer.fits)
 
     @property
@@ -147,7 +147,7 @@ class SeveralGpusPlan(JsonDocument, Tabular):
 
 @dataclass(frozen=True, kw_only=True)
 class CardsCost:
-    """Cost of a number of GPUs of one kind."""
+    """Predicted cost of training on a number of GPUs of one model, in USD."""
 
     key: str
     """The kind's key in the table."""
@@ -170,7 +170,7 @@ class CardsCost:
 
 @dataclass(frozen=True, kw_only=True)
 class CheapestCards:
-    """The kind and number of GPUs on which a sample costs least."""
+    """The GPU model and number of GPUs on which a sample costs least."""
 
     key: str
     """The kind's key in the table."""
@@ -198,7 +198,7 @@ class CardsRun:
 
 @dataclass(frozen=True, kw_only=True)
 class CardsOfKind:
-    """The numbers of GPUs of one kind that train a job, each with its fastest recipe."""
+    """The numbers of GPUs of one model that train a job, each with its fastest recipe."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
@@ -243,7 +243,7 @@ class CardsOfKind:
 
     @property
     def fewest(self) -> OnGpus | None:
-        """The recipe on the fewest GPUs that fits; None if nothing fits."""
+        """The recipe on the fewest GPUs that fits; None if no number of this GPU model fits."""
         return self.answers[0] if self.fits else None
 
     @property
@@ -262,7 +262,7 @@ class CardsOfKind:
 
 @dataclass(frozen=True, kw_only=True)
 class CardPlans(JsonDocument):
-    """The plans for many kinds of GPU, with several GPUs of each."""
+    """The plans for many GPU models, with several GPUs of each."""
 
     what: ClassVar = "plans by number of GPUs"
 
@@ -312,12 +312,12 @@ class CardPlans(JsonDocument):
 
     @property
     def fitting(self) -> tuple[CardsOfKind, ...]:
-        """The answers for kinds of which some number trains the job."""
+        """The answers for GPU models of which some number trains the job."""
         return tuple(answer for answer in self.answers if answer.fits)
 
     @property
     def fewest(self) -> CardsOfKind | None:
-        """The kind that needs the fewest GPUs; among equals, the one with the shorter step."""
+        """The GPU model that needs the fewest GPUs; among equals, the one with the shorter step."""
         return min(
             ((one.gpus, one.step_seconds, kind.key, kind) for kind in self.fitting if (one := kind.fewest)),
             key=lambda known: known[:3],
@@ -325,7 +325,9 @@ class CardPlans(JsonDocument):
         )[3]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the answers with their fewest and cheapest numbers, and the key of the fewest of all."""
+        """Return the JSON form of the answers with their fewest and cheapest GPUs, and the GPU model that
+        needs the fewest.
+        """
         answers = [
             encode_fields(
                 kind,
@@ -356,13 +358,14 @@ def cost_of_cards(kind: CardsOfKind, one: OnGpus, prices: Prices, steps: int | N
 
 
 def costs_of_cards(plans: CardPlans, prices: Prices) -> list[CardsCost]:
-    """Return the cost of each answer that fits."""
+    """Return the cost of each answer that fits, by GPU model and number."""
     return [cost_of_cards(kind, one, prices, plans.steps) for kind in plans.fitting for one in kind.answers]
 
 
 def cheapest_cards(plans: CardPlans, prices: Prices) -> CardsCost | None:
-    """Return the kind and number with the lowest cost per sample; None without a price for one that trains
-    the job."""
+    """Return the GPU model and number of GPUs with the lowest cost per sample. Return None if no suitable GPU
+    has a price.
+    """
     priced = [one for one in costs_of_cards(plans, prices) if one.per_1000_samples is not None]
     return min(priced, key=lambda one: (one.per_1000_samples or 0.0, one.gpus, one.key), default=None)
 

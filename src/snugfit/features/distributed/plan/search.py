@@ -170,10 +170,8 @@ class _Search:
         return best_first([fastest, *(one for one in rest if one is not None and one.fits)], limit)
 
     def _recomputing_fewer(self, plan: SeveralGpusPlan) -> SeveralGpusPlan:
-        """Return the plan whose named answers recompute no more than necessary; all answers, if few of them
-        recompute.
-
-        If that changes the fastest, its previous answer is listed too.
+        """Return the plan with the fewest recomputed layers that fit, for its named answers, or for all if
+        few recompute. If that changes the fastest, its previous answer is listed too.
         """
         before = after = {one.gpus: one for one in plan.answers}
         found_as = {one.gpus: _way_of(one, self._outcomes[one.gpus]) for one in plan.fitting}
@@ -204,8 +202,9 @@ class _Search:
         return self._kind.answer(way, self._outcomes[answer.gpus], step_seconds=answer.step_seconds).why
 
     def _in_full(self, recipes: Sequence[Screened]) -> list[OnGpus | None]:
-        """Return the figures of these recipes on their numbers of GPUs, simulated with all layers; None after
-        a failure."""
+        """Simulate these recipes with all layers on their numbers of GPUs, and return bytes and seconds; None
+        after a failure.
+        """
         keys = [(one.size.gpus, one.recipe) for one in recipes]
         missing = [one for key, one in zip(keys, recipes, strict=True) if key not in self._full]
         if missing:
@@ -239,7 +238,9 @@ class _Search:
 
 
 def _way_of(answer: OnGpus, outcome: Outcome) -> Screened:
-    """Return the recipe of an answer as found on few layers. A miss there may fit with all."""
+    """Return an answer's recipe with the bytes and seconds from few layers. One that misses there may fit
+    with all layers.
+    """
     every = (*outcome.fitting, *([outcome.miss] if outcome.miss else []))
     return next(one for one in every if str(one.recipe) == answer.recipe)
 
@@ -330,8 +331,9 @@ def _shared_evenly(counts: int | Sequence[int], job: Job, fixed: Kept) -> tuple[
 
 
 def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[str, CardsOfKind]]:
-    """Split the kinds of GPU into those with known bytes and seconds, and answers with the reason for the
-    rest, by key."""
+    """Split the GPU models into those with known memory and speed, and answers with the reason for the rest,
+    by key.
+    """
     known, answers = [], {}
     for gpu in kinds:
         try:
@@ -346,7 +348,7 @@ def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[st
 def _cards_of(
     search: SearchOfKind, gpu: Gpu, counts: Sequence[int], headroom_bytes: int, doubts: dict[str, None]
 ) -> CardsOfKind:
-    """Return the answer for one kind of GPU, and add its warnings to `doubts`."""
+    """Return the plan for one GPU model, and add its warnings to `doubts`."""
     chosen: list[tuple[Screened, Outcome]] = []
     dearer: list[int] = []
     first, least = _first_that_fits(search, counts), math.inf

@@ -1,4 +1,4 @@
-"""A way to share the work of a step among GPUs, and its comparison with another by memory and by speed."""
+"""A parallelism layout of a step over GPUs, and comparisons of two layouts by memory and speed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ AXES = ("tensor", "context", "stages")
 
 @dataclass(frozen=True)
 class Shared:
-    """A way to share the work, with its recomputation, before the batch is cut.
-
-    The GPUs form a mesh, or one GPU has all of the work.
+    """A parallelism layout: a recipe's parallelism and recomputation on a number of GPUs, before the batch is
+    split. The GPUs form a mesh, or one GPU has all of the work.
     """
 
     gpus: int
@@ -37,12 +36,12 @@ class Shared:
 
     @functools.cached_property
     def setup(self) -> Setup:
-        """Setup of the recipe on so many GPUs."""
+        """Training settings of the recipe on this number of GPUs."""
         return on_gpus(self.recipe.setup(), self.gpus)
 
     @functools.cached_property
     def wish(self) -> ParallelWish | None:
-        """Wish for several processes, regardless of their number; None on one GPU."""
+        """Settings for several processes (field `parallel`), regardless of their number; None on one GPU."""
         wish = PARALLEL.of(self.setup)
         # The number of GPUs is compared apart.
         return wish and replace(wish, ranks=0)
@@ -53,12 +52,14 @@ class Shared:
 
     @property
     def parts(self) -> int:
-        """Number of GPUs that work on the same part of the batch."""
+        """Number of GPUs that work on the same part of the batch, such as those of a tensor-parallel
+        group.
+        """
         return self._axes.ranks_of_one_part
 
     @property
     def stages(self) -> int:
-        """Number of stages into which the layers are cut."""
+        """Number of pipeline stages into which the layers are divided."""
         return self._axes.stages
 
     @functools.cached_property
@@ -69,7 +70,9 @@ class Shared:
 
     @property
     def spreads_over_all(self) -> bool:
-        """True if each GPU holds less on a larger number of them."""
+        """True if more GPUs reduce the bytes of each, because weights or states are sharded over all of
+        them.
+        """
         wish = self.wish
         if wish is None:
             return False
@@ -77,12 +80,14 @@ class Shared:
 
     @functools.cached_property
     def of_each(self) -> str:
-        """Text of the recipe without its sharding of the batch: the work of each GPU alone."""
+        """Recipe as text without its data-parallel technique. Layouts with equal texts do the same work per
+        GPU and sample.
+        """
         return str(self.recipe.with_(roster.plain(Slot.SHARDING)))
 
     @functools.cached_property
     def by_itself(self) -> str:
-        """Text of the recipe without any sharing: the work of a GPU that has its samples to itself."""
+        """Recipe as text without any parallelism: the work of a GPU that has its samples to itself."""
         recipe = self.recipe
         for slot in roster.slots_of_several_gpus():
             recipe = recipe.with_(roster.plain(slot))
@@ -94,18 +99,17 @@ class Shared:
         return self.recipe[Slot.CHECKPOINTING]
 
     def is_slower_than(self, other: Shared) -> bool:
-        """Return whether no step of this way is faster than the other's, which takes more memory.
-
-        Both share the work in one way, and this one recomputes, or gathers weights that the other keeps.
+        """Return True if no step of this layout is faster than the other's, which takes more memory. Both
+        have the same parallelism, and this one recomputes, or gathers weights that the other keeps.
         """
         if all(self.recipe[slot] == other.recipe[slot] for slot in roster.slots_of_several_gpus()):
             return True
         return self.recomputing == other.recomputing and self.gathers_what_is_kept(other)
 
     def holds_no_more_than(self, other: Shared) -> bool:
-        """Return whether this way takes no more memory than the other for every equal cut of the batch.
+        """Return True if this layout takes no more memory than the other for every equal split of the batch.
 
-        The ways may differ in three properties only. This one recomputes activations that the other keeps.
+        The layouts may differ in three properties only. This one recomputes activations that the other keeps.
         It shards weights that the other holds whole, at least temporarily. Or more of its GPUs work on the
         same samples.
         """
@@ -117,39 +121,41 @@ class Shared:
         )
 
     def has_groups_of(self, other: Shared) -> bool:
-        """Return whether each of its groups of GPUs consists of one or several groups of the other with the
-        same sharing.
-
-        Apart from that, only the sharing of the batch may differ.
+        """Return True if this layout's groups of GPUs are as large as the other's, or a multiple of them.
+        Apart from that, only the data-parallel technique may differ.
         """
         return self.by_itself == other.by_itself and self.cuts_as(other)
 
     def differs_only_in(self, other: Shared, *more: Slot) -> bool:
-        """Return whether the ways differ only in techniques of several GPUs, and in these slots."""
+        """Return True if two layouts differ only in parallelism techniques, and only in these slots."""
         slots = {*roster.slots_of_several_gpus(), *more}
         return all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
 
     def cut(self, pieces: Technique) -> Recipe:
-        """Return the recipe with this cut of the global batch."""
+        """Return the recipe with this technique for micro-batches, which splits the global batch."""
         return self.recipe.with_(pieces)
 
     def gathers_what_is_kept(self, other: Shared) -> bool:
-        """Return whether the other way is this one, except that it keeps weights that this one gathers."""
+        """Return True if the other layout is this one, except that it keeps gathered weights that this one
+        drops and gathers again.
+        """
         own, rival = self.wish, other.wish
         if own is None or rival is None:
             return False
         return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
 
     def spreads_no_less_than(self, other: Shared) -> bool:
-        """Return whether a GPU holds no more weights and states, and no more of the same samples."""
+        """Return True if a GPU of this layout has no more weights, optimizer states and samples than one of
+        the other's.
+        """
         return _spreads_no_less(self.wish, other.wish)
 
     def cuts_as(self, other: Shared) -> bool:
-        """Return whether each group of GPUs consists of one or several of the other's groups."""
+        """Return True if each group of GPUs consists of one or several of the other layout's groups."""
         return _cuts_as(self._axes, other._axes)
 
     def is_wider_than(self, other: Shared) -> bool:
-        """Return whether larger groups of GPUs work on the same samples, with otherwise equal sharing."""
+        """Return True if larger groups of GPUs work on the same samples, with otherwise equal parallelism."""
         own, rival = self.wish, other.wish
         if own is None or rival is None or own.weights != rival.weights or self.parts <= other.parts:
             return False
@@ -164,11 +170,13 @@ class Shared:
         return alike == rival and bool(own.shards) is bool(rival.shards) and self.differs_only_in(other)
 
     def shares_sequences_with(self, other: Shared, times: float) -> bool:
-        """Return whether `times` as many GPUs share each sequence as in the other way."""
+        """Return True if `times` as many GPUs share each sequence (context parallelism) as in the other
+        layout.
+        """
         return times == self._axes.context / other._axes.context
 
     def groups(self) -> Iterator[str]:
-        """Yield the work of its groups of GPUs as sentences."""
+        """Yield sentences on the groups of GPUs: the part of each layer, sequence or model that a GPU has."""
         wish = self._axes
         if wish.tensor > 1:
             experts = f", each GPU with 1/{wish.experts} of its experts" if wish.experts > 1 else ""
@@ -180,16 +188,17 @@ class Shared:
 
 
 def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> bool:
-    """Return whether no less is recomputed: all of a layer if the other keeps some of it."""
+    """Return True if this layout recomputes no less than the other: all of a layer if the other keeps some of
+    it.
+    """
     if own is None or rival is None:
         return rival is None
     return own == rival or (not own.keep and own == replace(rival, keep=own.keep))
 
 
 def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
-    """Return whether each group of GPUs consists of one or several of the rival's groups, with the same cuts.
-
-    If both share matrices, experts must be spread in both or in neither.
+    """Return True if each group of GPUs consists of whole groups of the rival layout, with the same kinds of
+    parallelism. If both shard matrices, experts must be distributed in both or in neither.
     """
     if own.tensor > 1 < rival.tensor and (own.experts > 1) is not (rival.experts > 1):
         return False
@@ -197,13 +206,12 @@ def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
 
 
 def _in_groups_of(own: ParallelWish, rival: ParallelWish) -> ParallelWish:
-    """Return the same with groups as large as the rival's."""
+    """Return the same parallelism settings with groups as large as the rival layout's."""
     return replace(own, experts=rival.experts, **{axis: getattr(rival, axis) for axis in AXES})
 
 
 def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
-    """Return whether a GPU holds no more weights and states, and no more of the same samples, than in the
-    rival's way."""
+    """Return True if a GPU has no more weights, optimizer states and samples than in the rival layout."""
     if own is None or rival is None or own == rival:
         return own == rival
     if not _cuts_as(own, rival):

@@ -76,7 +76,9 @@ class Interconnect(GpuLink):
         return min(inside, within * self.network * share if hosts > 1 else math.inf)
 
     def share(self, operator: str, gpus: int) -> float:
-        """Return the share of the link's rate that this kernel reaches among this many GPUs of one host."""
+        """Return the fraction of the link's data rate, from 0 to 1, that an NCCL kernel reaches among GPUs of
+        one host.
+        """
         if operator in self.bus:
             return self.bus[operator]
         kind = operator if operator == ALL_REDUCE else "other exchanges"
@@ -92,9 +94,8 @@ def _factor(operator: str, peers: int) -> float:
 
 
 def interconnect_of(gpu: Gpu, rates: Rates | None = None) -> Interconnect:
-    """Return the links of GPUs of this kind within a host, from the table of GPUs.
-
-    The shares of `rates` apply if they were calibrated on several GPUs.
+    """Return the data rates of links between GPUs of this model within a host, from the table of GPUs.
+    Measured fractions in `rates` apply if they were calibrated on several GPUs.
     """
     bus = rates.bus if rates else {}
     if gpu.gpu_link:

@@ -16,7 +16,9 @@ from typing import Any
 
 @cache
 def evidence() -> tuple[Mapping[str, Any], ...]:
-    """Return the rows of `evidence.json`: figures of exchanges between GPUs."""
+    """Return the rows of `evidence.json`: measured or published bytes and seconds of exchanges between
+    GPUs.
+    """
     text = resources.files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
     return tuple(json.loads(text))
 
@@ -36,7 +38,7 @@ def total(
 
 
 def devices(quantity: str) -> set[str]:
-    """Return the keys of the GPUs on which a quantity was measured."""
+    """Return the keys of the GPU models on which a quantity was measured."""
     return {row["device"] for row in _rows(quantity)}
 
 

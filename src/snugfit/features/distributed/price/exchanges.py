@@ -139,7 +139,9 @@ class DistributedExchanges(Exchanges):
     def differing(
         self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None
     ) -> PipelinedRanks | None:
-        """Return the prediction of all pipeline stages together; None if all ranks are alike."""
+        """Return the predictions for ranks that differ by pipeline stage (`PipelinedRanks`); None if all
+        ranks are alike.
+        """
         return PipelinedRanks(ranks, job, setup, gpu) if len(ranks) > 1 else None
 
     def few_layers_question(

@@ -63,8 +63,8 @@ STEPS = 2
 
 
 class _StageFigures(NamedTuple):
-    """Predicted figures of one GPU's pipeline stages on one kind of GPU; all but the first grow linearly with
-    layers.
+    """Predicted bytes and seconds of one GPU's pipeline stages, for one model of GPU. All but the first grow
+    linearly with layers.
     """
 
     unused_bytes: float
@@ -79,12 +79,12 @@ class _StageFigures(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Return all figures of the stages as one flat sequence of numbers."""
+        """Return all fields as one flat sequence of numbers, for linear extrapolation."""
         return (*self[:-1], *self.passes)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _StageFigures:
-        """Return the figures of the stages from a flat sequence of numbers."""
+        """Return the object whose fields are these numbers, the inverse of `numbers`."""
         unused, allocated, after, model, *passes = numbers
         return cls(unused, allocated, after, model, tuple(passes))
 
@@ -107,7 +107,9 @@ _OfStages = dict[_Place, _StageFigures]
 
 
 class StagesQuestion:
-    """One prediction of a pipeline's step for several kinds of GPU; `few` micro-batches represent more."""
+    """Prediction of a pipeline-parallel step for several GPU models; `few` simulated micro-batches represent
+    more.
+    """
 
     def __init__(
         self, kinds: Sequence[Gpu], software: Software, policy: Policy, part: Job, setup: Setup
@@ -121,8 +123,9 @@ class StagesQuestion:
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def judge(self, depth: Depth | None) -> list[StagesStep]:
-        """Return the predicted step on each kind of GPU. `part` is the job of one data rank; `depth` sets the
-        simulated layers."""
+        """Return the predicted bytes and seconds of the step on each GPU model. `part` is the job of one data
+        rank; `depth` sets the simulated layers.
+        """
         pieces = self._setup.micro_batches
         # Once every stage is filled, each further micro-batch adds the same.
         few = min(pieces, self._wish.stages + FURTHER) if self._wish.schedule in IN_TURN else pieces
@@ -150,8 +153,9 @@ class StagesQuestion:
         return (least, more) if self._wish.all_stages * (least + more) < depth.layers else (0,)
 
     def _simulate(self, depth: Depth | None, layers: int, pieces: int) -> list[_OfStages]:
-        """Return the figures by kind of GPU of a model with `layers` layers in each stage and `pieces`
-        micro-batches."""
+        """Simulate each pipeline stage with `layers` layers and `pieces` micro-batches, and return bytes and
+        seconds by GPU model.
+        """
         # The batch changes in proportion, so a micro-batch has the same size.
         part, setup = self._setup.in_pieces(pieces, self._part)
         if depth is not None and layers:
@@ -202,9 +206,8 @@ class StagesQuestion:
     def _together(
         self, kind: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> StagesStep:
-        """Return the predicted step on one kind of GPU.
-
-        Figures come from few layers and few micro-batches, and from one micro-batch more.
+        """Return the predicted step of all stages on one GPU model, extrapolated from few layers and few
+        micro-batches.
         """
         wish, pieces = self._wish, self._setup.micro_batches
         stages = [self._deep(stage, points, by_depth, longer, few) for stage in range(wish.stages)]
@@ -234,7 +237,9 @@ class StagesQuestion:
     def _deep(
         self, stage: int, points: Sequence[int], by_depth: Sequence[_OfStages], longer: _OfStages, few: int
     ) -> _StageFigures:
-        """Return the predicted figures of one pipeline stage of the whole model, with all micro-batches."""
+        """Return the bytes and seconds of one pipeline stage with all its layers and micro-batches, by linear
+        extrapolation.
+        """
         kind, pieces = _place(stage, self._wish), self._setup.micro_batches
         layers = len(layers_at(stage, self._wish, self._part.model.layers))
         # A GPU has `chunks` stages of so many layers.
@@ -261,9 +266,8 @@ class StagesQuestion:
 
 
 def _of_pieces(values: tuple[float, float, float], deeper: float, few: int, pieces: int) -> float:
-    """Return the seconds of a stage with `pieces` micro-batches, from three values.
-
-    These are the shallow stage with few, its increase by one more, and the deep stage with few. The constant
+    """Return the seconds of a deep stage with `pieces` micro-batches, from three values. These are the
+    shallow stage with few micro-batches, its increase by one more, and the deep stage with few. The constant
     part (weights that are gathered once for all micro-batches) grows with layers.
     """
     shallow, further, deep = values

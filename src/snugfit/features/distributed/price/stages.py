@@ -73,8 +73,9 @@ class Pass(NamedTuple):
 
 
 def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
-    """Return the position of one rank for each kind of stage, in order. A model without stages has a single
-    position."""
+    """Return the pipeline positions to simulate, one rank for each distinct stage. A model without stages has
+    a single position.
+    """
     firsts: dict[tuple[Any, ...], int] = {}
     for position in range(wish.stages):
         firsts.setdefault(_kind(position, wish, layers), position)
@@ -173,7 +174,9 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
 
 
 def _pass_of_each(trace: Trace) -> list[int]:
-    """Return for each kernel the number of passes begun before its own; -1 for kernels before the first."""
+    """Return for each kernel the index of the pipeline pass that it belongs to; -1 for kernels before the
+    first pass.
+    """
     # The first mark is the loop's, which precedes torch's first pass.
     begins = trace.passes[1:]
     return [bisect.bisect_right(begins, number) - 1 for number in range(len(trace.kernels))]
@@ -185,7 +188,9 @@ def transfer_seconds(trace: Trace, link: Interconnect) -> float:
 
 
 def orders_of(wish: ParallelWish, micro_batches: int) -> Sequence[Sequence[Pass]]:
-    """Return the order of passes of each GPU of one copy of the model."""
+    """Return for each pipeline GPU the order of its forward and backward passes, for one copy of the
+    model.
+    """
     if wish.schedule not in (ONE_FORWARD_ONE_BACKWARD, GPIPE):
         return _orders_of_torch(wish.schedule, wish.stages, wish.chunks, micro_batches)
     return [[*_order_of(stage, wish, micro_batches)] for stage in range(wish.stages)]
@@ -231,7 +236,8 @@ def simulate_stages(
     clips: bool,
     tied: bool = False,
 ) -> PipelinedStep:
-    """Return the steady step of GPUs with this work, whose passes run in these orders.
+    """Return the seconds of a step of all pipeline GPUs, with the given work per pass and these orders of
+    passes.
 
     Output of a stage arrives after `transfer` seconds. With `clips` all wait for each other before they
     update, with `tied` the first and the last.
@@ -271,8 +277,9 @@ def _step_length(
 def _run_passes(
     work: Sequence[StageWork], orders: Sequence[Sequence[Pass]], transfer: float, free: Sequence[float]
 ) -> list[float]:
-    """Return the moment at which each GPU has run its passes; `free` has the moments at which they may
-    begin."""
+    """Run the schedule's passes in simulated time, and return the moment at which each GPU has finished.
+    `free` has the moments at which they may begin.
+    """
     ranks = len(work)
     last = max(one.stage for order in orders for one in order)
     now = [moment + own.before for moment, own in zip(free, work, strict=True)]
@@ -314,8 +321,7 @@ def pipelined_step(
     workers: int = 0,
     tied: bool = False,
 ) -> PipelinedStep:
-    """Return the steady step of all stages, from the traces of the simulated ones.
-
+    """Return the predicted seconds of a step of all pipeline stages, from the traces of the simulated ones.
     `tied` means that the first stage and the last share one matrix.
     """
     orders = orders_of(wish, micro_batches)

@@ -19,8 +19,9 @@ from snugfit.rehearsal.trace.trace import COLLECTIVES, DEFAULT_STREAM, Kernel
 
 
 class SimulatedStreams:
-    """Simulation of kernels in several streams and of the host that launches them, up to a steady step
-    (`StreamsRun`)."""
+    """Discrete simulation of CUDA streams and of the host that launches their kernels, until the step's time
+    is steady.
+    """
 
     def __init__(
         self,
@@ -89,8 +90,9 @@ class SimulatedStreams:
         self.host_at = max(self.host_at, self.now) + self._host.wait
 
     def _rate(self, number: int) -> float:
-        """Return the speed of a kernel: 1 alone, and less while an exchange and another kernel run at
-        once."""
+        """Return the speed of a running kernel: 1 alone, and less while an NCCL kernel and another one share
+        the GPU.
+        """
         return 1 / self._slowed[self._exchanges[number]]
 
     def _next_end(self) -> float:
@@ -137,7 +139,9 @@ class SimulatedStreams:
             self._left[number] -= seconds * self._rate(number) if share else seconds
 
     def _begin(self, stream: int, waiting: deque[int]) -> None:
-        """Start the first waiting kernel in an idle stream, if it may start now."""
+        """Start the first waiting kernel of an idle stream, if it is launched and the kernels that it waits
+        for have ended.
+        """
         number = waiting[0]
         after = self._kernels[number].after
         # A kernel without an end is still to come.

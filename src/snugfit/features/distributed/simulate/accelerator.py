@@ -114,7 +114,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         self._recorder.empty_cache()
 
     def _no_memory(self, *arguments: Any) -> int:
-        """Return 0 bytes of memory; no decision of DeepSpeed depends on it."""
+        """Return 0 for DeepSpeed's memory statistics, on which no decision depends."""
         return 0
 
     get_rss = reset_rss = memory_allocated = max_memory_allocated = _no_memory

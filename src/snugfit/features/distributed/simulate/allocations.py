@@ -15,7 +15,7 @@ from snugfit.results.footprint import Kind
 
 
 class RankAllocations(Allocations):
-    """Record of the allocations and frees of a rank's storages."""
+    """Record of allocations and frees of one simulated rank's tensors."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -48,16 +48,15 @@ def is_collective(func: Any) -> bool:
 
 
 def gives_its_own(func: Any) -> bool:
-    """Return True if an operator returns the awaited tensor itself. On tensors without data, torch returns
-    another one.
+    """Return True if a collective operator's wait returns its input tensor itself. On tensors without data,
+    torch returns another one.
     """
     return bool(func._schema.name.endswith("::wait_tensor"))
 
 
 def is_wrapping(func: Any) -> bool:
-    """Return True if an operator wraps a tensor in exchange, so that its first use waits.
-
-    On tensors without data, torch (2.13) creates an empty tensor instead.
+    """Return True if an operator wraps a tensor whose collective still runs, so that its first use waits. On
+    tensors without data, torch (2.13) creates an empty tensor instead.
     """
     return bool(func._schema.name == "_c10d_functional::_wrap_tensor_autograd")
 
@@ -111,7 +110,7 @@ def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int
 
 
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the bytes of the whole tensor that an operator exchanges, sums, gathers or scatters."""
+    """Return the bytes of the whole tensor that a collective sums, gathers, scatters or sends."""
     if func in ALL_TO_ALL_SINGLE:
         return int(args[0].nbytes)
     return int(CollectiveOp.get_comm_tensor_size(func, out, args, kwargs))
@@ -123,9 +122,8 @@ def is_functional(func: Any) -> bool:
 
 
 def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors that exist only for the exchange: those gathered, scattered or received.
-
-    Summed and sent tensors belong to other code.
+    """Return the tensors that exist only for the collective: those gathered, scattered or received. Summed
+    and sent tensors belong to other code.
     """
     kernel = kernel_of(func)
     if kernel == RECEIVE:

@@ -161,7 +161,7 @@ runs at each weight's gradient.
 
 @contextlib.contextmanager
 def _hooks_counted(recorder: Recorder) -> Iterator[None]:
-    """Count each call of `HOOKS` inside the context as a library's Python function."""
+    """Count each call of DeepSpeed's functions in `HOOKS` as Python work of the host, inside the context."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -297,7 +297,9 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
 
 
 def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
-    """Return a replacement of a handle's `wait`, which also records that its weights' bytes are gathered."""
+    """Return a replacement of a handle's `wait` that also marks the gathered weights' bytes as weights in the
+    recording.
+    """
     wait = kind.wait
 
     def wait_and_claim(handle: Any, *arguments: Any, **keywords: Any) -> None:
@@ -311,8 +313,9 @@ def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
 
 
 def _and_claim_buckets(method: Callable[..., None], recorder: RankRecorder) -> Callable[..., None]:
-    """Return a replacement of a stage's method, which also records the buckets in which gradients are
-    averaged."""
+    """Return a replacement of a method of DeepSpeed's stage that also marks the buckets of averaged gradients
+    in the recording.
+    """
 
     def run_and_claim(stage: Any, *arguments: Any, **keywords: Any) -> None:
         method(stage, *arguments, **keywords)

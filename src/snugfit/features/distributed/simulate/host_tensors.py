@@ -167,11 +167,13 @@ class HostTensors(TorchDispatchMode):
             self.nbytes -= nbytes
 
     def holds(self, value: Any) -> bool:
-        """Return True if the value is a tensor in memory that is counted here."""
+        """Return True if the value is a tensor in simulated host memory."""
         return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._storages
 
     def _any_held(self, args: tuple[Any, ...]) -> bool:
-        """Return True if an operand, or an element of a list operand, is in memory that is counted here."""
+        """Return True if an operand, or an element of a list operand, is a tensor in simulated host
+        memory.
+        """
         return any(
             any(map(self.holds, one)) if isinstance(one, (tuple, list)) else self.holds(one) for one in args
         )

@@ -135,7 +135,9 @@ class RankRecorder(Recorder):
         return isinstance(value, torch.Tensor) and value.is_meta and not self.memory.has_seen(value)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
-        """Set the kind of this tensor's bytes, or of a sharded tensor's local part."""
+        """Label this tensor's bytes (weights, gradients, ...) in the recording; for a sharded tensor, those
+        of the local shard.
+        """
         if kind is Kind.WEIGHTS and self._phase != "build":  # a shard copied from the host
             kind = Kind.GATHERED
         super().claim(tensor.to_local() if isinstance(tensor, DTensor) else tensor, kind, module)
@@ -162,7 +164,7 @@ class RankRecorder(Recorder):
         super().step_ends(index)
 
     def end_of(self, optimizer: Any) -> None:
-        """Ignore later frees if this is the optimizer of the recorded run: the run is over."""
+        """Ignore later frees if this is the optimizer of the recorded run, which is over then."""
         self.memory.is_over |= optimizer is not None and optimizer is self._optimizer
 
     def average(self, bucket: torch.Tensor) -> None:
@@ -190,7 +192,9 @@ class RankRecorder(Recorder):
         self._add_work_of_host(PART_OPERATORS, operators)
 
     def count_weights_apart(self, weights: int) -> None:
-        """Record the number of weights whose gradients the host computes separately (`zero_bubble`)."""
+        """Record the number of weights whose gradients a zero-bubble pipeline computes in a separate pass,
+        one by one.
+        """
         self._add_work_of_host(WEIGHTS_APART, weights)
 
     def _add_work_of_host(self, what: str, often: int) -> None:
@@ -231,8 +235,9 @@ class RankRecorder(Recorder):
         return recording._replace(trace=trace)
 
     def take_unawaited(self) -> Moment:
-        """Return the moment at which all collectives without a wait are finished, and mark them as
-        awaited."""
+        """Return the time at which all collectives that no kernel waited for are finished, and mark them as
+        awaited.
+        """
         moment, self._unawaited = self._unawaited, frozenset()
         return moment
 
@@ -510,7 +515,7 @@ def while_spreading(recorder: RankRecorder) -> list[Patch]:
 
 
 def _move(recorder: RankRecorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
-    """Create each tensor without a recorded allocation on the device, as a move there would."""
+    """Allocate each tensor that is still on the host on the simulated device, as `model.to(device)` would."""
     for tensor in (*parameters, *buffers):
         held = getattr(tensor, "_local_tensor", tensor)  # for a sharded matrix, this rank's part
         if not recorder.memory.has_seen(held):

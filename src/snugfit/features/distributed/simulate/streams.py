@@ -50,7 +50,9 @@ class StreamOrder:
         self._awaited[stream] |= moment - {self._last.get(stream, -1)}
 
     def place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the stream in which the kernel with this index runs, and the kernels for which it waits."""
+        """Return the stream of the kernel with this index, and the kernels of other streams for which it
+        waits.
+        """
         awaited = tuple(sorted(self._awaited.pop(self.current, ())))
         self._last[self.current] = number
         return self.current, awaited

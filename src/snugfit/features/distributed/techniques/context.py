@@ -94,7 +94,7 @@ class ContextParallel(Technique):
             yield from _of_model(job)
 
     def _of_lengths(self, job: Job, dtype: str) -> Iterator[str]:
-        """Yield why sequences of this length cannot be cut for attention in this dtype."""
+        """Yield the reasons why sequences of this length cannot be split for attention in this dtype."""
         of_a_piece = 1 if dtype in HALVES else ALIGNED
         least = 2 * self.n * of_a_piece
         if not job.sequence_length % least:
@@ -159,8 +159,8 @@ def _types_of(rope: dict[str, Any]) -> set[str]:
 
 
 def _other_attention(kind: Any, text: dict[str, Any]) -> str:
-    """Return a description of layers that mix tokens other than by torch's causal attention; empty if it does
-    not.
+    """Return a description of layers that mix tokens by anything but torch's causal attention; empty if there
+    are none.
     """
     layers = {*(text.get("layer_types") or ())} - {"full_attention"}
     if layers:

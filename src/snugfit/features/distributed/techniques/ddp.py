@@ -35,7 +35,9 @@ class Ddp(several_gpus.SharedBatch):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield DDP whose gradients are views of the buckets, since nothing needs a second copy."""
+        """Yield the variant of DDP that plans use: gradients are views of the buckets, which saves a second
+        copy.
+        """
         yield cls(bucket_views=True)
 
     def wish(self) -> ParallelWish:

@@ -92,8 +92,9 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
 
 
 def counterparts(stage: int) -> tuple[Counterpart, ...]:
-    """Return the equivalents of this stage in other libraries: `TrainingArguments(deepspeed=...)`, and notes
-    on a configuration that was read."""
+    """Return DeepSpeed's equivalents of this ZeRO stage in other libraries:
+    `TrainingArguments(deepspeed=...)`, and notes on a configuration that was read.
+    """
     named = []
     # Only the third stage can put anything on a disk.
     for offload in ("cpu", "nvme", "none") if stage == 3 else ("cpu", "none"):

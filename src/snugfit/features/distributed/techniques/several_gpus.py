@@ -134,6 +134,8 @@ class SharedBatch(Technique):
 
 
 def along(setup: Setup, **counts: Any) -> Setup:
-    """Return the Setup with these numbers of ranks along axes of the mesh, in addition to its other axes."""
+    """Return the training settings with these numbers of ranks along axes of the mesh, in addition to its
+    other axes.
+    """
     wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
     return setup.with_fields(parallel=replace(wish, **counts))

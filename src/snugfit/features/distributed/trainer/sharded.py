@@ -152,7 +152,9 @@ class ShardedTrainer(DdpTrainer):
             )
 
     def refuse_recipe(self, setup: Setup, *, optimizer: str | None) -> None:
-        """Raise `UsageError` for scaled gradients, and for optimizers without proven updates of shards."""
+        """Raise `UsageError` for loss scaling (fp16), and for optimizers that are not tested with sharded
+        weights.
+        """
         if setup.scale_gradients:
             raise UsageError(
                 "fp16 does not go with FSDP2 in fit: weights are gathered in bf16 or as they are. Try 'bf16'."
@@ -180,7 +182,7 @@ class ShardedTrainer(DdpTrainer):
         after_evaluation(Setup().with_fields(parallel=self.configured), self.trainer.model)
 
     def check(self, state: TrainState) -> None:
-        """Check the optimizer and the schedule. Raises `UsageError` for unproven updates of shards."""
+        """Raise `UsageError` if the Trainer's optimizer or schedule is not tested with sharded weights."""
         kind = type(state.optimizer)
         home = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
         refuse_optimizer_of_parts(f"{home}:{kind.__name__}")
@@ -213,8 +215,9 @@ class ShardedTrainer(DdpTrainer):
 
 
 def refuse_optimizer_of_parts(path: str) -> None:
-    """Raise `UsageError` for an optimizer, by its class's import path, without proven updates of sharded
-    weights."""
+    """Raise `UsageError` for an optimizer class that is not tested with sharded weights (`DTensor`), given by
+    its import path.
+    """
     if path not in KNOW_SHARDS:
         raise _unknown(path.partition(":")[2])
 
