@@ -1,4 +1,5 @@
-"""Attention as transformers' models call it, and attention of padded encoders without a mask matrix.
+"""Attention as transformers' models call it, and attention of padded encoders by FlashAttention without a
+mask matrix.
 
 Each row of a batch is up to three stretches: padding, tokens, padding. FlashAttention's kernels for sequences
 of several lengths attend within each stretch, so tokens get the result of a mask. Results at padding differ
@@ -53,8 +54,7 @@ def attend(
 
 
 def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Replace a mask (B, S) by the ends of its stretches: a forward pre-hook of an encoder.
-
+    """Replace a padding mask (B, S) by offsets of the token runs: a forward pre-hook of an encoder.
     Unsupported calls keep their mask. So do all on a CPU, which has no such kernels.
     """
     mask = keywords.get("attention_mask")
@@ -68,8 +68,9 @@ def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
 
 def takes(model: Any) -> bool:
-    """Return True if the kernels support this encoder's attention: in 16 bits, no decoder's, no head too
-    wide."""
+    """Return True if FlashAttention's kernels for padded batches support this encoder: 16 bits, no decoder,
+    no head too wide.
+    """
     from snugfit.features.kernels.without_padding.attention import WIDEST, WIDTH_IN
 
     config = model.config
@@ -105,7 +106,9 @@ def stretches(mask: torch.Tensor) -> torch.Tensor:
 def attend_in_stretches(
     module: Any, heads: Sequence[torch.Tensor], dropout: float, scaling: float, keywords: dict[str, Any]
 ) -> torch.Tensor:
-    """Return attention of queries, keys and values (B, heads, S, width): (B, S, heads * width)."""
+    """Return attention of queries, keys and values (B, heads, S, width) as (B, S, H). Each run of tokens
+    without padding attends to itself.
+    """
     from snugfit.features.kernels.without_padding.attention import attend as attend_in_pieces
 
     batch, _, length, _ = heads[0].shape

@@ -1,4 +1,4 @@
-"""Attentions without padding: our own, and that of the package flash-attn."""
+"""Implementations of attention that skip padding: snugfit's own, and that of the package flash-attn."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ChunkedLoss(Technique):
 
     @property
     def value(self) -> LogitsWish:
-        """Return the number of tokens whose logits are computed at once."""
+        """Return the technique's setting: the number of tokens whose logits are computed at once."""
         return LogitsWish(tokens=self.tokens)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

@@ -106,7 +106,7 @@ def _either(
 
 
 def _are_plain(layers: Sequence[Any], *, biased: bool | None = None) -> bool:
-    """Return True if all linear layers are torch's own, with a bias or without."""
+    """Return True if all these layers are plain `torch.nn.Linear`, with a bias or without."""
     return all(is_plain(layer) and biased in (None, layer.bias is not None) for layer in layers)
 
 
@@ -120,8 +120,9 @@ def _eps(norm: Any) -> float:
 def _add_and_norm(
     branch: torch.Tensor, stream: torch.Tensor | None, norm: Any, family: DecoderFamily
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the residual stream plus a branch (B, S, H), and its norm in the dtype of the next matrix
-    product."""
+    """Return the residual stream plus a branch's output (B, S, H), and its RMSNorm in the dtype of the next
+    matrix product.
+    """
     whole = branch if stream is None else stream
     dtype = activation_dtype(whole)
     # Without autocast, transformers multiplies by the scale in the wider dtype.
@@ -196,8 +197,7 @@ def _attend(
 def _remember(
     cache: Any, key: torch.Tensor, value: torch.Tensor, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store keys and values in the cache of layer `index`, and return all that it has for that layer.
-
+    """Append keys and values to the cache of layer `index`, and return all cached ones of that layer.
     transformers' models create a cache in training too, and an empty one copies its inputs. Here it stores
     them without a copy.
     """

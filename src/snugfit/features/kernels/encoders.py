@@ -34,7 +34,7 @@ BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "G
 
 @dataclass
 class Site:
-    """A module's source of random numbers for dropout in snugfit's kernels."""
+    """Dropout position in a model: gives each call of a module its seed for snugfit's dropout kernels."""
 
     seeds: Seeds
     number: int
@@ -51,7 +51,9 @@ class Site:
 
 @dataclass(frozen=True)
 class Patch:
-    """Replacement of the forward pass for modules of one class of transformers."""
+    """Forward pass of snugfit for one module class of transformers, with a check of the modules that it
+    supports.
+    """
 
     forward: Callable[..., Any] | None
     """Replacement of the forward pass; None for an encoder that only loses its mask (`attention.py`)."""
@@ -212,7 +214,9 @@ def embed_positions(
 
 
 def embeds_plainly(module: Any) -> bool:
-    """Return True if an embeddings module consists of torch's LayerNorm and `torch.nn.Embedding` tables."""
+    """Return True if an embeddings module has only a plain `LayerNorm` and plain `torch.nn.Embedding`
+    tables.
+    """
     tables = [one for name, one in module.named_children() if name.endswith("_embeddings")]
     return is_layer_norm("LayerNorm")(module) and all(type(one) is torch.nn.Embedding for one in tables)
 
@@ -258,7 +262,9 @@ def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Te
 
 
 def close_bert(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a residual plus a linear layer's output after dropout."""
+    """Compute the end of a BERT sublayer: the norm of the residual plus a linear layer's output after
+    dropout.
+    """
     product, bias = product_of(self.dense, hidden_states)
     drop = getattr(self, SITE).draw(self, self.dropout.p, input_tensor)
     return norm_with_stream(product, input_tensor, self.LayerNorm, bias=bias, **drop)

@@ -10,7 +10,7 @@ from snugfit.techniques.wish import Wish
 
 @dataclass(frozen=True, kw_only=True)
 class FusedWish:
-    """Value of the field `fused`: settings of snugfit's kernels in a model's modules."""
+    """Settings for snugfit's fused kernels in a model's modules: the value of the field `fused`."""
 
     recomputed_mlps: int = 0
     """Number of gated MLPs, from the first, whose product of gate and up is recomputed in the backward
@@ -19,7 +19,7 @@ class FusedWish:
 
 @dataclass(frozen=True, kw_only=True)
 class LigerWish:
-    """Value of the field `liger`: settings of Liger's kernels in a model's modules."""
+    """Settings for Liger's kernels in a model's modules: the value of the field `liger`."""
 
     parts: Mapping[str, bool] = field(default_factory=dict)
     """True or False for each set part; Liger's default decides for the rest."""

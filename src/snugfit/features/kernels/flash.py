@@ -68,7 +68,7 @@ class Flash(Technique):
 
 
 def _why_not(job: Job) -> str:
-    """Return why this job's model cannot call the package; empty if it can."""
+    """Return the reason why this job's model cannot use the package flash-attn; empty if it can."""
     model = job.model_class()
     if not getattr(model, "_supports_flash_attn", False):
         return f"transformers has no FlashAttention for {model.__name__}"

@@ -24,7 +24,7 @@ class KernelsHandler(Handler):
     slot, stage = Slot.KERNELS, InstallStage.REPLACE
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Apply another value of the field to a model that already trains."""
+        """Apply new kernel settings to a model that already trains."""
         if value is not None:
             self.wrap(value, live.model)
             yield f"kernels are those of {live.technique(self.slot)}"
@@ -49,7 +49,9 @@ class FusedHandler(KernelsHandler):
             use_fused(model, value.recomputed_mlps)
 
     def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
-        """Return a context that simulates plain torch for a CPU; None on a GPU."""
+        """Return a context in which a simulation for a CPU runs plain torch in place of Triton kernels; None
+        for a GPU.
+        """
         from snugfit.features.kernels.operations.shapes_on_cpu import shapes_on_cpu
 
         # On a CPU the operations are plain torch, which a simulation of one must record.

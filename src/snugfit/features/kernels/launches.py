@@ -49,7 +49,7 @@ _FLUSHES = 256 * MIB
 
 
 class Access(NamedTuple):
-    """Names of a kernel's pointer parameters: those that it loads from, and those that it stores to."""
+    """Pointer parameters of a Triton kernel: those that it loads from, and those that it stores to."""
 
     loaded: frozenset[str]
     stored: frozenset[str]
@@ -165,7 +165,7 @@ def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
 
 @contextlib.contextmanager
 def _as_on(policy: CudaPolicy) -> Iterator[None]:
-    """Context in which Liger's Python code takes the same decisions as on this GPU."""
+    """Context in which Liger's Python code behaves as on a given GPU, although tensors are on `meta`."""
     import liger_kernel.utils as liger
     import torch
 

@@ -104,9 +104,8 @@ def _changed_functions(file: ModuleType, before: Mapping[str, Any]) -> dict[str,
 
 
 def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) -> None:
-    """Give the model's modules methods that look up the changed functions of a file by name.
-
-    Raises `RecipeError` where other functions of the file look them up.
+    """Give the model's modules copies of their methods that call Liger's functions in place of those of a
+    modeling file. Raises `RecipeError` where other functions of the file call them.
     """
     helpers = [value for value in vars(file).values() if isinstance(value, FunctionType)]
     # A function outside of a class has one namespace for all models.

@@ -146,7 +146,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def _gradient_in_torch(
     logits: torch.Tensor, labels: torch.Tensor, loss: Loss, share: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of `share` times a chunk's loss by autograd; add the loss to `total`."""
+    """Compute a chunk's loss by autograd, add it to `total`, and return the gradient of its logits times
+    `share`.
+    """
     with torch.enable_grad():
         scores = loss.scores(logits.requires_grad_()).to(total.dtype)
         summed = functional.cross_entropy(

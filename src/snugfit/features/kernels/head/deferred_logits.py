@@ -133,8 +133,8 @@ class DeferredLogits(torch.Tensor):
     def _after(
         self, function: Any, name: str, operands: Sequence[Any], keywords: dict[str, Any]
     ) -> DeferredLogits | None:
-        """Return the result of a torch function on deferred logits, deferred too; None if it cannot be
-        deferred.
+        """Return the result of a torch function on deferred logits as new deferred logits; None if it cannot
+        be deferred.
         """
         more = [*operands, *keywords.values()]
         if name in ARRANGING and (shape := _shape(operands)) and shape[-1] == self.shape[-1]:
@@ -159,7 +159,7 @@ class DeferredLogits(torch.Tensor):
         return DeferredLogits(hidden, self.head, self.functions, self.dtype, self.only_cast)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the recorded functions to logits of the head, and return the result."""
+        """Apply the recorded functions (scale, soft cap) to raw logits of the head, and return the result."""
         return functools.reduce(lambda value, function: function(value), self.functions, logits)
 
     def compute(self) -> torch.Tensor:
@@ -176,7 +176,7 @@ def _call(function: Any, operands: tuple[Any, ...], keywords: dict[str, Any], lo
 
 
 def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
-    """Return a function's result for the logits of all tokens, with a warning that names the function."""
+    """Run a torch function on the full logits of all tokens, with a warning that names the function."""
     warnings.warn(
         f"The model's code reads all logits at once ({name}), so the loss in chunks saves nothing. "
         "Leave 'chunked_loss' out.",
@@ -190,7 +190,7 @@ def _of_whole(name: str, function: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _shape(arguments: Sequence[Any]) -> Sequence[int]:
-    """Return the requested shape of `view` or `reshape`; empty for a dtype."""
+    """Return the shape that the arguments of `view` or `reshape` request; empty for `view(dtype)`."""
     given = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)) else arguments
     return given if all(isinstance(size, int) for size in given) else ()
 
@@ -205,7 +205,9 @@ def _chooses_tokens(index: Any, dimensions: int) -> bool:
 
 
 def _goes_with_each_token(value: Any, vocabulary: int) -> bool:
-    """Return True if an operand is equal for each token of deferred logits, and needs no gradient."""
+    """Return True if an operand broadcasts over tokens, such as a scalar or a vector over the vocabulary, and
+    needs no gradient.
+    """
     if not isinstance(value, torch.Tensor):
         return True
     return (

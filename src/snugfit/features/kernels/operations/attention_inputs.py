@@ -114,7 +114,9 @@ class AttentionInputs(torch.autograd.Function):
 def _of_parameters(
     ctx: Any, of_product: torch.Tensor, source: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of the weights, and of the biases if any, as slices of one tensor each."""
+    """Return the gradients of query, key and value weights, and of the biases if any, as slices of one tensor
+    each.
+    """
     needed = ctx.needs_input_grad[7:]
     sizes, dtypes = zip(*ctx.parameters, strict=True)
     given: list[torch.Tensor | None] = [None] * len(needed)

@@ -22,7 +22,7 @@ NAMESPACE = "triton"
 
 
 def has_kernel(tensor: torch.Tensor) -> bool:
-    """Return True if a Triton kernel computes with this tensor: on a GPU, or in its simulation."""
+    """Return True if operations on this tensor run a Triton kernel: on a GPU, or in a GPU's simulation."""
     # Shapes belong to a GPU unless the simulation is that of a CPU.
     return tensor.is_cuda or (tensor.is_meta and not is_on_cpu(tensor))
 

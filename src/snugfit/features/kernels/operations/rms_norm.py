@@ -46,7 +46,7 @@ _RMS_NORM_BACKWARD = define(
 
 
 class Source(NamedTuple):
-    """Tensors and settings from which a normed tensor is recomputed."""
+    """Saved tensors and settings from which a backward pass recomputes an RMSNorm's output."""
 
     stream: torch.Tensor  # (..., H)
     scale: torch.Tensor  # (H,)
@@ -76,7 +76,7 @@ def add_rms_norm(
 
 
 def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) -> Sequence[Any]:
-    """Return the tensors that a product of hidden states saves for the gradient of its weight.
+    """Return the tensors that a linear layer saves to compute its weight's gradient.
 
     They are the source of its input, or the input's rows (T, H); nothing where no weight needs a gradient.
     """
@@ -88,7 +88,7 @@ def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) ->
 
 
 def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the input rows (T, H) of a matrix product, recomputed from its saved tensors.
+    """Return the input rows (T, H) of a linear layer in its backward pass, recomputed from its saved tensors.
 
     `from_one` selects the form of the norm; None means that the rows themselves were saved.
     """
@@ -206,8 +206,9 @@ def _norm_backward(
     branch_dtype: torch.dtype,
     scales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of the stream, of the branch if its dtype differs, and of the scale if
-    requested."""
+    """Compute RMSNorm's backward pass: the gradients of the stream, of the branch if its dtype differs, and
+    of the scale if requested.
+    """
     if not has_kernel(stream):
         gradient, of_scale = reference_backward(of_normed, of_stream, stream, scale, roots, from_one)
         return gradient, None, of_scale if scales else None

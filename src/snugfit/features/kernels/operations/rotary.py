@@ -50,7 +50,7 @@ class Heads(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Settings of the norm of each head before its rotation."""
+    """Settings of the RMSNorm that Qwen3 and Gemma 3 apply to each query and key head before its rotation."""
 
     queries: torch.Tensor  # (D,)
     keys: torch.Tensor  # (D,)

@@ -53,7 +53,8 @@ HOOKS, REENTRANT = "hooks", "reentrant"
 
 
 def checkpoint_around() -> str:
-    """Return the kind of torch's checkpoint around the current code, in its first or its second run.
+    """Return which kind of `torch.utils.checkpoint` the current code runs in, during its first or its second
+    run.
 
     One kind saves tensors by hooks (`torch/utils/checkpoint.py`). The reentrant one runs without gradients
     first, and within the backward pass again. An empty string means no checkpoint. If torch does not expose

@@ -39,7 +39,7 @@ more filling. On average filling is half of a step, 3 % of the longest."""
 
 @dataclass(frozen=True)
 class RowRules:
-    """Rules of a model for turning batches into rows."""
+    """A model's requirements for batches without padding, such as its position ids and labels."""
 
     shifts: bool = False
     """True if logits are compared with the label of the next token."""
@@ -202,7 +202,7 @@ def _refuse_mask(mask: torch.Tensor | None, shape: torch.Size, rules: RowRules) 
 
 
 def _change(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `change` of this tensor, applied also to the real values that it represents on the host."""
+    """Apply the function `change` to a tensor, and to the host's copy of its values in a simulation."""
     result = change(value)
     if (real := getattr(value, REAL_VALUES, None)) is not None:
         setattr(result, REAL_VALUES, lambda: change(real()))

@@ -1,4 +1,6 @@
-"""The kernel of `kernels/join_slopes.py`: a block of rows and columns of one of the three at a time."""
+"""Triton kernel of `kernels/join_slopes.py`: it copies blocks of the gradients of queries, keys and values
+into one tensor.
+"""
 
 from __future__ import annotations
 

@@ -18,10 +18,8 @@ def norm_row(  # type: ignore[no-untyped-def]
     branch, residual, scale, stream, normed, roots, columns, eps,
     ADDS: tl.constexpr, AGAIN: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: write one row of the stream (with `ADDS`), of its norm, and its inverse root mean
-    square.
-
-    With `AGAIN` that root is loaded instead.
+    """Triton kernel: write one row's RMSNorm and its inverse root mean square. With `ADDS`, first add a
+    branch to the residual stream, and write the sum. With `AGAIN` the root is loaded instead of computed.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)

@@ -21,7 +21,7 @@ TILE = 2048
 
 @triton.jit  # type: ignore[untyped-decorator]
 def angles_of(cosines, sines, begin, lane, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return both halves of a token's cosines and of its sines, (1, WIDTH) each."""
+    """Load both halves of a token's rotary cosines and sines, (1, WIDTH) each, in a Triton program."""
     inside = lane < HALF
     at = begin + lane
     cosine = tl.load(cosines + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -37,10 +37,8 @@ def turn(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
     FROM_ONE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: write the rotated heads of a token's queries and keys to `out`, which may be the product
-    itself.
-
-    `apart` is the stride of the cosines between sequences.
+    """Triton kernel: apply rotary embedding to a token's query and key heads, and write them to `out`, which
+    may be the input. `apart` is the stride of the cosines between sequences.
     """
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
@@ -72,7 +70,7 @@ def turn(  # type: ignore[no-untyped-def]
 def scales_of(  # type: ignore[no-untyped-def]
     query_scale, key_scale, head, lane, QUERIES: tl.constexpr, HALF: tl.constexpr, mask
 ):  # fmt: skip
-    """Return both halves of each head's norm scale: that of queries or that of keys."""
+    """Load both halves of each head's RMSNorm scale, that of queries or that of keys, in a Triton program."""
     of_query = mask & (head < QUERIES)
     # One of the two masks is empty for each head, so the sum selects a scale.
     of_key = mask & (head >= QUERIES)
@@ -89,7 +87,9 @@ def through_norm(  # type: ignore[no-untyped-def]
     left, right, row, at, query_scale, key_scale, head, lane, eps, mask,
     QUERIES: tl.constexpr, HALF: tl.constexpr, FROM_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of heads before their norm, from that after it, and the scale's; both in halves."""
+    """Compute the backward pass of the heads' RMSNorm: return the gradients of its input and of its scale,
+    both in halves.
+    """
     value = tl.load(row + at, mask=mask, other=0.0).to(tl.float32)
     value_2 = tl.load(row + at + HALF, mask=mask, other=0.0).to(tl.float32)
     # The root is computed again, since the product was saved before its norm.
@@ -129,9 +129,8 @@ def turn_back(  # type: ignore[no-untyped-def]
     value_batch, value_head, value_token, QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr,
     NORMS: tl.constexpr, FROM_ONE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: write rows of the product's gradient from strided ones of queries, keys and values.
-
-    With `NORMS`, also write a row of sums for the gradients of both scales (4, HALF).
+    """Triton kernel: rotate gradients of queries, keys and values back, and write them as rows of the joint
+    product's gradient. With `NORMS`, also write a row of sums for the gradients of both scales (4, HALF).
     """
     program = tl.program_id(0)
     lane = tl.arange(0, WIDTH)
@@ -292,7 +291,9 @@ def _launch_backward(
 
 
 def _apart(cosines: torch.Tensor) -> int:
-    """Return the stride of the cosines from one sequence to the next; 0 if all sequences share them."""
+    """Return the stride of the rotary cosines from one sequence to the next; 0 if all sequences share
+    them.
+    """
     return 0 if cosines.size(0) == 1 else cosines.stride(0)
 
 
