@@ -95,7 +95,9 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def count_of(things: Any) -> int | None:
-    """Return the length, or None without one; torch's `DataLoader` has `__len__` and raises for a stream."""
+    """Return the length of a loader or dataset, or None without one; torch's `DataLoader` has `__len__` and
+    raises for a stream.
+    """
     try:
         return len(things)
     except (TypeError, NotImplementedError):
@@ -103,7 +105,7 @@ def count_of(things: Any) -> int | None:
 
 
 def made_like(loader: Any, **changed: Any) -> Any:
-    """Return a copy of a torch `DataLoader` with these arguments changed."""
+    """Return a copy of a torch `DataLoader` with some constructor arguments changed."""
     import torch
 
     names = [

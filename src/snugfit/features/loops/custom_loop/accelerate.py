@@ -367,8 +367,7 @@ def is_schedule(given: Any) -> bool:
 
 
 def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, keeps: bool) -> None:
-    """Raise an error for settings, optimizers and schedules that the loop cannot use.
-
+    """Raise an error for settings, optimizers and schedules that a user's own training loop cannot use.
     Raises `RecipeError` with the names of unsupported settings. Raises `UsageError` for an optimizer or a
     schedule that cannot step, or that a run with checkpoints (`keeps`) cannot save.
     """
@@ -444,7 +443,9 @@ def _lost_decay(optimizer: Any, wish: OptimizerWish) -> float:
 
 
 def apply(live: LiveTraining) -> list[str]:
-    """Apply the recipe to the user's model in place; return a line of text for each replaced part."""
+    """Apply the recipe to the user's model in place; return a line of text for each replaced part, such as
+    attention.
+    """
     return change_live(live, live.recipe.setup(), user_slots(live))
 
 

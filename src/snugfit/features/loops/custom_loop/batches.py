@@ -68,7 +68,7 @@ class Batches:
         return True
 
     def _count_lent(self) -> None:
-        """Count the batch that was yielded last as used by a training step, once."""
+        """Count the batch that the loop received last as used by a training step, once."""
         if self._is_lent:
             self._is_lent = False
             self._data.use(1)
@@ -90,7 +90,9 @@ class Batches:
         return count_of(getattr(self._loader, "dataset", None))
 
     def facts(self) -> Facts:
-        """Return the facts that determine the loader's order and content."""
+        """Return facts that identify the loader's data and order, such as its sampler, to compare a resumed
+        run with its checkpoint.
+        """
         return loader_facts(self._loader)
 
     @property

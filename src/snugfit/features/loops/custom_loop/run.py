@@ -321,8 +321,8 @@ class HandRun:
         self._logger.write(self._step.norm)
 
     def _at_boundary(self, loss: float) -> None:
-        """Detect evaluations in the user's loop from the end of a step on. A signal takes effect before the
-        next step, or in an evaluation.
+        """At the end of a step, begin to watch for evaluations in the user's loop. A signal takes effect
+        before the next step, or in an evaluation.
         """
         if self._checkpoints is not None:
             self._checkpoints.check_first_update()

@@ -51,7 +51,7 @@ def loss_since_log(trainer: Any) -> Any:
 
 
 def trainer_shifts_labels(trainer: Any) -> bool:
-    """Return whether the trainer counts labels of a model that shifts them by one."""
+    """Return True if the trainer counts labels shifted by one, as for a causal language model."""
     return bool(trainer._loss_shifts_labels)
 
 
@@ -61,7 +61,7 @@ def weigh_losses_ourselves(trainer: Any) -> None:
 
 
 def has_users_schedule(trainer: Any) -> bool:
-    """Return whether the learning-rate schedule is the user's own."""
+    """Return True if the user passed the trainer a learning-rate schedule."""
     return trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
 
 
@@ -107,7 +107,7 @@ def _set_precision(trainer: Any, mixed: str) -> None:
 
 
 def made_by_accelerate(optimizer: Any) -> bool:
-    """Return whether this optimizer is accelerate's wrapper, as in a trainer that has trained."""
+    """Return True if this optimizer is accelerate's wrapper, as in a trainer that has trained."""
     return hasattr(optimizer, "accelerator_state")
 
 

@@ -63,7 +63,7 @@ def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int
 
 
 def _counting(trainer: Any) -> dict[str, Any]:
-    """Return keyword arguments that specify how `items_in` counts the labels of this trainer's batches."""
+    """Return keyword arguments for `items_in`, which counts the labels in this trainer's batches."""
     traits: LossTraits = trainer.snugfit.loss
     if traits.shifts_labels is None:
         model = trainer.accelerator.unwrap_model(trainer.model)

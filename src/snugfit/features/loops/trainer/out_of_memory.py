@@ -54,7 +54,7 @@ def go_on_with_less(trainer: Any, run: FitRun) -> None:
 
 
 def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: str) -> None:
-    """Switch the trainer to the next recipe from step `number` on; `what` describes the change for the
+    """Switch the trainer to the next recipe from step `number` on; `what` describes the change in the
     journal.
     """
     plan: FitPlan = trainer.snugfit
@@ -71,7 +71,9 @@ def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: s
 
 
 def update_broke(trainer: Any, cause: str, error: BaseException) -> OutOfMemory:
-    """Return the error for memory that ran out in an update, since such a step cannot be repeated."""
+    """Return the error for memory that ran out during an optimizer update, since such a step cannot be
+    repeated.
+    """
     plan: FitPlan = trainer.snugfit
     smaller = cut_smaller(plan.job, plan.recipe)
     cure = f" Resume with a recipe that needs less, such as '{smaller}'." if smaller else ""

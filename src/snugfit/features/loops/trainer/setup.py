@@ -63,7 +63,7 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
 
 
 def _switched_on(args: Any) -> Iterator[str]:
-    """Yield the trainer's arguments that turn on other kernels or compilers, each with snugfit's technique
+    """Yield the `TrainingArguments` that turn on other kernels or compilers, each with snugfit's technique
     for it.
     """
     for slot in (Slot.KERNELS, Slot.ENGINE):

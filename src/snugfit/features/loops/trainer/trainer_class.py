@@ -288,7 +288,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return loader
 
     def _is_at_its_end(self) -> bool:
-        """Return True if a resumed run has no step left."""
+        """Return True if a resumed run has already taken all of its steps."""
         ends = self.control.should_training_stop or self._fit_run.checkpoints.state.ends
         return ends or self.state.global_step >= self.state.max_steps
 
@@ -334,7 +334,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             handler["on_save"] = lambda args, state, control: control
 
     def snugfit_keep(self) -> None:
-        """Write snugfit's files of a checkpoint, when the user's saving methods call their base class."""
+        """Write snugfit's files of a checkpoint when a user's overridden `_save_checkpoint` calls
+        `super()`.
+        """
         self._fit_run.checkpoints.users_files.write_own()
 
     def _load_best_model(self) -> None:

@@ -35,7 +35,7 @@ def keeping_bases(own: type[Any]) -> tuple[type, ...]:
 
 
 def overrides(trainer: Any, *names: str) -> bool:
-    """Return whether the user's subclass, one of its mixins, or the instance itself defines one of these
+    """Return True if the user's subclass, one of its mixins, or the instance itself defines one of these
     methods.
     """
     kinds = [k for k in type(trainer).__mro__ if not k.__module__.startswith(("transformers.", "snugfit."))]
@@ -43,7 +43,7 @@ def overrides(trainer: Any, *names: str) -> bool:
 
 
 def calls_on_save(trainer: Any) -> bool:
-    """Return whether a callback of the trainer overrides `on_save`."""
+    """Return True if a callback of the trainer overrides `on_save`."""
     from transformers import TrainerCallback
 
     callbacks = trainer.callback_handler.callbacks
