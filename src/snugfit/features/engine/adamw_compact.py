@@ -48,7 +48,7 @@ class AdamWCompact(Technique):
         return compact_adamw(self.master_bits)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse weights that are neither fp32 nor split in two halves, and several GPUs."""
+        """Yield objections to weights that are neither fp32 nor split in two halves, and to several GPUs."""
         slots = Slot.ADAPTERS, Slot.PRECISION, *roster.slots_of_several_gpus()
         # A search fills the last slot last, and stops at the first that it lacks.
         setup = setup_of(*reversed([recipe[slot] for slot in reversed(slots)]))

@@ -48,7 +48,7 @@ class Bf16Master(Technique):
         return setup.with_precision(weights="bfloat16").with_fields(masters=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Require an optimizer that updates masters, one GPU and one process."""
+        """Yield objections unless the optimizer updates master weights, on one GPU in one process."""
         if not job.trains:
             yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
         elif not keeps_masters(recipe[Slot.OPTIMIZER].install(self.alone)):

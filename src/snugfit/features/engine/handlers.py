@@ -156,7 +156,7 @@ def _can_record(loop: Any) -> bool:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the CUDA stream for all runs of a process on this GPU: cuBLAS keeps some 70 MB for
+    """Return the one CUDA stream for all recorded runs of a process on this GPU. cuBLAS keeps some 70 MB for
     each stream.
     """
     import torch

@@ -36,5 +36,5 @@ def master_adamw() -> OptimizerWish:
 
 
 def keeps_masters(setup: Setup) -> bool:
-    """Return whether this Setup's optimizer updates master weights."""
+    """Return True if this Setup's optimizer updates 32-bit master weights."""
     return setup.optimizer_path in (MASTER_ADAMW.factory.path, COMPACT_ADAMW.factory.path)

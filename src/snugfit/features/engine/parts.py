@@ -92,8 +92,8 @@ class CapturedParts(StepParts):
 
 
 class ReleasedParts(CapturedParts):
-    """The parts of a step that updates weights within the backward pass, so that they cannot be
-    joined later.
+    """Simulation of a step that updates weights within the backward pass, whose passes and update cannot be
+    simulated apart.
     """
 
     can_be_spliced = False
@@ -248,8 +248,8 @@ class _Splicing:
         ]
 
     def _as_written(self, moves: Sequence[Move]) -> Iterator[Move]:
-        """Yield the allocations and kernels of the first step's forward and backward, in the graphs' memory
-        pool.
+        """Yield the events of the first step's forward and backward, which run without CUDA graphs, but in
+        the graphs' memory pool.
         """
         for move in moves:
             if type(move) is Alloc:
@@ -348,7 +348,9 @@ class _Splicing:
             yield from self._moves_of_update(move)
 
     def _moves_of_update(self, move: Move) -> Iterator[Move]:
-        """Yield an event of the update with the number of its memory block in the joined step."""
+        """Yield an event of the update's trace (allocation, free, kernel) with its memory block renumbered
+        for the joined step.
+        """
         if type(move) is Free:
             yield self._live.free_of(self._of_update[self._updating.free(move)])
         elif type(move) is Alloc:

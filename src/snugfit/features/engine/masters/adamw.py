@@ -317,8 +317,9 @@ class MasterAdamW(OwnAdamW):
 
 
 def is_refused(norm: torch.Tensor | None) -> bool:
-    """Return whether an update must be skipped because the norm is not finite. Kernels check it themselves;
-    on `meta` it is False."""
+    """Return True if an update must be skipped because the gradient norm is not finite. Kernels check it
+    themselves; on `meta` it is False.
+    """
     return norm is not None and not norm.is_meta and not bool(norm.isfinite())
 
 

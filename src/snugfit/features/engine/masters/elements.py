@@ -16,7 +16,7 @@ def clip_coefficient(norm, most):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def is_finite(number):  # type: ignore[no-untyped-def]
-    """Return whether a number is neither infinite nor NaN."""
+    """Return True if a number is neither infinite nor NaN, in a Triton kernel."""
     # Exponent bits that are all ones mark infinity and NaN; the sign is masked out.
     return (number.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 

@@ -44,13 +44,13 @@ for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradien
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether kernels read the tensor: on a GPU, or in a simulation of one."""
+    """Return True if Triton kernels update this tensor: on a GPU, or in a simulation of one."""
     return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
 
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Context in which code treats tensors on `meta` as tensors of a GPU, or without `on_gpu` of a CPU."""
+    """Context of a simulation in which tensors on `meta` count as a GPU's, or without `on_gpu` as a CPU's."""
     global _KERNEL_ON_META
     before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
     try:

@@ -128,7 +128,9 @@ class WeightTable:
         self._copies = []
 
     def number_rows(self, rows: list[int]) -> None:
-        """Set the index of the row of scalars that each weight's update reads."""
+        """Set for each weight the row of scalars (learning rate, bias corrections) that its update reads, and
+        copy it to the device.
+        """
         # Rows change only when a weight gets its first gradient or skips a step.
         if rows != self._rows:
             self._rows = list(rows)

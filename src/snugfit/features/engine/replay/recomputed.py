@@ -69,7 +69,7 @@ class DrawsNothing(TorchFunctionMode):
 
 
 def draws(function: Any, arguments: Any, keywords: Any) -> bool:
-    """Return whether this call of a torch function draws random numbers."""
+    """Return True if this call of a torch function draws random numbers."""
     name = getattr(function, "__name__", "")
     if name in ATTENTION:
         at = ATTENTION[name]

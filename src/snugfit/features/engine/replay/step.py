@@ -253,8 +253,8 @@ class CapturedStep(StepRunner):
             loss.backward()
 
     def _recomputing(self) -> AbstractContextManager[None]:
-        """Return the context in which checkpointed layers run, which their checkpoints need in the forward
-        pass already.
+        """Return a context in which `torch.utils.checkpoint` does not touch the GPU's random state, which a
+        CUDA graph cannot reset.
         """
         from snugfit.features.engine.replay.recomputed import generators_left_alone
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HookedPass:
-    """A backward pass whose hooks use up each gradient (for the norm or the update), and the state of its
-    last run.
+    """A backward pass in which a hook of each weight uses its gradient at once and drops it. The use is a
+    norm or an update.
     """
 
     name: str
