@@ -112,7 +112,7 @@ class Reading:
             raise UsageError("\n".join([head, *map(str, refused), cure if flags else "Correct the file."]))
 
     def show(self) -> None:
-        """Print on stderr how snugfit used each key of a configuration file."""
+        """Print on stderr how snugfit used each key of a configuration file, such as `bf16: true`."""
         show(render_reading(self), stderr=True)
 
 

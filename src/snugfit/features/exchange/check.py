@@ -97,7 +97,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked(JsonDocument):
-    """A configuration file with its findings."""
+    """A configuration file with the problems that `snugfit check` found in it."""
 
     what: ClassVar = "check"
 
@@ -288,7 +288,7 @@ def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Findi
 
 
 def _defaults_of(name: str) -> dict[str, Any]:
-    """Return the default values of the arguments in a configuration file of this library."""
+    """Return the default value of each argument that this library's configuration files may have."""
     if name in ("sft", "llamafactory"):
         return dict(_OF_EVALUATION)
     if name != "trainer":

@@ -140,8 +140,9 @@ def _split(line: str, where: str) -> list[str]:
 
 
 def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
-    """Return the words into which the shell expands a word. A variable alone becomes the words of its
-    value."""
+    """Return the words into which the shell expands one word of a command. A variable alone becomes the words
+    of its value.
+    """
     whole = _VARIABLE.fullmatch(word)
     filled = _with_variables(word, variables)
     if whole and filled != word and " " in filled.strip():

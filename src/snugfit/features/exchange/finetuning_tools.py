@@ -165,7 +165,9 @@ def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
 
 
 def _double_quantization(recipe: Recipe) -> Any:
-    """Return True if scales of 4-bit weights are quantized too; None without such weights."""
+    """Return True if the scales of 4-bit weights are quantized too (`bnb_4bit_use_double_quant`); None
+    without 4-bit weights.
+    """
     return write_arguments(recipe)[0].get("model.quantization_config.bnb_4bit_use_double_quant")
 
 

@@ -68,7 +68,7 @@ class Processes:
 
 
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:
-    """Return the number of processes and their parallelism, from all `arguments`.
+    """Return the number of training processes and their parallelism, from a configuration's `arguments`.
 
     The configuration itself set those in `said`. A number of GPUs `named` by the user overrides its own.
     """

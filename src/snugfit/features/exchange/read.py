@@ -362,8 +362,8 @@ class _Reader:
             self.arguments[BUCKET] = int(bucket)
 
     def _recipe(self) -> set[str]:
-        """Set the recipe that a configuration file describes, and return the names of the arguments that
-        determined it.
+        """Set the recipe that a configuration file describes, and return the names of the arguments that it
+        follows from.
         """
         techniques: list[Technique] = []
         decided: set[str] = set()
@@ -396,7 +396,7 @@ class _Reader:
                                   says=str(technique)))  # fmt: skip
 
     def _unmet(self, slot: SlotReading) -> Iterator[Line]:
-        """Yield the arguments for which no technique of this slot matches."""
+        """Yield the arguments of a slot (such as precision) that no technique of it matches."""
         blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
         for key in unsure or blamed or slot.keys[:1]:
@@ -425,7 +425,9 @@ class _Reader:
         self._batch()
 
     def _unknown_fact(self, key: str, name: str, value: Unknown) -> None:
-        """Add a fact of the job to the account as unread, since the script computes it."""
+        """Record that a fact of the job, such as a sequence length, was not read, because the script computes
+        it.
+        """
         if key == "learning_rate":
             self._line(self.ignored, name, value, "a hyperparameter: it changes no byte of a step")
         elif key == "labels":
@@ -459,8 +461,9 @@ class _Reader:
             self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on {gpus}")
 
     def _account(self, key: str, value: Any) -> None:
-        """Add an argument that decided nothing to the account: a default, an ignored key, or a refused
-        one."""
+        """Record that an argument had no effect on the job or recipe: it is a default, is ignored, or is
+        refused.
+        """
         name, given = self.origins[key]
         if key in (MICRO_BATCH, ACCUMULATION) or key.startswith(_JOB) or self._is_default(key):
             return

@@ -109,7 +109,7 @@ def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why_unsaid(technique: Technique) -> str:
-    """Return the reason why no Trainer arguments express this technique: there are none, or their meaning
+    """Return the reason why no `TrainingArguments` express this technique: there are none, or their meaning
     differs.
     """
     notes = [counterpart.note for counterpart in technique.counterparts]

@@ -150,7 +150,9 @@ class _Evaluator:
                         self.value(child, names)
 
     def quiet_block(self, body: Sequence[ast.stmt], names: Environment) -> bool:
-        """Evaluate a block of the script that may not run to its end. Return True if it does."""
+        """Evaluate a block of the script's statements. Return False if it ends early, as by `return` or
+        `break`.
+        """
         try:
             self.block(body, names)
         except _BlockEnds:
@@ -598,8 +600,8 @@ class _Evaluator:
         return value
 
     def of_member(self, node: ast.Call, name: str, positional: list[Any]) -> Any:
-        """Evaluate `getattr`, `setattr` or `map` in the script: return the attribute, or the function's
-        result.
+        """Evaluate a call of `getattr`, `setattr` or `map` in the script: return the attribute, or the
+        function's result.
         """
         first, second = [*positional, None, None][:2]
         if name == "getattr" and isinstance(first, Name):  # `getattr(torch, options.dtype)`
@@ -655,7 +657,9 @@ class _Evaluator:
         return of if name.startswith("add_") else Unknown(ast.unparse(node))
 
     def parse_kind(self, kind: Any) -> Any:
-        """Return the instance of a dataclass that a parser fills from the command line."""
+        """Return the instance of a dataclass that `HfArgumentParser` fills from the command line, with its
+        defaults.
+        """
         if not isinstance(kind, Class):
             return Record(of_options=True, base=getattr(kind, "last", ""), own=False)
         given = self.instance(kind, (), {}).attributes

@@ -177,16 +177,17 @@ def _is_chosen(value: Any) -> bool:
 
 
 def _condition(value: Any) -> str:
-    """Return the condition by which a script selects parameters or modules in a loop. All that train meet
-    `requires_grad`.
+    """Return the condition by which a script's loop selects parameters or modules. One on `requires_grad`
+    holds for all that train.
     """
     text = value.name.removeprefix(CHOSEN).removesuffix("]") if _is_chosen(value) else ""
     return " and ".join(part for part in text.split(" and ") if "requires_grad" not in part)
 
 
 def _passes_elements_on(call: ForeignCall, names: Sequence[str]) -> bool:
-    """Return True for a Python function that passes on elements of its argument, if these names mean any
-    element."""
+    """Return True for a call such as `list(layers)` or `enumerate(layers)`, whose result has the elements of
+    its argument.
+    """
     if not isinstance(call.function, Name) or len(call.positional) != 1 or names[:1] != ["[]"]:
         return False
     lists = call.function.dotted in ("list", "tuple", "reversed", "iter")
@@ -194,7 +195,9 @@ def _passes_elements_on(call: ForeignCall, names: Sequence[str]) -> bool:
 
 
 def _words(path: str, tests: Sequence[str]) -> list[str] | None:
-    """Return the patterns of a part under these conditions on names; None for other conditions."""
+    """Return name patterns for the parameters of a model part under these conditions on names; None for other
+    conditions.
+    """
     if not tests:
         return [path]
     if path:
@@ -206,7 +209,9 @@ def _words(path: str, tests: Sequence[str]) -> list[str] | None:
 
 
 def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
-    """Return the patterns of parameter names for which a condition holds; None for other conditions."""
+    """Convert a Python condition on a parameter's name to patterns of matching names; None if it cannot be
+    converted.
+    """
     test = _as_alternatives(test)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _of_test(test.operand, negated=not negated)

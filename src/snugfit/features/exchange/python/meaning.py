@@ -262,7 +262,9 @@ class _Meaning:
         )
 
     def _facts(self) -> str:
-        """Return a text for messages on the model that the script names."""
+        """Return a sentence with the model that the script loads, for error messages; empty if it names
+        none.
+        """
         names = [
             call.positional[0]
             for call in self.calls
@@ -285,7 +287,7 @@ class _Meaning:
         return _without_options(arguments)
 
     def _of_options(self, parsed: Record) -> dict[str, Any]:
-        """Return the values of a script's command-line options that the script sets, or has defaults for."""
+        """Return the values of the script's command-line options: those that it sets itself, and defaults."""
         known = {*installed.defaults(), *dialect("sft").becomes}
         return _without_options(
             {key: self.value(one) for key, one in parsed.attributes.items() if key in known}
@@ -461,8 +463,8 @@ class _Meaning:
         return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
 
     def _of_stored_adapters(self, call: ForeignCall) -> dict[str, Any]:
-        """Refuse adapters that a script loads from a checkpoint: only its files contain their rank and
-        targets.
+        """Raise `UsageError` for adapters that a script loads from a checkpoint, because only its files
+        contain their rank and targets.
         """
         says = "the adapters are in files that are not read. Write lora(r=..., targets=...) instead"
         self.script.refused.append((call.line, call.text, says))
@@ -625,7 +627,7 @@ class _Meaning:
             arguments.setdefault("gradient_accumulation_steps", of_loss[0])
 
     def _casts(self) -> None:
-        """Record that the script casts adapters to float32, as TRL's scripts do."""
+        """Set the argument for float32 adapters if the script casts them, as TRL's example scripts do."""
         widened = any(
             one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
             for one in self.done.assignments

@@ -1,4 +1,6 @@
-"""Objects of a script by kind (model, trainer, optimizer, ...), and the statements that touch them."""
+"""Classification of a script's objects (model, trainer, optimizer, ...), and of the statements that change
+them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "Unsl
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a script's object, such as `model` or `trainer`; empty for any other value."""
+    """Return the role of an object in a training script, such as `model` or `trainer`; empty for any other
+    value.
+    """
     if isinstance(value, ForeignCall):
         if isinstance(value.function, Name) and value.function.last in words_of("lists"):
             return PART if any(kind_of(one) in (MODEL, PART) for one in value.positional) else ""
@@ -195,7 +199,7 @@ def config_name(call: ForeignCall) -> str | None:
 
 
 def file_of(value: Any) -> str | None:
-    """Return the path of the file from which a script loads these arguments."""
+    """Return the path of the configuration file from which a script loads its arguments."""
     for call in calls_in(value):
         for inner in (*call.positional, call):
             if isinstance(inner, ForeignCall) and inner.name == "open" and inner.positional:
@@ -204,7 +208,7 @@ def file_of(value: Any) -> str | None:
 
 
 def touches(event: ForeignCall | Assignment) -> bool:
-    """Return True for a statement that may change a step."""
+    """Return True for a call or an assignment of a script that may change the training step."""
     return _is_relevant_call(event) if isinstance(event, ForeignCall) else _is_relevant_assignment(event)
 
 
@@ -250,7 +254,9 @@ NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batc
 
 
 def reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
-    """Return the reason why a trainer, its arguments or an adapter are not predicted; None if they are."""
+    """Return the reason why snugfit cannot predict a script's trainer, its arguments or an adapter; None if
+    it can.
+    """
     if library == "peft" and name.endswith("Config") and name not in words_of("configs of lora"):
         return "is not predicted. Among peft's methods, only LoraConfig is."
     is_config = name.endswith("Config") and name not in (*words_of("configs of scripts"), "SFTConfig")

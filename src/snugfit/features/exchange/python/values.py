@@ -24,8 +24,9 @@ class Unknown:
 
 @dataclass(frozen=True, repr=False)
 class OfGpu(Unknown):
-    """An unknown value that is a condition on the GPU: true on one with bfloat16 if `holds`, else false
-    there."""
+    """A condition on the GPU in a script, such as support of bfloat16. It is true on a GPU with bfloat16 if
+    `holds`, else false there.
+    """
 
     holds: bool = True
 
@@ -141,7 +142,7 @@ class Class:
 
     @property
     def methods(self) -> dict[str, int]:
-        """Return the lines of its methods by name."""
+        """Return the syntax trees of the statements of each method of the script's class, by name."""
         return {one.name: one.lineno for one in self.node.body if isinstance(one, ast.FunctionDef)}
 
     @property
