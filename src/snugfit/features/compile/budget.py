@@ -60,14 +60,17 @@ class Budget(Technique):
     """
 
     def install(self, setup: Setup) -> Setup:
-        """Set the share of its results that a compiled program keeps for its backward pass."""
+        """Set the fraction of its activations that a compiled layer keeps for its backward pass
+        (`activation_memory_budget`).
+        """
         return setup.with_fields(
             compile=replace(COMPILE.of(setup) or CompileWish(), budget=float(self.share))
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse uncompiled layers, which torch does not cut, and a budget of 0 with dropout, whose masks are
-        lost."""
+        """Yield objections to uncompiled layers, which torch does not split, and to a budget of 0 with
+        dropout, whose masks are lost.
+        """
         if COMPILE.of(recipe[Slot.ENGINE].alone) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
         # A budget of 0 ignores the marks that keep random numbers (`memory_budget.py`).
@@ -79,5 +82,7 @@ class Budget(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield budgets of three quarters, a half and a quarter."""
+        """Yield memory budgets of three quarters, a half and a quarter of a layer's activations for plans to
+        try.
+        """
         yield from (cls(share=share) for share in PLANNED)

@@ -140,8 +140,9 @@ class Compiled(Technique):
         return setup.with_fields(compile=self._wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse kernels of other libraries, dispatch modes and joined layers, which torch.compile does not
-        support."""
+        """Yield objections to kernels of other libraries, dispatch modes and joined layers, which
+        torch.compile does not support.
+        """
         wish = recipe[Slot.CHECKPOINTING].value
         # Selective checkpointing inspects single operators, which a compiled layer does not run.
         if wish is not None and (wish.keep or wish.layers_per_span != 1):
@@ -189,7 +190,7 @@ class Compiled(Technique):
             )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Warn that a whole model compiles for a minute, and that its attention may change."""
+        """Yield warnings that a whole model compiles for a minute, and that its attention may change."""
         if self.what == "model":
             yield (
                 # With transformers 5.17, BERT-large (4 x 512 tokens) took 8.3 GB with an explicit mask, 6.6

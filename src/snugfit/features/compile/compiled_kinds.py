@@ -46,7 +46,7 @@ None of GPT-2, RoBERTa, BERT, ViT, Qwen, Gemma and Llama took less than these by
 
 
 class _Counterparts(NamedTuple):
-    """Indices of the uncompiled recipes whose bytes and seconds bound those of a compiled one."""
+    """Uncompiled candidate recipes, by index, whose bytes and seconds bound those of a compiled one."""
 
     alike: int | None
     """The recipe that differs only by not being compiled."""
@@ -55,7 +55,9 @@ class _Counterparts(NamedTuple):
 
 
 class CompiledKinds(LoweredKinds):
-    """The recipes of a space with compiled layers whose uncompiled recipe is in the space too."""
+    """Lower bounds of bytes and seconds for candidate recipes with compiled layers, derived from their
+    uncompiled counterparts in the search.
+    """
 
     space: Space
     state: SearchState
@@ -90,11 +92,13 @@ class CompiledKinds(LoweredKinds):
         return number in self._uncompiled
 
     def alike(self, number: int) -> int | None:
-        """Return the index of the uncompiled recipe that is equal otherwise."""
+        """Return the index of the uncompiled recipe that is otherwise equal to a compiled one."""
         return self._uncompiled[number].alike if number in self else None
 
     def bare(self, number: int) -> int:
-        """Return the index of the recipe that is not compiled, does not recompute, and has whole logits."""
+        """Return the index of the counterpart without compilation, without recomputation and with whole
+        logits.
+        """
         return self._uncompiled[number].bare
 
     def bounded_by(self, number: int) -> Iterator[int]:
@@ -149,14 +153,14 @@ class CompiledKinds(LoweredKinds):
         return self._fewer[number]
 
     def saved_share(self, number: int) -> float:
-        """Return the largest share of its seconds that a recipe may save by a budget, or by other
-        recomputing."""
+        """Return the largest fraction of a recipe's seconds that a memory budget or less recomputation may
+        save.
+        """
         return BUDGET_SHARE if number in self._budgets else CACHE_SHARE
 
     def is_idle(self, number: int) -> bool:
-        """Return whether this recipe has a budget without need, since it fits without one.
-
-        The user's own budget is always included.
+        """Return True if this recipe's memory budget is useless, because the recipe fits without one. The
+        user's own budget is always included.
         """
         # A budget is a program of its own for each size: 49 CPU seconds of a plan became 113 (Llama-3.2-1B).
         if self.everywhere or number not in self._budgets:
@@ -171,7 +175,7 @@ class CompiledKinds(LoweredKinds):
         return self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
 
     def left_out(self, numbers: Iterable[int]) -> Iterator[Exclusion]:
-        """Yield an exclusion for the recipes with a memory budget that they do not need."""
+        """Yield the search's reason for skipping recipes with a memory budget that they do not need."""
         idle = [
             number for number in numbers if self.is_idle(number) and self._without(number) in self._bounds
         ]
@@ -181,7 +185,7 @@ class CompiledKinds(LoweredKinds):
             yield Exclusion(what=name, why=why, recipes=len(idle))
 
     def _fits(self, number: int) -> bool:
-        """Return whether a recipe may fit, by its known bytes.
+        """Return True if a recipe may fit into the GPU's memory, by the bytes known so far.
 
         A candidate that may fit and was not evaluated is no faster than another that fits. A candidate that
         cannot be simulated cannot be simulated with a budget either.

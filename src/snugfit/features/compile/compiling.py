@@ -68,7 +68,9 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
 
 
 def _with_own_numbers(out: Any) -> Any:
-    """Return an output with its scalars (a loss) cloned: the next step overwrites the CUDA graph's memory."""
+    """Return a model's output with its scalars (a loss) cloned, because the next replay of the CUDA graph
+    overwrites them.
+    """
     import torch
 
     if isinstance(out, torch.Tensor):
@@ -81,7 +83,9 @@ def _with_own_numbers(out: Any) -> Any:
 
 
 def _takes_cache(model: Any) -> bool:
-    """Return whether this model, or the base model inside of adapters, accepts `use_cache`."""
+    """Return True if the forward pass of this model, or of the base model inside of adapters, accepts
+    `use_cache`.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return "use_cache" in inspect.signature(inner.forward).parameters
 
@@ -223,8 +227,8 @@ def _in_training(
 
 
 def run_as_written(model: torch.nn.Module) -> None:
-    """Undo `compile_parts`. A user's own compilation stays. A wrapper that another library put around a
-    compiled forward pass stays too, around the uncompiled one.
+    """Restore the uncompiled forward passes that `compile_parts` replaced. A user's own compilation stays. A
+    wrapper that another library put around a compiled forward pass stays too, around the uncompiled one.
     """
     for module in model.modules():
         if module in _BEFORE:

@@ -12,7 +12,9 @@ WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True, kw_only=True)
 class CompileWish:
-    """Value of the field `compile`: the compiled parts of the model, and the options of `torch.compile`."""
+    """Settings of compilation: the compiled parts of the model, and the options of `torch.compile` (field
+    `compile`).
+    """
 
     what: str = "layers"
     """`layers`: each of the repeated layers, by itself; `model`: its forward pass, as one."""
@@ -40,7 +42,7 @@ class CompileWish:
 
     @property
     def records_graphs(self) -> bool:
-        """Return whether its programs are recorded as CUDA graphs and replayed."""
+        """Return True if `torch.compile` records the compiled programs as CUDA graphs and replays them."""
         return self.backend == "cudagraphs" or self.mode in WITH_GRAPHS
 
     @property
@@ -51,7 +53,7 @@ class CompileWish:
 
     @property
     def has_budget(self) -> bool:
-        """Return whether programs keep less than their default."""
+        """Return True if compiled programs keep fewer activations than by default, under a memory budget."""
         return self.budget < 1
 
 

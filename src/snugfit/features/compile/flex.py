@@ -41,7 +41,7 @@ class Flex(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flex_attention"}),)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse attention with dropout, and layers that keep a part of it."""
+        """Yield objections to dropout in attention, and to checkpointing that keeps a part of attention."""
         wish = recipe[Slot.CHECKPOINTING].value
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."
@@ -50,7 +50,7 @@ class Flex(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield nothing, so that no plan searches it."""
+        """Yield no settings, so that no plan tries flex_attention."""
         return iter(())
 
 

@@ -40,8 +40,9 @@ class InductorWithin:
 
 @contextlib.contextmanager
 def plain_refusals() -> Iterator[None]:
-    """Context in which an error of ours during compilation is raised as itself; Dynamo wraps the errors of
-    its compilers."""
+    """Context in which our own errors during compilation reach the caller, although Dynamo wraps its
+    compilers' errors.
+    """
     try:
         yield
     except Exception as error:
@@ -69,8 +70,9 @@ def within_budget(budget: float) -> Iterator[None]:
 
 @cache
 def _keeper() -> Any:
-    """Return the class of a graph pass that runs before torch cuts a graph, a subclass of torch's base
-    class."""
+    """Return a class of FX graph pass that keeps random operators from being recomputed under a memory
+    budget.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class KeepRandom(CustomGraphPass):
@@ -102,7 +104,9 @@ def _keeper() -> Any:
 
 
 def _draws(node: Any) -> bool:
-    """Return whether this node of a graph draws random numbers. Attention draws with dropout."""
+    """Return True if this node of an FX graph draws random numbers, as dropout and attention with dropout
+    do.
+    """
     import torch
 
     operator = node.target

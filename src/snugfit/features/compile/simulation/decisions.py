@@ -44,10 +44,8 @@ class Decisions:
     reuses: list[Reuse] = field(default_factory=list)
 
     def are_alike(self, deeper: Decisions, periods: int) -> bool:
-        """Return whether Inductor makes the same decisions for `periods` more periods of layers as here and
-        in `deeper`.
-
-        The deeper model has one period more than this one.
+        """Return True if Inductor would decide the same for a model with `periods` more periods of layers.
+        The estimates follow from those here and in `deeper`, a model with one period more than this one.
         """
         return _same_order(self, deeper, periods) and _same_reuses(self, deeper, periods)
 
@@ -129,7 +127,9 @@ def _lowest(peaks: Sequence[int]) -> int:
 
 
 def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> int | None:
-    """Return the peak of a deep model's estimates, or None if it does not follow from these."""
+    """Extrapolate the estimated memory peaks of two shallow models' programs to a deep model. Return None if
+    they do not allow it.
+    """
     few, more = _changes(shallow), _changes(deeper)
     # Sizes with an entry per layer (the seeds of all dropouts) differ between the depths.
     vary = {*few} ^ {*more}
@@ -145,7 +145,7 @@ def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> i
 
 
 def _changes(timeline: Sequence[int]) -> list[int]:
-    """Return the bytes that each kernel adds, except the first."""
+    """Return the bytes that each kernel adds to the live memory, except the first."""
     return [after - before for before, after in itertools.pairwise(timeline)]
 
 

@@ -62,7 +62,9 @@ class _Node:
 
 
 class _State(Enum):
-    """The way in which a compiled program last ran in this step: run with kernels, recorded, or replayed."""
+    """Enum: a compiled program's last run in this step launched kernels, recorded a CUDA graph, or replayed
+    one.
+    """
 
     NOTHING = auto()
     FIRST_RUN = auto()
@@ -252,7 +254,7 @@ class GraphTrees:
 
 
 def _run_on(function: GraphFunction, given: list[Any], originals: dict[int, Any]) -> Any:
-    """Return a program's outputs; returned inputs are the originals, not their copies."""
+    """Run a program on copied inputs, and return its outputs; an output that is an input is the original."""
     if not originals:
         return function.run(given)
     numbers = {id(given[number]): number for number in originals}

@@ -143,7 +143,9 @@ class Compiler:
         self._recorder.doubt(NOT_SIMULATED.format(setting=setting, nearest=nearest))
 
     def _first_beside(self, start: int) -> Kernel | None:
-        """Return the first kernel from index `start` on that ran outside of programs, or None."""
+        """Return the first recorded kernel from index `start` on that ran outside of compiled programs; None
+        without one.
+        """
         spans = [span for span in self._within if span.stop > start]
         kernels = enumerate(self._recorder.kernels[start:], start)
         return next((kernel for at, kernel in kernels if not any(at in span for span in spans)), None)
@@ -160,7 +162,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Context in which recorded kernels count as parts of compiled programs."""
+        """Context whose recorded kernels are marked as those of compiled programs."""
         start = len(self._recorder.kernels)
         yield
         self._within.append(range(start, len(self._recorder.kernels)))
@@ -178,7 +180,9 @@ class Compiler:
 
     @contextlib.contextmanager
     def _real_surroundings(self) -> Iterator[None]:
-        """Context that restores the state of a real step for Dynamo."""
+        """Context that hides the recorder's global module hooks and modes from Dynamo, which would trace them
+        into the program.
+        """
         import torch
         from torch._dynamo import eval_frame
         from torch.nn.modules import module as hooked
@@ -359,7 +363,9 @@ def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Ten
 
 
 def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
-    """Simulate the benchmark of a kernel's configurations at its first launch in a process."""
+    """Simulate the memory of Triton's benchmark of a generated kernel's configurations, once per process, at
+    its first launch.
+    """
     now = _NOW[-1]
     if source not in now._chosen:
         now._chosen.add(source)
@@ -470,7 +476,8 @@ def _report_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
 
 
 class FirstSizes:
-    """Sizes of the first compilation of each function, in one simulation.
+    """Records the input sizes with which each function was first compiled in a simulation, to detect
+    recompilations with dynamic shapes.
 
     torch compiles a function with dynamic shapes the second time. An example is T5's decoder, whose layers
     share their code with the encoder's. Here each is compiled for its own sizes, so that buffer sizes are

@@ -152,7 +152,9 @@ def _device(value: Any, device: torch.device) -> Any:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """Return a fake tensor's copy on this device. It has the same storage, which passes compare."""
+    """Return a copy of a fake tensor that claims to be on this device, with the same storage, which passes
+    compare.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
