@@ -15,13 +15,15 @@ class Inference(Feature):
     """The feature that predicts the generation of text."""
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return the settings of a generation."""
+        """Return the command-line options of text generation, such as the number of new tokens, as
+        parameters.
+        """
         from snugfit.features.inference.options import COMMANDS, OPTIONS
 
         return OPTIONS if command in COMMANDS else ()
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
-        """Add the length of the prompt."""
+        """Set the sequence length to that of the prompt in the command's settings."""
         from snugfit.features.inference.options import add_prompt
 
         add_prompt(flags, settings)

@@ -117,7 +117,7 @@ def loading_results(prediction: Prediction) -> tuple[LoadingResult, ...]:
 
 
 def loading_line(results: Sequence[LoadingResult]) -> str:
-    """Return the text of a report on loading."""
+    """Return a line for a report on loading a checkpoint: its peak bytes and its seconds."""
     first, *quantized = results
     copies = "copies" if first.copy_seconds is None else show_seconds(first.copy_seconds)
     text = (
@@ -129,7 +129,7 @@ def loading_line(results: Sequence[LoadingResult]) -> str:
 
 
 def _skeleton(prediction: Prediction) -> Any:
-    """Return the model without data, as the recipe loads it."""
+    """Return the model on `meta`, with the weights in the dtypes that the recipe loads."""
     import torch
 
     from snugfit.job.build import instantiate
@@ -174,7 +174,7 @@ def tensors_of(model: Any, file_dtype: str | None) -> tuple[list[CheckpointTenso
 
 
 def _sources(model: Any, state: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
-    """Return the checkpoint's tensors, by name, of each tensor of a model."""
+    """Return for each tensor of a model the checkpoint's tensors, by name, that it is loaded from."""
     from transformers.core_model_loading import revert_weight_conversion
 
     def revert(part: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Synthesis of the trace of many new tokens from a few decode steps.
+"""Synthesis of the trace of generating many tokens, from simulations of a few decode steps.
 
 Decode steps differ in sizes alone, and a size is linear in the number of tokens so far. So a call is
 simulated in windows of a few steps: at its beginning, in its middle and at its end. Sizes between windows are
@@ -66,7 +66,7 @@ def rehearse_generation(job: Job, open_step: Callable[[Job], Any], record: Recor
 
 
 class CallWindows:
-    """The windows of one call."""
+    """The simulated windows (a few decode steps each) of one long call of `generate`."""
 
     def __init__(self, job: Job, open_step: Callable[[Job], Any], record: Record, period: int) -> None:
         self.job, self.open_step, self.record, self.period = job, open_step, record, period
@@ -76,9 +76,8 @@ class CallWindows:
         self.count = 0
 
     def trace(self) -> Trace:
-        """Return the trace of the long call.
-
-        Raise `NotAlike` for few decode steps, and if windows have different structures.
+        """Return the trace of the long call of `generate`, interpolated between windows. Raise `NotAlike` for
+        few decode steps, and if windows have different structures.
         """
         apart = (self.decode_steps - 1 - HEAD - self.size) // self.period * self.period
         if apart < 3 * self.size:
@@ -105,8 +104,9 @@ class CallWindows:
         return writer.trace()
 
     def _between(self, left: StepWindow, right: StepWindow) -> list[StepWindow]:
-        """Return `left` and the further windows before `right` that bends need. Raise `NotAlike` for a bend
-        of steps that may have a longer period."""
+        """Return window `left` and the further windows before `right` that are needed where sizes are not on
+        a line. Raise `NotAlike` for a bend of steps that may have a longer period.
+        """
         apart = (right.step - left.step) // self.period
         if apart < 2 or self.count >= MOST_WINDOWS:
             return [left]
@@ -123,7 +123,9 @@ class CallWindows:
         return [*self._between(left, middle), *self._between(middle, right)]
 
     def _record(self, step: int, count: int, *, ends: bool = False) -> RecordedCall:
-        """Return a call that begins with decode step `step` after its prefill, and has `count` of them."""
+        """Simulate and return a call of `generate` that begins with decode step `step` after its prefill, and
+        has `count` of them.
+        """
         self.count += 1
         job, shift = self.job, step - 1
         settings = {**job.phase_settings, "new_tokens": GenerationSettings.of(job).new_tokens - shift}

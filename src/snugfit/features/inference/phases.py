@@ -34,7 +34,7 @@ class Generation(AddedPhase):
         return GenerationSettings.complete(job, given)
 
     def tokens(self, job: Any) -> int:
-        """Return the number of new tokens of all sequences."""
+        """Return the number of new tokens of all sequences in a call of `generate`."""
         return int(job.batch_size * job.phase_settings["new_tokens"])
 
     def step_class(self, loop: str) -> type[Any]:
@@ -49,7 +49,7 @@ class Generation(AddedPhase):
     def rehearse(
         self, job: Any, open_step: Callable[[Any], Any], record: Callable[[Any, int], Any], steps: int
     ) -> Any:
-        """Return the `Trace` of calls of `generate`."""
+        """Simulate calls of `generate`, and return their `Trace`."""
         from snugfit.features.inference.long_runs import rehearse_generation
 
         return rehearse_generation(job, open_step, record, steps)
@@ -61,7 +61,7 @@ class Generation(AddedPhase):
         return GenerationResult.of(prediction)
 
     def lines(self, summary: Any) -> Mapping[str, str]:
-        """Return the lines of a `GenerationResult`."""
+        """Return the report lines of a `GenerationResult`, such as the cache and seconds per token."""
         return dict(summary.lines())
 
 

@@ -39,7 +39,9 @@ class GenerationSettings:
 
     @classmethod
     def complete(cls, job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all settings by name. Raises `JobError` for a value or a model that cannot generate."""
+        """Return all settings of text generation by name, with defaults. Raises `JobError` for a value or a
+        model that cannot generate.
+        """
         names = [entry.name for entry in fields(cls)]
         for name in given:
             if name not in names:
@@ -112,7 +114,9 @@ class GenerationSettings:
 
 
 def _lack_of_quantized(job: Job) -> str:
-    """Return the part of a model for which transformers has no quantized cache; empty without one."""
+    """Return the name of the model's property that transformers' quantized cache does not support; empty
+    without one.
+    """
     if job.task != "causal-lm":
         return "an encoder"
     from transformers import DynamicCache

@@ -95,7 +95,7 @@ class GenerationResult:
 
 
 def _passes(prediction: Prediction) -> Sequence[PassSeconds]:
-    """Return the seconds of the prefill and of decoding, from the timeline of a call."""
+    """Return the seconds of prefill and of decoding, from the simulated timeline of a call of `generate`."""
     timing, job = prediction.timing, prediction.job
     if timing is None or not prediction.timeline:
         return ()

@@ -96,7 +96,9 @@ class GenerateStep(PlainStep):
 
 
 class _Follower:
-    """Hooks of a model that mark phases, claim the cache and the logits, and state the results of beams."""
+    """Hooks of a generating model that mark the phases `prefill` and `decode`. They label the bytes of cache
+    and logits, and set the values of beam search.
+    """
 
     def __init__(self, step: GenerateStep, model: Any, observer: Observer) -> None:
         self.step, self.model, self.observer = step, model, observer
@@ -152,9 +154,8 @@ def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
 
 @contextlib.contextmanager
 def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
-    """Context in which the values of a beam search that its length determines are stated.
-
-    Without an end token, beams continue until the length is reached. They depend on scores for a simulation.
+    """Context in which a simulation sets the values of a beam search that its length determines. Without an
+    end token, beams continue until the length is reached. They depend on scores for a simulation.
     """
     import torch
 

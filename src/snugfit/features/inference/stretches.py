@@ -1,4 +1,4 @@
-"""Parts of a recorded call of `generate`: the loading, the prefill, and each decode step.
+"""Division of a simulated call of `generate` into stretches: the loading, the prefill, and each decode step.
 
 In a stretch, a free names its block by the stretch of its allocation. For one of a decode step, that is the
 distance in stretches and the number there. For an earlier block, it is its operator, its module, and its
@@ -23,11 +23,13 @@ MARKS = (MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
 
 
 class NotAlike(Exception):
-    """Internal signal that stretches differ in more than their sizes; never shown to a user."""
+    """Internal signal: two decode steps differ in more than their sizes, so no interpolation is possible. It
+    is never shown to a user.
+    """
 
 
 class EarlyBlock(NamedTuple):
-    """A block from before the first decode step."""
+    """Reference to a memory block that was allocated before the first decode step, such as a weight."""
 
     phase: str
     operator: str
@@ -37,7 +39,9 @@ class EarlyBlock(NamedTuple):
 
 
 class LateBlock(NamedTuple):
-    """A block of a decode step."""
+    """Reference to a memory block that a decode step allocated, by its distance in steps and its number
+    there.
+    """
 
     back: int
     """Distance in decode steps; 0 for the step of the free itself."""
@@ -50,7 +54,7 @@ BlockId = EarlyBlock | LateBlock
 
 @dataclass
 class Stretch:
-    """Allocations, frees and kernels between two marks of phases."""
+    """Allocations, frees and kernels of one part of a call of `generate`, such as a decode step."""
 
     phase: str
     events: list[int | BlockId] = field(default_factory=list)
@@ -73,7 +77,7 @@ def _loop_key(block: Block) -> tuple[str, int, str]:
 
 @dataclass
 class RecordedCall:
-    """One recorded call of `generate`, with the building of its model."""
+    """One simulated call of `generate`, divided into building the model, prefill and decode steps."""
 
     before: list[Stretch]
     """The building, the loading and the prefill."""
@@ -86,7 +90,7 @@ class RecordedCall:
 
     @classmethod
     def of(cls, recording: Recording, decode_steps: int) -> RecordedCall:
-        """Return the recorded call with its decode steps. Raise `NotAlike` for another structure."""
+        """Divide a recording into prefill and decode steps. Raise `NotAlike` for another structure."""
         trace = recording.trace
         stretches = list(_split(recording))
         before = [one for one in stretches if one.phase != DECODE]
@@ -109,13 +113,13 @@ class RecordedCall:
 
 
 def _end(recording: Recording) -> int:
-    """Return the number of events up to the end of the last step."""
+    """Return the number of allocations and frees up to the end of a recording's last step."""
     ends = [mark.event for mark in recording.marks if mark.kind is MarkKind.STEP_END]
     return ends[-1] if ends else len(recording.trace.events)
 
 
 def _split(recording: Recording) -> Iterator[Stretch]:
-    """Yield the stretches of a recording up to the end of its step; frees have absolute ids."""
+    """Yield the parts (stretches) of a recording up to the end of its step; frees have absolute block ids."""
     trace, kernels = recording.trace, iter(recording.trace.kernels)
     current = Stretch("build")
     begin, stretch_of = 0, dict[int, tuple[int, int]]()
@@ -164,7 +168,7 @@ def _split(recording: Recording) -> Iterator[Stretch]:
 
 
 def _ids(stretches: Sequence[Stretch]) -> Iterator[BlockId]:
-    """Yield the block_id of each block of these stretches, in order."""
+    """Yield a reference to each memory block of these parts of a call, in order."""
     early: Counter[tuple[str, str, str]] = Counter()
     for stretch in stretches:
         for number, block in enumerate(stretch.blocks):
@@ -180,7 +184,7 @@ def _ids(stretches: Sequence[Stretch]) -> Iterator[BlockId]:
 
 
 class StepWindow(NamedTuple):
-    """Neighbouring decode steps of a window."""
+    """A few neighbouring decode steps that were simulated, with the number of the first."""
 
     step: int
     """Number of the first step, from 1."""
@@ -188,7 +192,9 @@ class StepWindow(NamedTuple):
 
 
 def is_line(left: StepWindow, middle: StepWindow, right: StepWindow, period: int) -> bool:
-    """Return True if the sizes and kernels of the middle window are on the line between the other two."""
+    """Return True if the sizes and kernels of the middle window of decode steps are on the line between the
+    other two.
+    """
     offset, apart = middle.step - left.step, right.step - left.step
     for steps in zip(left.steps[:period], middle.steps[:period], right.steps[:period], strict=True):
         if not _alike(steps[0], steps[1]) or not _alike(steps[0], steps[2]):
@@ -208,7 +214,7 @@ WORK_OFF_LINE = 0.002
 
 
 def _work(stretch: Stretch) -> tuple[int, int]:
-    """Return FLOPs and bytes of a stretch's kernels."""
+    """Return the total FLOPs and bytes of the kernels in a part of a call."""
     kernels = stretch.kernels
     return sum(kernel.flops for kernel in kernels), sum(kernel.nbytes for kernel in kernels)
 
@@ -232,7 +238,9 @@ def with_tables(steps: Sequence[Stretch], start: Sequence[Stretch]) -> list[Stre
 
 
 def _tables(first: list[Any], second: list[Any], wide: list[Any]) -> dict[int, Any]:
-    """Return the entry of the long call for each that is the same in both steps of a window, by number."""
+    """Return, by number, the entries that have one size in both steps of a window, with their sizes in the
+    long call.
+    """
     if not len(first) == len(second) == len(wide):
         return {}
     return {
@@ -267,7 +275,7 @@ def with_tables_of(last: Stretch, before: Stretch, start: Stretch) -> Stretch:
 
 
 def _alike(one: Stretch, other: Stretch) -> bool:
-    """Return True if two stretches differ in sizes alone."""
+    """Return True if two decode steps have the same allocations and kernels except for their sizes."""
     return (
         one.events == other.events
         and one.waits == other.waits
@@ -280,8 +288,8 @@ def _alike(one: Stretch, other: Stretch) -> bool:
 def interpolate(
     left: StepWindow, right: StepWindow, period: int, together: int = 1
 ) -> Iterator[tuple[Stretch, int]]:
-    """Yield the decode steps from the first of `left` to the one before `right`, each with its number of
-    times.
+    """Yield decode steps that represent all from the first of `left` to the one before `right`, each with its
+    number of repetitions.
 
     The middle of `together` periods represents them, because it has their mean sizes. Steps of another
     structure than in `right` have the sizes of `left`.
@@ -298,7 +306,7 @@ def interpolate(
 
 @dataclass
 class SizeLine:
-    """The entries that differ between two decode steps of the same structure."""
+    """Linear interpolation between two decode steps of the same structure: the entries whose sizes differ."""
 
     first: Stretch
     blocks: list[tuple[int, Block, int]]
@@ -306,7 +314,9 @@ class SizeLine:
 
     @classmethod
     def of(cls, left: Stretch, right: Stretch) -> SizeLine:
-        """Return the entries that differ; none for steps of different structures."""
+        """Return the entries whose sizes differ between two decode steps; none for steps of different
+        structures.
+        """
         if not _alike(left, right):
             return cls(left, [], [])
         blocks = enumerate(zip(left.blocks, right.blocks, strict=True))
@@ -318,7 +328,7 @@ class SizeLine:
         )
 
     def at(self, step: int, apart: int) -> Stretch:
-        """Return the decode step that is `step` of `apart` steps after the first."""
+        """Return the interpolated decode step that is `step` of `apart` steps after the first."""
         blocks, kernels = self.first.blocks.copy(), self.first.kernels.copy()
         for at, block, growth in self.blocks:
             blocks[at] = block._replace(nbytes=block.nbytes + growth * step // apart)
@@ -347,7 +357,7 @@ def _between(kernel: Kernel, other: Kernel, step: int, apart: int) -> Kernel:
 
 
 class CallWriter:
-    """A writer of the trace of several equal calls, stretch by stretch."""
+    """Builder of the trace of several equal calls of `generate`, from their prefill and decode steps."""
 
     def __init__(self, start: RecordedCall, end: RecordedCall) -> None:
         self._start, self._lasting, self._names = start, end.lasting, end.lasting_operators
@@ -363,7 +373,9 @@ class CallWriter:
         self._write(start.before[0], early=True)
 
     def begin(self, call: int) -> None:
-        """Write the loading and the prefill of a call, numbered from 0."""
+        """Append the prefill of a call, numbered from 0, to the trace; the first call also has the loading of
+        the model.
+        """
         self._call, self._late = call, []
         self._kernels, self._waits = [], []
         self._alive = {}
@@ -371,13 +383,15 @@ class CallWriter:
             self._write(stretch, early=True)
 
     def write(self, stretch: Stretch, times: int = 1) -> None:
-        """Write a decode step, and its kernels several times."""
+        """Append a decode step to the trace, and its kernels several times."""
         self._write(stretch, early=False)
         for _ in range(times - 1):
             self._write_kernels(stretch)
 
     def end(self) -> None:
-        """Free the rest of a call. Raise `NotAlike` if blocks of decode steps are still alive."""
+        """Append frees of a call's remaining memory blocks. Raise `NotAlike` if blocks of decode steps are
+        still alive.
+        """
         for block_id in [block_id for block_id, block in self._early.items() if block in self._alive]:
             # The window at the end has no such block: it began with other tokens.
             self._free(block_id, [])

@@ -67,14 +67,14 @@ class DrawnBatches:
         return -(-self.longest // multiple) * multiple
 
     def padding(self, multiple: int) -> float:
-        """Return the share of padding in all tokens."""
+        """Return the fraction of all tokens in the drawn batches that are padding."""
         return 1 - float(self.tokens.sum()) / float((self.padded_to(multiple) * self.samples).sum())
 
 
 def draw(lengths: Lengths, *, batch_size: int, micro_batches: int, order: str, seed: int = 0) -> DrawnBatches:
-    """Return global batches of the dataset in this order, at least `FEWEST_STEPS` of them.
-
-    Raises `JobError` for a dataset that has fewer samples than a global batch.
+    """Return random global batches of the dataset's sample lengths in this order (`random`, `grouped`, ...),
+    at least `FEWEST_STEPS` of them. Raises `JobError` for a dataset that has fewer samples than a global
+    batch.
     """
     import numpy as np
 

@@ -180,7 +180,7 @@ class Lengths:
 
 
 def _length(value: object, where: str) -> int:
-    """Return the number of tokens in a value: an int, its text, or a list of token ids."""
+    """Return the number of tokens that a value means: an int, its text, or a list of token ids."""
     if isinstance(value, list):
         value = len(value)
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
@@ -219,7 +219,7 @@ def _short(value: object) -> str:
 
 
 def _of_rows(path: Path, column: str | None) -> Iterator[tuple[int, int]]:
-    """Yield the length in each row of a file, as (tokens, 1)."""
+    """Yield for each row of a file its length in tokens and the count 1, as (tokens, 1)."""
     suffix = path.suffix.lower()
     rows: Rows
     if suffix in (".csv", ".tsv"):

@@ -25,7 +25,7 @@ SIMPLEST = ("random", "grouped", "fixed")
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Results for the same job on truncated sequences, which change the learned model."""
+    """Results for the same job with sequences truncated to a length, which changes the learned model."""
 
     at: int
     """Greatest number of tokens in a sequence."""
@@ -105,17 +105,19 @@ class LengthPlan(JsonDocument):
     """Sentences on the uncertain parts of the result."""
 
     def fits(self, way: Way) -> bool | None:
-        """Return whether this way fits; None if it is impossible, or without a memory limit."""
+        """Return True if this way of padding fits into memory; None if it is impossible, or without a memory
+        limit.
+        """
         if way.needed_bytes is None or self.memory_bytes is None:
             return None
         return way.needed_bytes <= self.memory_bytes
 
     def is_tight(self, way: Way) -> bool:
-        """Return whether this way fits and leaves less than the headroom."""
+        """Return True if this way of padding fits but leaves less than the headroom free."""
         return bool(self.fits(way)) and self.spare_bytes(way) < self.headroom_bytes
 
     def spare_bytes(self, way: Way) -> int:
-        """Return the bytes of memory that this way leaves free; negative if it does not fit."""
+        """Return the bytes of memory that this way of padding leaves free; negative if it does not fit."""
         return (self.memory_bytes or 0) - (way.needed_bytes or 0)
 
     @property

@@ -58,7 +58,7 @@ TIMED_PER_CLASS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Peak bytes of the step at one length."""
+    """Peak bytes of a step whose sequences have one length."""
 
     requested_bytes: int
     """Peak of the bytes that tensors and kernels request."""
@@ -103,7 +103,7 @@ class LengthSeconds(NamedTuple):
 
 @dataclass
 class LengthProfiler:
-    """Simulates one job under one recipe at the requested lengths, each once."""
+    """Simulates one job under one recipe at the requested sequence lengths, each once."""
 
     job: Job
     """The training job; its own length is ignored."""
@@ -147,8 +147,9 @@ class LengthProfiler:
         return dict.fromkeys(doubt for size in self._bytes.values() for doubt in size.doubts)
 
     def at(self, length: int, padded: bool) -> Job:
-        """Return the job at this length, with padding or without. Raises `JobError` if the model has no such
-        positions."""
+        """Return the job with this sequence length, with padding or without. Raises `JobError` if the model
+        has no such positions.
+        """
         return replace(self.job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
 
     def bytes(self, length: int, padded: bool) -> Bytes:
@@ -157,7 +158,7 @@ class LengthProfiler:
         return self._bytes[BatchShape(length, padded)]
 
     def sample(self, length: int, padded: bool) -> LengthSample:
-        """Return the rehearsed steady step at this length."""
+        """Return the simulated kernels of a steady step with this sequence length."""
         key = BatchShape(length, padded)
         if key not in self._samples:
             self.tell(f"simulating {length} tokens{'' if padded else ', unpadded'}")
@@ -178,7 +179,7 @@ class LengthProfiler:
         return self._samples[key]
 
     def timing(self, length: int, padded: bool, *, rates: Rates | None = None) -> StepSeconds:
-        """Return the timing of the rehearsed step at this length."""
+        """Return the predicted timing of a simulated step with this sequence length."""
         return self._timing(_trace(self.sample(length, padded)), rates)
 
     def seconds_of(self, trace: Trace) -> LengthSeconds:
@@ -230,7 +231,7 @@ class LengthProfiler:
         return self._line(lengths, padded)
 
     def _off(self, interpolator: KernelInterpolator, proof: int, padded: bool) -> float:
-        """Return the relative error of the interpolated seconds at a length that is rehearsed as a test."""
+        """Return the relative error of the interpolated seconds at a length that is simulated as a test."""
         real = self.timing(proof, padded)
         if len(interpolator.at(proof).kernels) != len(self.sample(proof, padded).kernels):
             raise NotInterpolable
@@ -246,8 +247,9 @@ class LengthProfiler:
     def _by_alignment_class(
         self, lengths: Sequence[int], interpolator: KernelInterpolator
     ) -> dict[int, LengthSeconds]:
-        """Return seconds at these lengths. Among many of one alignment, some are timed and the rest are
-        linear."""
+        """Return the seconds of a step at these lengths. Among many lengths of one alignment (multiples of 8,
+        ...), some are timed and the rest are interpolated.
+        """
         alike: dict[int, list[int]] = defaultdict(list)
         for length in lengths:
             alike[math.gcd(length, ROW)].append(length)
@@ -287,8 +289,9 @@ def _trace(sample: LengthSample) -> Trace:
 
 
 def _spread(lengths: Sequence[int], count: int) -> list[int]:
-    """Return `count` of these lengths, evenly spaced by value, with the first and the last; for a count of
-    one the middle."""
+    """Return `count` of these lengths, evenly spaced, with the first and the last; for a count of one the
+    middle.
+    """
     if len(lengths) <= count:
         return list(lengths)
     if count == 1:

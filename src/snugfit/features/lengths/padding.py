@@ -73,7 +73,9 @@ class Way:
 
 
 class Ways:
-    """All ways to pad one dataset's batches."""
+    """All ways to pad one dataset's batches (to the longest sample, dynamically, grouped by length), with
+    their costs.
+    """
 
     def __init__(self, profiler: LengthProfiler, lengths: Lengths, seed: int) -> None:
         self.profiler, self.lengths = profiler, lengths
@@ -97,13 +99,13 @@ class Ways:
         return -(-self.lengths.longest // multiple) * multiple
 
     def shapes(self) -> Iterable[BatchShape]:
-        """Yield the drawn batches: each length, with and without padding as drawn."""
+        """Yield the shapes of the drawn batches: each length, with padding and without."""
         for drawn in self.drawn.values():
             for multiple in filterfalse(self.why_not.get, MULTIPLES):
                 yield from _shapes(drawn, multiple)
 
     def ways(self, seconds: Mapping[BatchShape, LengthSeconds]) -> tuple[Way, ...]:
-        """Return the results of each way of padding, from the seconds of each drawn shape."""
+        """Return memory and seconds of each way of padding, from the seconds of each drawn batch shape."""
         return tuple(self._way(order, multiple, seconds) for order in ORDERS for multiple in MULTIPLES)
 
     def _way(self, order: str, multiple: int, seconds: Mapping[BatchShape, LengthSeconds]) -> Way:
@@ -137,8 +139,9 @@ class Ways:
         return ""
 
     def _may_be_padded(self, length: int, multiple: int, order: str) -> bool:
-        """Return whether the longest batch may contain padding: next to the longest sample, or from its own
-        rounding."""
+        """Return True if the longest batch may contain padding: next to the longest sample, or from its own
+        rounding.
+        """
         alone = self.profiler.job.batch_size == self.micro_batches and order != "fixed"
         within = length - multiple if alone else 0
         return any(within < tokens < length for tokens, _ in self.lengths.counts)
@@ -153,7 +156,7 @@ def _shapes(drawn: DrawnBatches, multiple: int) -> set[BatchShape]:
 def _steps(
     drawn: DrawnBatches, multiple: int, seconds: Mapping[BatchShape, LengthSeconds]
 ) -> list[LengthSeconds]:
-    """Return the seconds of each step: the mean over its micro-batches' lengths."""
+    """Return the seconds of each training step: the mean over the lengths of its micro-batches."""
     padded = drawn.padded_to(multiple)
     partly = drawn.shortest < padded
     return [

@@ -37,7 +37,7 @@ def render(plan: LengthPlan) -> Page:
 
 
 def question(plan: LengthPlan) -> str:
-    """Return a line with the job, the recipe and the GPU."""
+    """Return the report's first line: the job, the recipe and the GPU."""
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
     return f"{job_line(plan.job)} · {plan.recipe} · {plan.gpu.name}{memory}"
 
@@ -51,7 +51,7 @@ def dataset(lengths: Lengths) -> str:
 
 
 def answer(plan: LengthPlan) -> str:
-    """Return a line with the best way of padding and its figures."""
+    """Return the report's line on the best way of padding, with its memory and speed."""
     best = plan.best
     if not plan.ways:
         return f"The longest sequence is too long for the model: {plan.lengths.longest:,} tokens."
@@ -79,7 +79,7 @@ def tightness(plan: LengthPlan) -> Iterator[str]:
 
 
 def _how(way: Way) -> str:
-    """Return a way of padding as text, with the names of transformers' arguments."""
+    """Return a way of padding in words, with the names of transformers' arguments for it."""
     text = {
         "fixed": "to the longest sample of the dataset",
         "random": "to its own longest sample",
@@ -160,7 +160,7 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
 
 
 def how_known(plan: LengthPlan) -> str:
-    """Return a sentence on the origin of the figures: simulated and interpolated lengths."""
+    """Return a sentence on which sequence lengths were simulated and which interpolated."""
     off = f" (error at most {100 * plan.off:.2g} %)" if plan.off else ""
     return (
         f"{plan.rehearsed} lengths were simulated, the others are interpolated{off}. All figures are "
@@ -169,7 +169,9 @@ def how_known(plan: LengthPlan) -> str:
 
 
 def sizes(costly: Sequence[Size]) -> Grid:
-    """Return a table of inefficient sizes, each with a better one."""
+    """Return a table of sizes (batch, length, vocabulary) that are slow on the GPU, each with a faster
+    one.
+    """
     rows = tuple(
         (
             size.what,
@@ -195,7 +197,7 @@ def _cuts(size: Size) -> bool:
 
 
 def _means(size: Size) -> str:
-    """Return a sentence on the effect of a changed size, and on how to change it."""
+    """Return a sentence on the effect of changing a size, such as the vocabulary, and on how to change it."""
     if size.what == "vocabulary":
         multiple = 64 if (size.instead or 0) % 64 == 0 else 8
         return f"add unused rows with resize_token_embeddings, to a multiple of {multiple}"

@@ -91,7 +91,7 @@ def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size,
 
 @dataclass(frozen=True)
 class _At:
-    """A simulated step of one job and length, to compare with steps of other sizes."""
+    """A simulated step of one job and sequence length, to be compared with steps of other sizes."""
 
     profiler: LengthProfiler
     length: int
@@ -112,19 +112,20 @@ class _At:
         )
 
     def seconds(self, rates: Rates | None = None) -> float:
-        """Return seconds of the step."""
+        """Return the predicted seconds of this simulated step."""
         return self.profiler.timing(self.length, self.padded, rates=rates).step_seconds
 
     def gain(self, other: _At, *, tokens: bool = False, rates: Rates | None = None) -> float:
-        """Return the gain of the other step over this one in samples (or tokens) per second, as a share."""
+        """Return the relative gain of the other step over this one in samples (or tokens) per second."""
         work = other.profiler.job.batch_size / self.profiler.job.batch_size
         if tokens:
             work *= other.length / self.length
         return work * self.seconds(rates) / other.seconds(rates) - 1
 
     def steep(self, other: _At, share: float) -> bool:
-        """Return whether the other step, with `share` less length than this one, saves far more seconds than
-        that."""
+        """Return True if the other step, whose length is smaller by the fraction `share`, saves far more
+        seconds than that.
+        """
         return 1 - other.seconds() / self.seconds() > STEEP * share
 
     def with_changes(self, **changes: Any) -> _At:
@@ -137,7 +138,7 @@ class _At:
 
 
 def up(size: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is not below `size`."""
+    """Round a size up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 
@@ -145,7 +146,9 @@ def up(size: int, multiple: int) -> int:
 
 
 def _vocabulary(at: _At) -> Iterator[Size]:
-    """Yield larger vocabularies that are faster, as by `resize_token_embeddings(pad_to_multiple_of=64)`."""
+    """Yield proposals of larger vocabularies with which a step is faster, as by
+    `resize_token_embeddings(pad_to_multiple_of=64)`.
+    """
     rows = at.profiler.job.model.vocabulary
     best: Size | None = None
     for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
@@ -162,8 +165,9 @@ def _vocabulary(at: _At) -> Iterator[Size]:
 
 
 def _length(at: _At) -> Iterator[Size]:
-    """Yield a longer length that takes fewer seconds (padding), and a shorter one with more tokens per
-    second."""
+    """Yield proposals for the sequence length: a longer one with fewer seconds (padding), a shorter one with
+    more tokens per second.
+    """
     length = at.length
     longer = sorted({up(length, multiple) for multiple in MULTIPLES} - {length})
     shorter = sorted({length // multiple * multiple for multiple in MULTIPLES} - {length, 0})
@@ -186,9 +190,8 @@ def _length(at: _At) -> Iterator[Size]:
 
 
 def _batch(at: _At) -> Iterator[Size]:
-    """Yield a smaller batch with more samples per second, and the largest batch whose step is as fast.
-
-    Both are at the end of a wave.
+    """Yield proposals for the batch: a smaller one with more samples per second, and the largest one whose
+    step is as fast. Both are at the end of a wave of tiles.
     """
     pieces = at.profiler.recipe.setup().micro_batches
     samples = at.profiler.job.batch_size // pieces
@@ -208,8 +211,9 @@ def _batch(at: _At) -> Iterator[Size]:
 
 
 def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
-    """Return the seconds of every batch size between the simulated `steps`, from their kernels; empty if they
-    cannot be interpolated."""
+    """Return the seconds of every batch size between the simulated `steps`, by interpolating their kernels;
+    empty if they cannot be interpolated.
+    """
     low, high = sorted(steps)
     by_size = {
         size: step.profiler.sample(at.length, at.padded)._replace(length=size)
@@ -226,8 +230,7 @@ def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
 
 
 def _widths(at: _At) -> Iterator[Size]:
-    """Yield widths of the model whose rows are not a multiple of 16 bytes, with their cost by the
-    assumption."""
+    """Yield widths of the model whose rows are not a multiple of 16 bytes, with their estimated cost."""
     job = at.profiler.job
     samples = job.batch_size // at.profiler.recipe.setup().micro_batches
     # These sizes belong to the job, and only widths of the model are reported here.

@@ -21,7 +21,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Group:
-    """Layers of one kind that share blocks."""
+    """Layers with the same kind of cache, such as a sliding window, that share blocks of a paged cache."""
 
     window: int | None
     """Tokens to which attention is limited; None without a limit."""
@@ -56,7 +56,7 @@ class PagedCache:
         return pages * self.block_bytes // self.block_size
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the blocks of one sequence of so many tokens."""
+        """Return the number of cache blocks that one sequence of this many tokens takes."""
         return sum(self._blocks_in(group, tokens) for group in self.groups)
 
     def _blocks_in(self, group: Group, tokens: int) -> int:
@@ -84,7 +84,9 @@ class PagedCache:
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `limit` that fits, where each smaller one fits too; 0 if none does."""
+    """Return the largest number up to `limit` for which a condition holds, by bisection; 0 if it holds for
+    none. It must hold for each smaller number too.
+    """
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

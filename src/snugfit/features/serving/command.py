@@ -238,8 +238,7 @@ def _print_all(request: ServingRequest, *, as_json: bool) -> int:
 
 
 def _card(name: str | None, memory: str | None) -> Gpu:
-    """Return the GPU of this name, or one of unknown kind with this memory; any for a comparison of all.
-
+    """Return the GPU of this name, or a GPU of unknown model with this memory; any for a comparison of all.
     Print the choice for a name of several.
     """
     from snugfit.job.gpu import choice_of, find_gpu

@@ -51,7 +51,7 @@ architectures have none, and their layers keep all tokens."""
 
 
 class _ServedParts(NamedTuple):
-    """Parts of a model that decide its memory."""
+    """Sizes of a model that determine llama.cpp's memory: weights, caches, vocabulary and width."""
 
     weights: int
     layout: str
@@ -126,7 +126,9 @@ def _refuse_options(request: ServingRequest) -> None:
 
 
 def _from_config(request: ServingRequest) -> _ServedParts:
-    """Return a model in 16 bits, as its converted file would be."""
+    """Return the sizes of a model with 16-bit weights, as its converted GGUF file would have, from its
+    config.
+    """
     assert not isinstance(request.model, GgufHeader)
     sizes = read_sizes(request.model, 1)
     weights, layout = weight_bytes(request.model, dtype="bfloat16", at_start=None, tensor_parallel=1)
@@ -143,7 +145,7 @@ def _from_config(request: ServingRequest) -> _ServedParts:
 
 
 def _from_header(header: GgufHeader) -> _ServedParts:
-    """Return a model from the header of its file."""
+    """Return the sizes of a model from the header of its GGUF file."""
     tensors = {tensor.name: tensor for tensor in header.tensors}
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -210,9 +212,8 @@ def _window_layers(header: GgufHeader, count: int) -> list[bool]:
 
 
 def _cache_bytes(layers: Sequence[LayerCache], tokens: int, slots: int, batched: int, number: float) -> int:
-    """Return the bytes of the cache of so many slots of so many tokens; states are in fp32.
-
-    Source: `llama-kv-cache-iswa.cpp` and `llama-memory-recurrent.cpp`.
+    """Return the bytes of the key-value cache for this number of slots and tokens per slot; states are in
+    fp32. Source: `llama-kv-cache-iswa.cpp` and `llama-memory-recurrent.cpp`.
     """
     whole = _pad(tokens)
     total = 0

@@ -1,4 +1,6 @@
-"""The words `--phase serve` of `snugfit predict` and `snugfit gpus`, as a command line of `snugfit serve`."""
+"""Conversion of `--phase serve` of `snugfit predict` and `snugfit gpus` to a command line of `snugfit
+serve`.
+"""
 
 from __future__ import annotations
 

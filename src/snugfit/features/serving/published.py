@@ -75,7 +75,7 @@ def cache_error(start: PublishedStart, answer: ServingAnswer) -> float:
 
 
 def distinct(starts: Iterable[PublishedStart]) -> Sequence[PublishedStart]:
-    """Return one start for each configuration, the first."""
+    """Return one published start for each different configuration, the first of each."""
     starts_by_options: dict[tuple[Any, ...], PublishedStart] = {}
     for start in starts:
         starts_by_options.setdefault(start.configuration, start)

@@ -217,9 +217,8 @@ _READERS = {
 
 
 def _names(value: Sequence[str] | None) -> tuple[str, ...]:
-    """Return a config's list of modules. The head stays in 16 bits under each method.
-
-    Raises `ValueError` for a regular expression that cannot be used.
+    """Return the modules that a config leaves unquantized, always with the head. Raises `ValueError` for a
+    regular expression that cannot be used.
     """
     names = [str(name) for name in value or ()]
     for name in names:
@@ -234,7 +233,7 @@ def _names(value: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _bare(name: str) -> str:
-    """Return a module's name without the parts that differ between checkpoints."""
+    """Return a module's name without prefixes and other parts that differ between checkpoints."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

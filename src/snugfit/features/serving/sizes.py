@@ -25,7 +25,7 @@ FAST_LENGTHS = ("linear", "dynamic")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """The cache of one layer on one rank. Sizes are in numbers, whose bytes the cache's dtype gives."""
+    """Sizes of one layer's key-value cache on one rank, in elements; the cache's dtype gives the bytes."""
 
     token_numbers: int = 0
     """Numbers per token: keys and values, or the latent vector of MLA. 0 for a layer with a state only."""
@@ -136,7 +136,9 @@ def layer_caches(config: Any, tensor_parallel: int) -> tuple[LayerCache, ...]:
 
 
 def _kinds_without_list(config: Any, count: int) -> list[str]:
-    """Return the kind of each layer of an architecture whose config has no list of them."""
+    """Return the kind of each layer (attention, window, Mamba, ...) of an architecture whose config has no
+    list of them.
+    """
     # Mistral and Phi-3 have one window for all layers; Mixtral's config has the key without a value.
     return ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * count
 
@@ -240,7 +242,7 @@ def _absorbed_numbers(config: Any) -> int:
 
 
 def _first(config: Any, *names: str) -> int:
-    """Return the first whole number under one of these names; 0 without one."""
+    """Return the first integer of a config under one of these keys; 0 without one."""
     for name in names:
         value = getattr(config, name, None)
         # Some configs give a size for each layer; the largest decides the memory of one run.

@@ -276,7 +276,7 @@ def _refusal(
 
 
 def _most_share(total: int) -> float:
-    """Return the largest share, in hundredths, that the free memory allows."""
+    """Return the largest `gpu_memory_utilization`, in hundredths, that the free memory allows."""
     return int((1 - CONTEXT / total) * 100) / 100
 
 

@@ -33,7 +33,9 @@ EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight of the architecture."""
+    """One weight of the served model: its module's name, its shape, and a flag for those that quantization
+    packs.
+    """
 
     module: str
     """Name of the module that has it."""
@@ -78,7 +80,7 @@ def _bytes_of(matrix: Matrix, layout: LinearLayout | None, size: int) -> int:
 
 
 def _ranks(matrix: Matrix, tensor_parallel: int, keys: int) -> int:
-    """Return the number of ranks over which a matrix is divided."""
+    """Return the number of tensor-parallel ranks over which a weight is sharded."""
     if len(matrix.shape) < 2 or WHOLE.search(matrix.module):
         return 1
     return min(tensor_parallel, keys) if KEYS.search(matrix.module) else tensor_parallel
