@@ -108,7 +108,7 @@ class ComparedRun(JsonFields):
 
     @property
     def lines(self) -> tuple[ErrorLine, ...]:
-        """The figures that are both predicted and measured; none for a run that died."""
+        """The quantities (bytes, seconds) that are both predicted and measured; none for a run that died."""
         if self.outcome != "ok" or self.predicted is None or self.measured is None:
             return ()
         seconds = step_seconds_line(self.predicted_step_seconds, self.step_seconds)
@@ -120,8 +120,9 @@ class ComparedRun(JsonFields):
 
     @property
     def complaint(self) -> str | None:
-        """Sentence on the run's error outside the band; None for a run inside the band or without a
-        measurement."""
+        """Sentence on the run's error if it exceeds the allowed one; None for a run inside the bounds or
+        without a measurement.
+        """
         if self.outcome is None:
             return f"not predicted: {self.refused}" if self.refused else None
         if self.outcome != "ok":
@@ -151,7 +152,7 @@ class ComparedRun(JsonFields):
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(JsonDocument):
-    """The result of a whole draw: all its compared runs."""
+    """Result of `snugfit accuracy`: all its runs with predictions and measurements."""
 
     what: ClassVar = "accuracy"
     schema: ClassVar = SCHEMA
@@ -182,7 +183,7 @@ class Accuracy(JsonDocument):
 
     @property
     def outside(self) -> tuple[ComparedRun, ...]:
-        """The runs that are outside the band, or failed."""
+        """The runs whose errors exceed the allowed ones, or that failed."""
         return tuple(run for run in self.runs if run.complaint)
 
     def errors(self, figure: str) -> list[float]:

@@ -48,16 +48,15 @@ def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
 
 
 def _divides(technique: Technique, gpus: int) -> bool:
-    """Return True if the GPUs can be divided into the groups that share one part of the batch."""
+    """Return True if the number of GPUs is a multiple of the groups that share one part of the batch."""
     processes = processes_of(technique.alone)
     return processes is None or gpus % math.prod(processes.axes.values()) == 0
 
 
 def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
-    """Draw a technique for each slot, with a setting that it proposes for the job.
-
-    Return None for an invalid combination, or one that does not fit this number of GPUs. Installed packages
-    are not checked: a missing one fails visibly.
+    """Draw a random technique for each slot, with a setting that it proposes for the job. Return None for an
+    invalid combination, or one that does not fit this number of GPUs. Installed packages are not checked: a
+    missing one fails visibly.
     """
     drawn = []
     for slot in Slot:

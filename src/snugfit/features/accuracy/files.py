@@ -1,4 +1,4 @@
-"""Reading and writing of results of `snugfit accuracy`, and reading of the rates that rescore them."""
+"""Files with results of `snugfit accuracy`, and files with the rates by which they are predicted again."""
 
 from __future__ import annotations
 

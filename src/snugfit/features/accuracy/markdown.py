@@ -59,7 +59,7 @@ def document(results: Sequence[Accuracy]) -> str:
 
 
 def _together(results: Sequence[Accuracy]) -> str:
-    """Return a summary of all results in a few sentences."""
+    """Return the summary of all results for the page: a few sentences on the errors."""
     runs = [run for result in results for run in result.runs]
     errors = sorted(abs(run.error("step_seconds") or 0.0) for run in runs if run.seconds)
     median, nine, largest = (per_cent(error, digits=1, signed=False) for error in error_quantiles(errors))
@@ -128,8 +128,9 @@ def causes(run: ComparedRun) -> Iterator[str]:
 
 
 def _origin(result: Accuracy) -> Iterator[str]:
-    """Yield sentences on the packages and rates behind the predictions. A prediction made after the
-    measurements is marked."""
+    """Yield sentences on the package versions and rates with which predictions were made. A prediction made
+    after the measurements is marked.
+    """
     yield f"Predicted with {_packages(result.versions)}{f'; rates {result.rates}' if result.rates else ''}."
     if result.rescored:
         yield (

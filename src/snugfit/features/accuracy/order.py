@@ -1,5 +1,6 @@
-"""The recipes of one job side by side: predicted and measured values, their order, and the loss of the first
-choice."""
+"""Table of a job's recipes with predicted and measured values, their order, and the slowdown of the predicted
+best.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def gap_line(runs: Sequence[ComparedRun]) -> str:
 
 
 def _ranks(seconds: Iterable[tuple[int, float | None]]) -> dict[int, str]:
-    """Return the rank of each number, the fastest first."""
+    """Return the rank of each number of seconds, 1 for the fastest."""
     known = sorted((duration, number) for number, duration in seconds if duration)
     return {number: str(rank) for rank, (_, number) in enumerate(known, 1)}
 

@@ -1,10 +1,12 @@
-"""Peers of a verified plan: measurements of the plain Trainer on the same job.
+"""Comparison runs for `snugfit plan --verify`: measurements of the plain Trainer on the plan's job.
 
 A peer is transformers' own Trainer with its documented settings for one GPU. These are 16-bit autocast, fused
 AdamW and the model's own attention (SDPA). A second peer adds `torch_compile=True`, which compiles the whole
 model. When these settings do not fit, gradient checkpointing is turned on, then the batch is split. The first
-such recipe that is predicted to fit is taken. A peer has the slots that the plan leaves to the user, and the
-plan's adapters. The Trainer clips gradients by default; a peer clips as the job specifies.
+such recipe that is predicted to fit is taken.
+
+A peer has the slots that the plan leaves to the user, and the plan's adapters. The Trainer clips gradients by
+default; a peer clips as the job specifies.
 """
 
 from __future__ import annotations

@@ -33,11 +33,13 @@ NoPeers = Annotated[
 
 
 def _of_plan(*, verify: Verify = None, no_peers: NoPeers = False) -> None:
-    """Declare the options of `plan`."""
+    """Declare, as parameters, the options that this feature adds to `snugfit plan`: `--verify` and
+    `--no-peers`.
+    """
 
 
 def options() -> list[inspect.Parameter]:
-    """Return the options of `plan`."""
+    """Return the options of `snugfit plan` that this feature adds: `--verify` and `--no-peers`."""
     return list(inspect.signature(_of_plan, eval_str=True).parameters.values())
 
 

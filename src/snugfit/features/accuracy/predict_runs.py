@@ -129,7 +129,7 @@ def predict_each(candidates: Iterable[ComparedRun], gpu: Gpu) -> Iterator[Compar
 
 
 def _predict(run: ComparedRun, gpu: Gpu, rates: Rates | None = None) -> ComparedRun:
-    """Return the run with its prediction."""
+    """Return the run with its prediction, or with the reason for a failed one."""
     began = time.monotonic()
     prediction = predict(run.job, run.recipe, gpu=gpu, gpus=run.gpus, rates=rates)
     return replace(

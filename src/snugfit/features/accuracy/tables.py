@@ -1,5 +1,6 @@
-"""Draws in a terminal: every run with its errors, the order within jobs, the quantiles, and the allowed
-errors."""
+"""Tables of `snugfit accuracy` for a terminal: every run with its errors, the order within jobs, and
+quantiles next to allowed errors.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ GAP = 0.05
 
 
 def render(result: Accuracy) -> Page:
-    """Return the report of a draw for a terminal."""
+    """Return the terminal report of `snugfit accuracy`, with runs, errors and quantiles."""
     complaints = (Sentence(f"Run {run.number}: {run.complaint}", "fault") for run in result.outside)
     return Page(
         [Sentence(title(result), "heading"), *grids(result)],
@@ -42,7 +43,9 @@ def render(result: Accuracy) -> Page:
 
 
 def grids(result: Accuracy) -> Iterator[Grid]:
-    """Yield the runs: one table, or one for each job where jobs have several."""
+    """Yield tables of predicted and measured runs: one table, or one for each job where jobs have several
+    runs.
+    """
     if result.kind == "drawn":
         yield runs_grid(result)
         return
@@ -52,7 +55,7 @@ def grids(result: Accuracy) -> Iterator[Grid]:
 
 
 def runs_grid(result: Accuracy) -> Grid:
-    """Return one row for each run."""
+    """Return a table with one row for each predicted and measured run."""
     bytes_heads = ("NVML MiB>", "measured>", "allocated %>", "reserved %>", "NVML %>")
     heads = ("No.", *bytes_heads, "ms a step>", "measured>", "%>", "bound by", "Job", "Recipe<")
     rows = tuple(
@@ -70,7 +73,7 @@ def runs_grid(result: Accuracy) -> Grid:
 
 
 def title(result: Accuracy) -> str:
-    """Return the title of a draw's tables: its jobs and its device."""
+    """Return the title of the accuracy tables: the jobs and the device."""
     families = len({run.family for run in result.runs})
     jobs = len(group_by_job(result.runs))
     count = f"{jobs} job{'s' if jobs > 1 else ''}"
@@ -86,7 +89,7 @@ def title(result: Accuracy) -> str:
 
 
 def job_words(run: ComparedRun) -> str:
-    """Return a drawn job as text for one table cell."""
+    """Return a job (model, task, batch) as text for one table cell."""
     job = run.job
     what = f"{job.model.name}: {job.task}, {sizes(job)}"
     extras = [f"built on the {job.build_on}"] if job.build_on != "device" else []
@@ -107,7 +110,9 @@ def about_order(result: Accuracy) -> Iterator[str]:
 
 
 def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
-    """Yield a sentence on the number of first choices near the best, and on the worst of them."""
+    """Yield a sentence on how many jobs' predicted best recipe is nearly the fastest measured one, and on the
+    worst of them.
+    """
     gaps = [gap(runs) for runs in jobs if any(run.outcome for run in runs)]
     known = [share for share in gaps if share is not None]
     if gaps:
@@ -120,7 +125,7 @@ def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
 
 
 def summary_grid(result: Accuracy) -> Grid:
-    """Return a table of the quantiles of each figure's errors next to its allowed error."""
+    """Return a table with quantiles of the errors of bytes and seconds, next to the allowed errors."""
     rows = []
     for figure, name in FIGURES.items():
         errors = result.errors(figure)
@@ -150,6 +155,8 @@ def _verdict(result: Accuracy) -> str:
 
 
 def file_name(result: str, kind: str = "drawn", count: int = 0) -> str:
-    """Return the file name of a draw: its seed or its jobs' files, then its kind."""
+    """Return the file name of a result of `snugfit accuracy`, made of its seed or its jobs' files, and its
+    kind.
+    """
     ending = {"drawn": "", "within-job": "-within-job", "top": f"-top{count}"}[kind]
     return f"accuracy-{result}{ending}.json"

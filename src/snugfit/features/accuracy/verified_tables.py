@@ -25,12 +25,14 @@ def render(verified: Verification) -> Page:
 
 
 def document(plan: Plan, verified: Verification) -> dict[str, Any]:
-    """Return the JSON document of a plan with every measured run."""
+    """Return the JSON document of a plan together with every measured run."""
     return {**verified.to_json(), "plan": plan.to_json()}
 
 
 def grid(verified: Verification) -> Grid:
-    """Return a table with one row for each recipe, in the plan's order."""
+    """Return a table of a verified plan's recipes, with one row for each, predicted and measured, in the
+    plan's order.
+    """
     where = verified.device or "not measured"
     return recipes_grid(
         verified.runs, f"The plan's best, predicted for {verified.gpu} and measured on {where}"
@@ -38,7 +40,7 @@ def grid(verified: Verification) -> Grid:
 
 
 def conclusions(verified: Verification) -> Iterator[str]:
-    """Yield sentences with conclusions from the measured runs."""
+    """Yield sentences on the measured recipes of a plan: their order, the fastest, and large errors."""
     yield from filter(None, (order_line(verified.runs), gap_line(verified.runs), peer_line(verified)))
     for run in verified.runs:
         spoilt = run.contaminated or run.crowded
@@ -49,7 +51,7 @@ def conclusions(verified: Verification) -> Iterator[str]:
 
 
 def _peers_grid(verified: Verification) -> Iterator[Grid]:
-    """Yield a table with one row for each peer; none without peers."""
+    """Yield a table with one row for each measured run of the plain Trainer; none without such runs."""
     rows = tuple(
         (
             peer.name,

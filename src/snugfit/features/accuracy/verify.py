@@ -42,7 +42,7 @@ class Verification(JsonDocument):
 
     @property
     def order(self) -> RankAgreement:
-        """Agreement of the predicted and the measured order."""
+        """Agreement of the order of recipes by predicted seconds with that by measured seconds."""
         return rank_agreement(self.runs)
 
     @property
@@ -60,7 +60,7 @@ class Verification(JsonDocument):
 
     @property
     def outside(self) -> tuple[ComparedRun, ...]:
-        """The runs that are outside the band of `snugfit accuracy`, or failed."""
+        """The runs whose errors exceed those that `snugfit accuracy` allows, or that failed."""
         return tuple(run for run in self.runs if run.complaint)
 
     def derived_keys(self) -> dict[str, Any]:

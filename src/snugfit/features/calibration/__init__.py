@@ -1,1 +1,1 @@
-"""The examination of a machine: versions, extras, driver and GPUs."""
+"""The feature `calibration`: measured rates of this machine's GPU and host, for predictions."""

@@ -174,7 +174,7 @@ def calibrate(
 
 
 class _ProbeRun(NamedTuple):
-    """One rehearsed and measured probe."""
+    """One probe (a small training job) with its simulated trace and its measurement."""
 
     probe: Probe
     trace: Trace
@@ -230,7 +230,9 @@ class _ProbeRunner:
 
 
 def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
-    """Compute the correction factor of a probe, given the rates that earlier probes corrected."""
+    """Return the measured and predicted seconds of a probe with the factor that corrects its rate, given the
+    rates corrected so far.
+    """
     probe, trace, measured = run
     predicted = step_seconds(trace, gpu, batch_size=probe.job.batch_size, rates=rates)
     reading = ProbeReading(
@@ -278,7 +280,9 @@ def _read_exchange(reading: ProbeReading, predicted: StepSeconds, measured: Prob
 
 
 def _why_not(factor: float) -> str:
-    """Return the reason for rejecting this factor; empty when it is plausible."""
+    """Return the reason for rejecting a probe's correction factor, such as an implausible size; empty when it
+    is plausible.
+    """
     believed = MIN_FACTOR < factor < 1 / MIN_FACTOR
     return "" if believed else f"it would have to change by {factor:.2f}, for no known reason"
 
@@ -357,8 +361,9 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
 
 
 def _shares(corrects: str, factor: float, rates: Rates) -> dict[str, float]:
-    """Return the link's share by NCCL's kernel: divide the share that collectives of this kind reach by the
-    measured slowdown `factor`."""
+    """Return, by NCCL kernel, the fractions of the link's data rate. That of the measured collective is
+    divided by its slowdown `factor`.
+    """
     connected = exchanges().link(find_gpu(rates.gpu), rates)
     kinds = (ALL_REDUCE,) if corrects == ALL_REDUCE else sorted(COLLECTIVES - {ALL_REDUCE})
     return {kind: connected.share(kind, rates.gpus) / factor for kind in kinds}

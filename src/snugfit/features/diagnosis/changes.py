@@ -54,9 +54,8 @@ _GENERAL: dict[FailureKind, tuple[tuple[str, str], ...]] = {
 
 
 def general_changes(kind: FailureKind, *, expandable: bool = False) -> tuple[SuggestedChange, ...]:
-    """Return changes that follow from the kind of a failure alone.
-
-    With `expandable`, segments grow in place already.
+    """Return general advice for a kind of out-of-memory failure, such as a fragmented allocator. With
+    `expandable`, segments grow in place already.
     """
     lines = _GENERAL[kind]
     lines = lines[1:] if expandable and kind is FailureKind.FRAGMENTATION else lines

@@ -66,7 +66,9 @@ def _further_bytes(diagnosis: Diagnosis, prediction: Prediction) -> int:
 
 
 def _is_similar(more: int, prediction: Prediction) -> bool:
-    """Return True if a run that needed so many `more` bytes can be one of the predicted job."""
+    """Return True if the failed run, which needed `more` bytes than predicted, can be a run of the given
+    job.
+    """
     return 0 < more <= SIMILAR * prediction.needed_bytes
 
 

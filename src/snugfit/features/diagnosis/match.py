@@ -36,7 +36,9 @@ GUESS_FROM = 64 * MIB
 
 
 def tensor_sizes(least: int, most: int) -> tuple[int, int]:
-    """Return the smallest and the largest tensor whose segment has a size in this range."""
+    """Return the smallest and the largest tensor, in bytes, for which the allocator requests a segment of a
+    size in this range.
+    """
     if least <= SMALL_SEGMENT <= most:
         return 1, SMALL
     if least <= LARGE_SEGMENT <= most:
@@ -48,9 +50,8 @@ def tensor_sizes(least: int, most: int) -> tuple[int, int]:
 
 
 def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) -> list[RequestedTensor]:
-    """Return the tensors of a predicted run with such a size, the most likely first.
-
-    The most likely one was requested with nearly `live_bytes` alive, or else with the most.
+    """Return the tensors of a predicted run that fit the failed request's size, the most likely first. The
+    most likely one was requested with nearly `live_bytes` alive, or else with the most.
     """
     matches: dict[tuple[str, str, str, str, int], list[int]] = {}
     counts: Counter[tuple[str, str, str, str, int]] = Counter()
@@ -86,7 +87,7 @@ def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) ->
 
 
 def _shapes(trace: Trace) -> dict[tuple[str, str, str], str]:
-    """Return the input shapes of the steady step's operators, by module, operator and phase."""
+    """Return the input shapes of the operators in a simulated step, by module, operator and phase."""
     shapes: dict[tuple[str, str, str], str] = {}
     for kernel in trace.kernels:
         key = (_fold(kernel.module), kernel.operator, kernel.phase)
@@ -100,7 +101,9 @@ def _fold(module: str) -> str:
 
 
 def guess(sizes: tuple[int, int]) -> list[RequestedTensor]:
-    """Return likely shapes for a size without a job: logits and attention scores, the roundest first."""
+    """Return likely shapes for a failed request without a job: logits and attention scores of that size, the
+    roundest first.
+    """
     if sizes[1] < GUESS_FROM:
         return []
     guesses = [*_logits(*sizes), *_scores(*sizes)]
@@ -108,7 +111,9 @@ def guess(sizes: tuple[int, int]) -> list[RequestedTensor]:
 
 
 def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
-    """Yield logits of this size for known vocabularies, with the roundness of their number of tokens."""
+    """Yield shapes of logits with this size in bytes for known vocabularies, with the roundness of their
+    number of tokens.
+    """
     for width, dtype in ((4, "fp32"), (2, "16 bits")):
         for entries, models in VOCABULARIES.items():
             tokens = -(-least // (entries * width * TOKENS)) * TOKENS
@@ -120,7 +125,7 @@ def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
 
 
 def _scores(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
-    """Yield attention scores of this size, for the longest sequence that gives it."""
+    """Yield shapes of attention scores with this size in bytes, for the longest sequence that gives it."""
     for length in (16_384, 8192, 4096, 2048, 1024):
         for width, dtype in ((4, "fp32"), (2, "16 bits")):
             heads = most // (length * length * width)

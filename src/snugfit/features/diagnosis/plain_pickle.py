@@ -32,7 +32,7 @@ _PYTHON_READER: Any = vars(pickle)["_Unpickler"]
 
 
 class _PlainReader(_PYTHON_READER):  # type: ignore[misc]
-    """The standard library's reader, with the instructions for plain data."""
+    """Subclass of the standard library's unpickler that executes only the instructions for plain data."""
 
     dispatch: ClassVar[dict[int, Any]] = {code[0]: _PYTHON_READER.dispatch[code[0]] for code in PLAIN}
 

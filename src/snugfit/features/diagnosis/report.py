@@ -55,7 +55,9 @@ def render(diagnosis: Diagnosis, ways_out: Sequence[str] = ()) -> RenderableType
 
 
 def _about_place(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield a line on the place of the error in the log or snapshot, and one on the code."""
+    """Yield a line on the position of the error in the log or snapshot, and one on the failing line of
+    code.
+    """
     where = [f"line {diagnosis.line:,}"] if diagnosis.line is not None else []
     where += [f"rank {diagnosis.rank}"] if diagnosis.rank is not None else []
     where += [f"GPU {diagnosis.device}"] if diagnosis.device is not None else []
@@ -68,7 +70,7 @@ def _about_place(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _ledger_table(ledger: Ledger) -> PlainTable:
-    """Return a table of the GPU's memory at the failure, as far as it is known."""
+    """Return a table of the GPU's memory by owner at the moment of the failure, as far as it is known."""
     outside = ledger.outside_bytes
     own = None
     if ledger.process_bytes is not None and ledger.reserved_bytes is not None:

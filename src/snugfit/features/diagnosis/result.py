@@ -34,7 +34,9 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Bytes of GPU memory at the moment of the failure, by user; null where the text has no such figure."""
+    """Bytes of GPU memory at the moment of the failure by owner (this process, others, PyTorch's allocator).
+    A missing figure is null.
+    """
 
     total_bytes: int | None = None
     """Memory of the GPU."""
@@ -55,7 +57,7 @@ class Ledger:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Bytes that PyTorch's allocator has reserved; None where a part of them is unknown."""
+        """Bytes that PyTorch's allocator had reserved; None where a part of them is unknown."""
         if self.allocated_bytes is None or self.unallocated_bytes is None:
             return None
         return self.allocated_bytes + self.unallocated_bytes

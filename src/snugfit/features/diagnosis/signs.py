@@ -14,7 +14,7 @@ from snugfit.features.diagnosis.result import FailureKind
 
 @dataclass(frozen=True)
 class Sign:
-    """A wording of log messages, and the failure that it means."""
+    """A text pattern of log messages, and the kind of out-of-memory failure that it means."""
 
     words: tuple[str, ...]
     """Words of which one is in each such line. A search for them is much faster than the pattern."""

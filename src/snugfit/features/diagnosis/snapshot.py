@@ -69,7 +69,9 @@ def read_snapshot(content: bytes, where: str) -> SnapshotFacts:
 
 
 def _parts(document: Any, where: str) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the segments and the traces. Raises `UsageError` for another pickle, and for too many parts."""
+    """Return the segments and the event histories of a memory snapshot. Raises `UsageError` for another
+    pickle, and for too many parts.
+    """
     segments = document if isinstance(document, list) else None
     traces: Any = []
     if isinstance(document, dict):
@@ -157,7 +159,9 @@ def _alive(segments: Sequence[Any], places: _Places) -> dict[int, LiveBlock]:
 
 
 def _blocks(segment: Any) -> Iterator[tuple[int, Any]]:
-    """Yield address and block of a segment. Early versions write no addresses of blocks."""
+    """Yield address and size of each memory block in a snapshot's segment. Early versions write no addresses
+    of blocks.
+    """
     address = segment["address"]
     for block in segment["blocks"]:
         yield block.get("address", address), block
@@ -173,7 +177,9 @@ def _frames_of(block: Any) -> Any:
 def _rewind(
     alive: dict[int, LiveBlock], trace: Sequence[Any], index: int, places: _Places
 ) -> dict[int, LiveBlock]:
-    """Return the live blocks before event `index` of the trace, from those at its end."""
+    """Return the live memory blocks before event `index` of a snapshot's history, computed back from those at
+    its end.
+    """
     # Blocks that were freed after the failure have their frames in their allocation.
     sources = (
         {entry["addr"]: entry for entry in trace[:index] if entry["action"] == "alloc"}
@@ -196,7 +202,9 @@ UNKNOWN = "(no stack frames)"
 
 
 class _Places(dict[int, str]):
-    """A cache of lines of code by the identity of their frames, which blocks and events share."""
+    """Cache from stack frames, given by identity, to lines of code; blocks and events of a snapshot share
+    frames.
+    """
 
     def of(self, frames: Any) -> str:
         """Return function, file and line of the innermost frame outside of PyTorch."""

@@ -158,9 +158,8 @@ def _line_of(position: int, starts: Sequence[int]) -> int:
 
 
 def _errors(text: str, *, certain: bool) -> list[tuple[Sign, re.Match[str]]]:
-    """Return the certain signs in the text, or the others, in order.
-
-    A message with figures counts once, at its request.
+    """Return the out-of-memory errors in a log, in order: the certain ones, or else the possible ones. A
+    message with sizes counts once, at its request.
     """
     starts = [at for word in BEGINNINGS for at in _places(text, word)] if certain else []
     # `you tried to allocate` is of the CPU's allocator, which has a sign of its own.
@@ -215,7 +214,7 @@ def _refuse(text: str) -> None:
 
 
 def _with_figures(error: LoggedError, text: str, match: re.Match[str]) -> LoggedError:
-    """Return the error with the sizes in its message."""
+    """Return a logged out-of-memory error with the sizes in its message parsed to bytes."""
     if match.re is not REQUEST:
         return _with_host_figures(error, text, match)
     message = _message(text, match)
@@ -297,7 +296,7 @@ def parse_amount(text: str) -> int:
 
 
 def span_of(text: str) -> tuple[int, int]:
-    """Return the least and the largest number of bytes that a rounded amount can mean."""
+    """Return the least and the largest number of bytes that a rounded amount such as `20.00 MiB` can mean."""
     number, unit, decimals = _number(text)
     if unit == 1:
         return int(number), int(number)
@@ -344,9 +343,8 @@ def _with_traceback(error: LoggedError, lines: Sequence[str]) -> LoggedError:
 
 
 def _frames(lines: Sequence[str]) -> list[tuple[str, str, str, str]]:
-    """Return file, line, function and code of the last traceback: Python's, or a notebook's.
-
-    Any prefix before Python's `File` is as long on the next line.
+    """Return file, line, function and code of each frame in a log's last traceback: Python's, or a
+    notebook's. Any prefix before Python's `File` is as long on the next line.
     """
     frames: list[tuple[str, str, str, str]] = []
     file, function = "", ""

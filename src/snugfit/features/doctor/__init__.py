@@ -1,1 +1,3 @@
-"""The examination of a machine: versions, extras, driver and GPUs."""
+"""The feature `doctor`: the command `snugfit doctor`, which examines packages, extras, driver and GPUs of a
+machine.
+"""

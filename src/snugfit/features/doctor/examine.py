@@ -23,7 +23,7 @@ from snugfit.versions import CORE, OPTIONAL, __version__, torch_cuda, version_of
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package that snugfit uses."""
+    """A package that snugfit uses, with its installed version."""
 
     name: str
     version: str | None
@@ -34,7 +34,9 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """One of snugfit's extras, and the techniques that need it."""
+    """One of snugfit's optional dependency groups (`pip install "snugfit[...]"`), and the techniques that
+    need it.
+    """
 
     name: str
     """Name as in `pip install "snugfit[name]"`."""

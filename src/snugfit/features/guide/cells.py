@@ -27,7 +27,9 @@ def csv_text(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def inert(cell: object) -> str:
-    """Return a cell's text, with an apostrophe before a text that a spreadsheet would take for a formula."""
+    """Return a table cell's text, with an apostrophe before it if a spreadsheet would execute it as a
+    formula.
+    """
     if cell is None:
         return ""
     text = str(cell)

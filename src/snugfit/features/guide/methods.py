@@ -61,7 +61,7 @@ class StageLine:
 
 
 def helps(change: float | None, *, less_is_better: bool) -> str:
-    """Return `Yes`, `No`, or `?` for an unknown change."""
+    """Return `Yes` or `No` for a relative change of speed or memory, or `?` for an unknown one."""
     if change is None:
         return "?"
     gain = -change if less_is_better else change
@@ -107,7 +107,7 @@ def _speed(row: GuideRow, vanilla: GuideRow) -> tuple[float | None, str]:
 
 
 def change(part: float | None, whole: float | None) -> float | None:
-    """Return the relative change from `whole` to `part`; None when either is unknown."""
+    """Return the relative change from the number `whole` to `part`; None when either is unknown."""
     return None if part is None or not whole else part / whole - 1
 
 

@@ -72,7 +72,9 @@ def with_modern(result: GuideResult, plan_of: Callable[[Job], PlannedJob]) -> Gu
 
 
 def _modern_row(row: GuideRow, front: Sequence[FrontRecipe], gpu_bytes: int | None) -> ModernRow:
-    """Return the fastest recipe of the front that takes no more memory than the experiment."""
+    """Return the fastest recipe of a plan's Pareto front that takes no more memory than the guide's
+    experiment.
+    """
     # An experiment that does not fit may use all of the GPU's memory.
     memory = row.predicted_bytes if row.fits else gpu_bytes
     modern = ModernRow(name=row.name, memory_bytes=memory)

@@ -17,7 +17,7 @@ Figure = StepSpeed | float | None
 
 
 class Series(NamedTuple):
-    """The bars of one colour: one value for each experiment."""
+    """One series of a bar chart, with one colour: a value for each experiment."""
 
     label: str
     """Text in the legend."""
@@ -30,7 +30,7 @@ class Series(NamedTuple):
 
 
 def page_parts(result: GuideResult) -> PageParts:
-    """Return the page and the plot of a result."""
+    """Return charts and texts of the guide's results, for a page, a plot or a notebook's cell."""
     memory = memory_series(result)
     charts = [
         _chart(

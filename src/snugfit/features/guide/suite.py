@@ -26,7 +26,7 @@ VANILLA = "vanilla"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine of some published figures."""
+    """The computer on which some published figures were measured: its GPU and software, as far as known."""
 
     name: str
     """Name of the machine in `guide.json`."""
@@ -40,7 +40,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One published result of an experiment."""
+    """One published result of a guide's experiment: memory and speed on a machine."""
 
     machine: str
     mib: int
@@ -84,7 +84,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutFigure:
-    """A method that the guide names without a figure."""
+    """A method that the guide describes without publishing memory or speed."""
 
     chapter: str
     """Chapter of the guide: `torch.compile` or `DeepSpeed`."""

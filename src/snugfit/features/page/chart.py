@@ -16,7 +16,9 @@ from snugfit.results.step_seconds import PhaseSpan
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Bytes of one kind at each position of a step, a layer of the memory chart."""
+    """One layer of the memory chart: the bytes of one kind (weights, activations, ...) at each position of a
+    step.
+    """
 
     kind: str
     bytes: Sequence[int]
@@ -59,7 +61,7 @@ class ModuleMap:
 
 
 class BarFigure(NamedTuple):
-    """One bar of a group, with its value and label."""
+    """One bar of a bar chart, with its value and label."""
 
     value: float
     label: str
@@ -71,7 +73,7 @@ class BarFigure(NamedTuple):
 
 
 class BarGroup(NamedTuple):
-    """The bars of one name, one for each series."""
+    """Bars of a chart that share a name, such as a recipe: one for each series."""
 
     name: str
     bars: Sequence[BarFigure | None]

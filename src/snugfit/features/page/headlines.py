@@ -33,12 +33,12 @@ class Headline(NamedTuple):
 
 
 def of_prediction(one: Prediction) -> Headline:
-    """Return the verdict of the short answer."""
+    """Return the headline for a prediction: the verdict on its fit, as in the short report."""
     return _of_verdict(short.verdict(one))
 
 
 def of_plan(plan: Plan) -> Headline:
-    """Return the verdict of the short answer."""
+    """Return the headline for a plan: the verdict on its fit, as in the short report."""
     return _of_verdict(short_plan.verdict(plan))
 
 
@@ -47,7 +47,7 @@ def _of_verdict(verdict: Sentence) -> Headline:
 
 
 def of_measurement(one: Measurement) -> Headline:
-    """Return a sentence on the end and the peak of the run."""
+    """Return the headline for a measurement: a sentence on its outcome and its peak memory."""
     name, size = _model(one.job), measured_bytes(one)
     if not one.ok:
         return Headline(f"{name} did not run to its end on {one.device.name}: {one.outcome}", "bad")
@@ -56,7 +56,7 @@ def of_measurement(one: Measurement) -> Headline:
 
 
 def of_comparison(one: Comparison) -> Headline:
-    """Return a sentence on the error of the predicted memory."""
+    """Return the headline for a prediction next to its measurement: a sentence on the error of the memory."""
     error = next(
         (e for figure in ("nvml_bytes", "reserved_bytes") if (e := one.error(figure)) is not None), None
     )
@@ -70,7 +70,7 @@ def of_comparison(one: Comparison) -> Headline:
 
 
 def of_recipes(compared: RecipeComparison) -> Headline:
-    """Return a sentence on the number of recipes that fit."""
+    """Return the headline for several recipes: a sentence on how many of them fit."""
     several = compared.predictions
     name, where = _model(several[0].job), _place(several[0].gpu, several[0].gpus)
     fitting = sum(one.fits is True for one in several)
@@ -82,7 +82,7 @@ def of_recipes(compared: RecipeComparison) -> Headline:
 
 
 def of_gpu_plans(several: GpuPlans) -> Headline:
-    """Return a sentence on the number of GPUs on which a recipe fits."""
+    """Return the headline for plans on many GPUs: a sentence on how many GPUs fit a recipe."""
     fitting, whole = len(several.fitting), len(several.answers)
     count = f"{fitting} of {whole} GPUs" if fitting else "None of these GPUs"
     return Headline(f"{count} can train {_model(several.job)}", "good" if fitting else "bad")
@@ -182,7 +182,7 @@ def _model(job: Job) -> str:
 
 
 def _place(gpu: Gpu | None, gpus: int) -> str:
-    """Return the GPU in a sentence: `the RTX 4090`, or `each of 2 × H200`."""
+    """Return the GPU as a phrase in a sentence: `the RTX 4090`, or `each of 2 × H200`."""
     name = gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ") if gpu else "this memory"
     if gpus > 1:
         return f"each of {gpus} × {name}" if gpu else f"each of {gpus} GPUs"

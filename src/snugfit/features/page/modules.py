@@ -39,7 +39,9 @@ def modules_at_peak(modules: Sequence[ModuleLine]) -> Chart:
 
 
 def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Chart:
-    """Return the chart of when the host launches and the device runs each phase of the steady step."""
+    """Return the chart of a steady step's phases in time: when the host launches them and when the device
+    runs them.
+    """
     return Chart(
         title=f"Host and GPU in one step, {show_seconds(step_seconds)} from step to step",
         about="The times at which the host and the GPU work in one steady step.",

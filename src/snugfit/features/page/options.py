@@ -38,7 +38,9 @@ Open = Annotated[
 
 
 def _pictures(*, html: Html = None, open: Open = False, plot: Plot = None) -> None:
-    """Declare the options of a command whose answer has charts."""
+    """Declare, as parameters, the options `--html`, `--open` and `--plot` of commands whose answers have
+    charts.
+    """
 
 
 _PICTURES = inspect.signature(_pictures, eval_str=True).parameters

@@ -40,7 +40,9 @@ BESIDE = (PREDICTED, MEASURED)
 
 @dataclass(frozen=True)
 class PageMaker:
-    """The page of one kind of answer. A feature has those of its own answers in its `plot.py`."""
+    """Functions that draw the page of one class of answer, such as predictions. A feature has those of its
+    own answers in its `plot.py`.
+    """
 
     kind: type
     parts: Callable[[Any], PageParts]

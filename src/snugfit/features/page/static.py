@@ -80,8 +80,7 @@ def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool =
 
 
 def _thin(shape: Any) -> Any:
-    """Return a curve with only the highest position of each short stretch; return other drawings
-    unchanged."""
+    """Reduce a curve to the highest point of each short part; return other drawings unchanged."""
     if not isinstance(shape, MemoryCurve) or len(shape.positions) <= COARSE:
         return shape
     totals = [sum(sizes) for sizes in zip(*(layer.bytes for layer in shape.layers), strict=True)]
@@ -102,7 +101,7 @@ def _thin(shape: Any) -> Any:
 
 
 def _words(paragraphs: Sequence[str], *, bold: bool = False, size: int = SIZE) -> PlotBlock:
-    """Return a block of wrapped paragraphs, the first one large and bold for `bold`."""
+    """Return a block of the picture with wrapped paragraphs of text, the first one large for `bold`."""
     room = WIDTH - 2 * MARGIN
     lines = []
     for number, paragraph in enumerate(paragraphs):
@@ -247,8 +246,9 @@ def _memory(axes: Axes, curve: MemoryCurve, colours: dict[str, str]) -> None:
 
 
 def _passages(axes: Axes, passages: Sequence[Passage], room: float, *, minor: bool) -> None:
-    """Write the names of phases below an axis where they are wide enough, and those of micro-batches below
-    the phases."""
+    """Write the names of the step's phases below a time axis where they are wide enough. Micro-batches have
+    theirs below the phases.
+    """
     shown = [one for one in passages if LETTER * len(one.name) <= (one.end - one.start) * room]
     middles = [(one.start + one.end) / 2 for one in shown]
     axes.set_xticks(middles, [one.name for one in shown], minor=minor, fontsize=SMALL)
@@ -304,13 +304,13 @@ def _modules(shape: ModuleMap, colours: dict[str, str]) -> PlotBlock:
 
 
 def _tail(name: str) -> str:
-    """Return the end of a module's name that fits next to its bar."""
+    """Return the end of a module's name that fits next to its bar in a chart."""
     clean = harmless(name)
     return clean if len(clean) <= LONGEST_NAME else f"…{clean[-LONGEST_NAME + 1 :]}"
 
 
 def _bars(shape: Bars, colours: dict[str, str]) -> PlotBlock:
-    """Return the bars of each group, one for each series, with the figure at the right of each bar."""
+    """Draw the bars of each group, one for each series, with its value at the right of each bar."""
     room = WIDTH - 2 * MARGIN
     labels = [bar.label for group in shape.groups for bar in group.bars if bar]
     # The axis exceeds the longest bar by the room for the widest label.
