@@ -41,7 +41,7 @@ class Adapters(Feature):
 
 
 def names_layers(setup: Setup) -> bool:
-    """Return True if adapters or frozen parts are given by the numbers of layers."""
+    """Return True if adapters or frozen parts are selected by layer numbers, so that layers differ."""
     freeze, adapt = FREEZE.of(setup), ADAPT.of(setup)
     words: list[str] = [*freeze.parts, *freeze.only] if freeze else []
     given = adapt.arguments if adapt else {}

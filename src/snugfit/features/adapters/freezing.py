@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FreezeHandler(Handler):
-    """Handler of the field `freeze`."""
+    """Handler of the field `freeze`: it turns off `requires_grad` of a model's parameters."""
 
     wish, slot, stage = FREEZE.name, Slot.ADAPTERS, InstallStage.ADAPT
     refused: ClassVar[Mapping[str, str]] = {
@@ -75,8 +75,9 @@ def freeze(model: torch.nn.Module, wish: FreezeWish) -> None:
 
 
 def _matching(model: torch.nn.Module, names: Sequence[str], words: Sequence[str], prefix: str) -> set[str]:
-    """Return the parameter names that match one of these words of a recipe. `base_model` is the part called
-    `prefix`."""
+    """Return the parameter names that match one of the names or patterns of a recipe's `frozen(...)`.
+    `base_model` is the part called `prefix`.
+    """
     names_of_words: set[str] = set()
     for word in words:
         expression = re.compile(_expression(word).replace("base_model", prefix or "base_model"))

@@ -61,11 +61,11 @@ class Frozen(Technique):
             raise RecipeError("frozen needs parts: frozen(parts=embeddings) or frozen(only=classifier).")
 
     def install(self, setup: Setup) -> Setup:
-        """Set the Setup's field `freeze`."""
+        """Set the field `freeze` of the training settings to the parts that do not train."""
         wish = FreezeWish(parts=self.parts or (), only=self.only or (), last=self.last or 0)
         return setup.with_fields(freeze=wish)
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield nothing: the user chooses the parts."""
+        """Yield no settings for plans: the user chooses the parts to freeze."""
         return iter(())

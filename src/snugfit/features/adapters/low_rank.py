@@ -185,9 +185,8 @@ class LowRank(Technique):
         return _as_peft_takes(self.targets or default_targets(job.model))
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """Return True if `other` has a lower rank or fewer modules, and the same settings otherwise.
-
-        The matrices of this technique are then larger or more numerous.
+        """Return True if `other` has a lower rank or fewer adapted modules, and the same settings otherwise.
+        This technique then takes more memory and time.
         """
         if not isinstance(other, LowRank) or replace(other, r=self.r, targets=self.targets) != self:
             return False
@@ -302,8 +301,9 @@ def chosen_by_peft(model: Model) -> bool:
 
 
 def _pefts_choice(model: Any) -> str | list[str] | None:
-    """Return the default targets in peft's table for a built module or for a `Model`; None without an
-    entry."""
+    """Return the default target modules in peft's table for a built module or for a `Model`; None without an
+    entry.
+    """
     # A `Model` has `facts`, and a module of torch has none.
     if hasattr(model, "facts") and model.module is None:
         config = model.config

@@ -20,7 +20,7 @@ class Media(Feature):
     column_roles: ClassVar[tuple[str, ...]] = ("image", "audio")
 
     def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
-        """Return the reader of pictures in folders of their classes."""
+        """Return the function that reads pictures from folders named by class."""
         from snugfit.features.media.picture_folders import ClassFolders, holds_pictures
 
         return partial(ClassFolders, folders=folders) if holds_pictures(folders) else None

@@ -168,9 +168,8 @@ class SoundInput(SampleInputs):
 
 
 def pixels(config: Any) -> tuple[int, ...]:
-    """Return the shape of a picture, (C, H, W) or (P, D).
-
-    Configs of convolutional networks have no size, because these accept any.
+    """Return the shape of one picture for a model with this config, (C, H, W) or (P, D). Configs of
+    convolutional networks have no size, because these accept any.
     """
     vision = config if getattr(config, "image_size", None) else getattr(config, "vision_config", config)
     channels = getattr(vision, "num_channels", 3)
@@ -182,7 +181,9 @@ def pixels(config: Any) -> tuple[int, ...]:
 
 
 def sound(config: Any) -> SoundInput | None:
-    """Return the sound input of a model with this config; None for a model without a known sound input."""
+    """Return the synthetic sound input for a model with this config; None for a model without a known sound
+    input.
+    """
     model_type, part = config.model_type, _encoder(config)
     if model_type in _TOKENS:
         token = getattr(config, "audio_token_id", None)
@@ -310,7 +311,7 @@ class Sounds(ModelInputs):
     has_target = True
 
     def serves(self, task: str, architecture: str) -> bool:
-        """Return True for a model with sound input, in a task with text labels."""
+        """Return True if a model has sound input and the task has text labels."""
         return task == self.task or (task == Task.SEQ2SEQ_LM and architecture in _TOKENS)
 
     def complete(self, config: Any) -> None:

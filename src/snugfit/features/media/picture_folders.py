@@ -76,7 +76,7 @@ class ClassFolders(Rows):
         return {"image": self.where(index), "label": self._classes[self._owners[index]]}
 
     def where(self, index: int) -> str:
-        """Return the path of the picture."""
+        """Return the path of a row's picture, for error messages."""
         name = os.fsdecode(self._names[index])
         return os.path.join(self.source, self._classes[self._owners[index]], name)
 
@@ -85,7 +85,9 @@ class ClassFolders(Rows):
         return self._classes if column == "label" else ()
 
     def notes(self) -> Iterator[str]:
-        """Yield a note with the number of files that are no pictures, and the first of them."""
+        """Yield a note with the number of files in the folders that are no pictures, and the first of
+        them.
+        """
         if self._other_files:
             first = self._other_files[0]
             yield f"{len(self._other_files)} files are not images and are ignored, the first is {first}."

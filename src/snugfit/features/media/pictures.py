@@ -104,7 +104,7 @@ def _open(entry: MediaEntry) -> Image:
 
 
 def _array(entry: MediaEntry) -> np.ndarray:
-    """Return pixels in memory, (H, W) or (H, W, C) of uint8."""
+    """Return pixels that are in memory already as an array, (H, W) or (H, W, C) of uint8."""
     import numpy as np
 
     try:

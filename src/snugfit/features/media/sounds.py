@@ -126,7 +126,7 @@ def _in_memory(entry: MediaEntry) -> Sound:
 
 
 def _array(value: Any, entry: MediaEntry) -> np.ndarray:
-    """Return an array in memory, (N) of floats or of 16-bit integers, as fp32."""
+    """Return a sound that is in memory already, (N) of floats or of 16-bit integers, as fp32."""
     import numpy as np
 
     try:

@@ -102,7 +102,7 @@ class Region:
         return [one for member in self.members.values() if (one := member()) is not None]
 
     def leave_device(self) -> None:
-        """Release the device memory of the region's storages, once their copies to the host are done."""
+        """Free the device memory of the region's storages, once their copies to the host are done."""
         members = self.alive()
         if members and self.sent is not None:
             # The copies of a region run in order, so one event is the end of all.
@@ -135,11 +135,9 @@ class KeptTensor:
 
 
 class Window:
-    """Schedule of the copies of each stack's first layers: when their regions leave the device, and when they
-    return.
-
-    All activations of the other layers are on the device when the backward pass begins. So a region may stay
-    while as many layers as these, less one, run after its own. The peak does not rise.
+    """Schedule of the copies of each stack's first layers: when their activations leave the device, and when
+    they return. All activations of the other layers are on the device when the backward pass begins. So a
+    region may stay while as many layers as these, less one, run after its own. The peak does not rise.
     """
 
     def __init__(self, stacks: Sequence[Sequence[Any]], first: int) -> None:
@@ -184,11 +182,13 @@ class Window:
         self._filled = {}
 
     def before(self) -> tuple[Region, ...]:
-        """Return the regions to fetch when the backward pass reaches the current layer."""
+        """Return the regions (groups of activations) to copy back when the backward pass reaches the current
+        layer.
+        """
         return tuple(self._filled.get(self._index - self._lengths[self._stack], ()))
 
     def append(self, region: Region) -> None:
-        """Add a full region of the current layer."""
+        """Add a complete region (group of activations) of the current layer to the schedule."""
         self._waiting.append((self._index, region))
         self._filled.setdefault(self._index, []).append(region)
 
@@ -398,7 +398,7 @@ class ActivationOffload:
         self._last = region
 
     def _before(self) -> tuple[Region, ...]:
-        """Return the regions to fetch when the backward pass reaches the region that starts now."""
+        """Return the regions to copy back when the backward pass reaches the region that starts now."""
         if self._window is not None:
             return self._window.before()
         return () if self._last is None else (self._last,)
@@ -413,7 +413,7 @@ class ActivationOffload:
         self._undecided.clear()
 
     def _bring(self, region: Region) -> None:
-        """Start the copies of a region's storages back to the device, for those that are not there."""
+        """Start copying a region's storages back to the device, except those that are there already."""
         away = [one for one in region.alive() if one.base is None]
         if not away:
             return
@@ -426,7 +426,7 @@ class ActivationOffload:
 
 
 def _nothing() -> None:
-    """Return None: the weak reference of a storage without an entry."""
+    """Return None, in place of a weak reference to a storage that is not offloaded."""
 
 
 def _is_saved_by_a_checkpoint() -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OffloadHandler(Handler):
-    """Handler of the field `offload`."""
+    """Handler of the field `offload`: it copies saved activations to the host until the backward pass."""
 
     wish, slot, stage = OFFLOAD.name, Slot.ACTIVATION_OFFLOAD, InstallStage.SAVE
     refused: ClassVar[Mapping[str, str]] = {

@@ -99,11 +99,15 @@ class Host(Technique):
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return this technique for 1 to L - 1 of the model's L layers."""
+        """Return this technique for the first 1 to L - 1 of L layers, each with more activations on the
+        host.
+        """
         return cls(what="all").lesser(job)
 
     def lesser(self, job: Job) -> Sequence[Self]:
-        """Return this technique for fewer layers: for 1 to L - 1 of L."""
+        """Return this technique for fewer layers, from 1 to L - 1 of L, for a plan that keeps the
+        technique.
+        """
         return [replace(self, layers=k) for k in range(1, job.model.layers)] if self.layers is None else ()
 
     @classmethod

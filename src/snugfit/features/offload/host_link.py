@@ -134,7 +134,7 @@ class ObservedLink(Link):
 
 
 def link_to_host(device: torch.device) -> Link:
-    """Return the link of this kind of device."""
+    """Return the object that copies between this kind of device (CUDA, CPU, `meta`) and the host."""
     kinds = {"cuda": CudaLink, "meta": ObservedLink}
     return kinds.get(device.type, Link)(device)
 

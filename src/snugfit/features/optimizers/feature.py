@@ -55,7 +55,9 @@ class Optimizers(Feature):
         return ()
 
     def managed_bytes(self) -> int:
-        """Return bytes of bitsandbytes' paged states in this process."""
+        """Return the bytes of CUDA managed memory in which bitsandbytes' paged optimizer states of this
+        process are.
+        """
         from snugfit.features.optimizers.updates.bitsandbytes_states import paged_bytes
 
         return paged_bytes()

@@ -1,8 +1,7 @@
-"""Experts in a model with 4-bit weights: they stay as they are loaded, and adapters on them are large.
-
-bitsandbytes replaces linear layers. transformers 5 keeps all experts of a layer in one parameter with three
-dimensions, which is none. peft adapts such a parameter if it is a target, with one pair of matrices for each
-expert.
+"""Experts in a model with 4-bit weights: they stay unquantized, and adapters on them are large. bitsandbytes
+replaces linear layers. transformers 5 keeps all experts of a layer in one parameter with three dimensions,
+which is not a linear layer. peft adapts such a parameter if it is a target, with one pair of matrices for
+each expert.
 """
 
 from __future__ import annotations

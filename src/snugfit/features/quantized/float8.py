@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class Float8Handler(Handler):
-    """Handler of the field `float8`."""
+    """Handler of the field `float8`: it replaces linear layers by torchao's, which multiply in 8-bit
+    floats.
+    """
 
     wish, slot, stage = FLOAT8.name, Slot.PRECISION, InstallStage.REPLACE
 

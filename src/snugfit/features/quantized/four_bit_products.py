@@ -111,8 +111,9 @@ def _is_fused(policy: CudaPolicy, dtype: Any, rows: int, shape: tuple[int, int],
 def fuses(
     multiprocessors: int, major: int, minor: int, dtype: Any, rows: int, columns: int, inner: int
 ) -> bool:
-    """Return True if bitsandbytes unpacks a (columns, inner) weight in the kernel of a product with so many
-    rows."""
+    """Return True if bitsandbytes multiplies by a 4-bit weight (columns, inner) in one kernel for this number
+    of input rows.
+    """
     names = _bitsandbytes_choice()
     # The table depends on the GPU, so its properties replace those of a device.
     names["_gpu_dispatch_props"] = lambda device_index: (multiprocessors, major, minor)

@@ -86,7 +86,9 @@ class Fp8(Technique):
 
 
 def _why_unconverted(job: Job) -> str:
-    """Return the reason why none of this job's layers is converted; empty where some are."""
+    """Return the reason why none of this job's linear layers can be converted to 8-bit floats; empty where
+    some can.
+    """
     from snugfit.features.quantized.float8 import why_unconverted
 
     module = job.model.module

@@ -25,7 +25,7 @@ _LIVE = (
 
 
 class QuantizeHandler(Handler):
-    """Handler of the field `quantize`."""
+    """Handler of the field `quantize`: linear layers' frozen weights in 4 or 8 bits by bitsandbytes."""
 
     wish, slot, stage = QUANTIZE.name, Slot.ADAPTERS, InstallStage.BUILD
     refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
@@ -38,7 +38,7 @@ class QuantizeHandler(Handler):
             import_bitsandbytes()
 
     def model_arguments(self, value: QuantizeWish | None) -> dict[str, Any]:
-        """Return the construction that `instantiate` calls."""
+        """Return the builder of quantized models as a keyword argument of `instantiate`, in a dict."""
         return (
             {"construct": partial(QuantizedConstruction, bits=value.bits, double=value.double)}
             if value is not None

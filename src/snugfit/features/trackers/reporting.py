@@ -120,7 +120,7 @@ class Reports:
         callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)
 
     def _since_the_last_line(self, step: int) -> list[float]:
-        """Return the losses since the last line, with the later one of a repeated step."""
+        """Return the losses since the last log line, with the later one of a repeated step."""
         first = step - step % self._run.options.logging_steps
         if first == step:
             return []
@@ -208,12 +208,12 @@ class Reports:
 
 
 def _copy(more: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments for one tracker, with a dict of its own: some trackers write into it."""
+    """Return a copy of arguments for one tracker, with its own dict, since some trackers write into it."""
     return {name: dict(value) if isinstance(value, dict) else value for name, value in more.items()}
 
 
 def _unused_name(folder: Path) -> Path:
-    """Return this path, or the path with a number if it exists: the name is the time in seconds."""
+    """Return this path, or the path with a number appended if it exists: the name is the time in seconds."""
     if not folder.exists():
         return folder
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))

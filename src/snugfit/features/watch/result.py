@@ -63,7 +63,7 @@ class WatchResult:
         return () if self.seconds is None else tuple(advice_on(self.gpus, self.thread_share))
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield the result as pairs of a name and a value."""
+        """Yield the measured values of the block as pairs of a label and a text."""
         if self.seconds is None:
             yield "watching", "the block has not ended yet"
             return

@@ -41,7 +41,7 @@ before the block."""
 
 
 class _Utilization:
-    """Shares of the time in which kernels ran, one for each census after the first second."""
+    """Records NVML's GPU utilization, once for each census of processes after the first second."""
 
     def __init__(self, card: Card) -> None:
         self._card, self._censuses = card, 0
@@ -180,7 +180,8 @@ class Watch:
 
     def _refuse(self, reason: str) -> None:
         """Store the reason why NVML is not available. GPUs that were requested, or are in use, are still
-        watched by torch's own counters."""
+        measured by torch's own counters.
+        """
         if self._gpus is None and not self._in_use():
             self._result.without_gpu, self._indices, self._watched = reason, [], {}
         else:

@@ -87,7 +87,7 @@ def with_ways_out_of_plan(request: Request, plan: Plan) -> Plan:
 
 
 def _is_refused(request: Request) -> bool:
-    """Return whether the command's options exclude the search."""
+    """Return True if the command's options exclude the search for changes that fit (`--no-ways-out`)."""
     # `--quiet` prints the first line alone, which no change alters.
     return any(request.flags.get(name) for name in ("no_ways_out", "quiet"))
 
@@ -99,7 +99,7 @@ def _ways_out(
     *,
     beyond: Fidelity | None = None,
 ) -> WaysOut:
-    """Return the changes with which a step would fit, stored or computed."""
+    """Return the changes of a recipe with which a step would fit, from the cache or by a search."""
     from snugfit.cli.plan_cache import answer
 
     def compute(tell: Callable[[str], None]) -> WaysOut:
@@ -198,8 +198,7 @@ def _lines(job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None, l
 
 
 def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
-    """Return the prediction with a memory limit that it does not fit: the given memory, or less than its
-    need."""
+    """Return the prediction with a memory limit that it exceeds: the given memory, or less than its need."""
     limit = min(filter(None, (memory_bytes, prediction.memory_bytes)), default=prediction.needed_bytes)
     limit = min(limit, int(LESS * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
     return replace(prediction, memory_bytes=limit)

@@ -79,7 +79,9 @@ class RecipeCost(NamedTuple):
 
 
 class RecipeCosts:
-    """Lower bounds and exact figures of recipes of one job on one GPU, each computed once by a worker."""
+    """Cache of bytes and seconds of one job's recipes on one GPU, lower bounds or exact, which workers
+    compute.
+    """
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -134,7 +136,9 @@ class RecipeCosts:
 
 
 class LighterRecipes:
-    """Recipes that fit a memory in which the given one does not, from small changes to large ones."""
+    """Search for recipes that fit into a memory in which the given one does not, from small changes to large
+    ones.
+    """
 
     def __init__(
         self,
@@ -318,12 +322,13 @@ class LighterRecipes:
             yield base.seconds + share * (last.seconds - base.seconds), settings
 
     def _is_lowered(self, recipe: Recipe) -> bool:
-        """Return whether the recipe compiles layers, which takes minutes, unless the given recipe does so
-        too."""
+        """Return True if the recipe compiles layers, which takes minutes to simulate, unless the given recipe
+        does so too.
+        """
         return recipe.setup().lowering is not None and self.base.setup().lowering is None
 
     def _is_valid(self, recipe: Recipe) -> bool:
-        """Return whether this job, GPU and loop can run a recipe that plans may choose."""
+        """Return True if this job, GPU and loop can run a recipe that plans may choose."""
         try:
             recipe.check(self.job, self._capability)
             refuse_unsupported(self._loop, recipe.setup())
@@ -378,7 +383,9 @@ class LighterRecipes:
         return self.cost(self.base.with_(technique)).needed_bytes
 
     def _may_fit(self, recipe: Recipe) -> bool:
-        """Return whether a recipe may fit by its lower bound and the losses of evaluated recipes like it."""
+        """Return True if a recipe may fit, by its lower bound and the fragmentation of simulated recipes like
+        it.
+        """
         changed = {recipe[slot] for slot in self.slots(recipe)}
         losses = [
             figures.needed_bytes - self._bound_bytes(known)
@@ -405,9 +412,8 @@ class LighterRecipes:
     # ---- smaller changes ---------------------------------------------------------------------------------
 
     def _least_that_fits(self, base: Recipe, grades: Sequence[Recipe]) -> Recipe:
-        """Return the first of these grades that leaves the headroom, or that fits if the last leaves none.
-
-        The last grade fits, and `base` does not.
+        """Return the first of these ever smaller settings that leaves the headroom, or that fits if the last
+        leaves none. The last one fits, and `base` does not.
         """
         few, last = self.cost(base), self.cost(grades[-1])
         limit = self._comfortable if last.needed_bytes <= self._comfortable else self.memory_bytes
@@ -446,8 +452,9 @@ class LighterRecipes:
         return min(recipe, least, key=lambda one: self.cost(one).seconds)
 
     def _without_unnecessary(self, recipe: Recipe) -> Recipe:
-        """Return the recipe after changes are taken back while it fits and gets no slower, the slowest
-        first."""
+        """Return the recipe after undoing changes that it does not need to fit, the slowest first, while it
+        gets no slower.
+        """
         # Each round takes back one change, since savings depend on each other.
         while True:
             most = self.cost(recipe).seconds * (1 + AS_FAST)

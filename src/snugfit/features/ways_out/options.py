@@ -1,4 +1,6 @@
-"""The option that excludes the search from a prediction or a plan."""
+"""The option `--no-ways-out`, which turns off the search for changes that fit after a prediction or a
+plan.
+"""
 
 from __future__ import annotations
 

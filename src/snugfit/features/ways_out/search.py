@@ -107,10 +107,9 @@ def _stages(
     offers: dict[Recipe, WayOut],
     tell: Callable[[str], None],
 ) -> Iterator[Iterator[Recipe]]:
-    """Yield an iterator over recipes that fit for each stage. Offers of a stage are complete before the next.
-
-    Each alternative to a change that was found leaves one of its slots plain. Once changes are found, only
-    single techniques of another algorithm are tried.
+    """Yield, for each stage of the search, an iterator over recipes that fit. Changes of a stage are complete
+    before the next. Each alternative to a change that was found leaves one of its slots plain. Once changes
+    are found, only single techniques of another algorithm are tried.
     """
 
     def say(what: str) -> None:
@@ -136,10 +135,9 @@ def _stages(
 def _offers(
     prediction: Prediction, recipes: Sequence[Recipe], lighter: LighterRecipes
 ) -> dict[Recipe, WayOut]:
-    """Return the changes to these recipes, without those that do not fit after all.
-
-    The figures of the search are those of the plain loop and the installed packages. For others, the workers
-    predict the recipes.
+    """Return the proposed changes for these recipes, without those that do not fit after all. The bytes of
+    the search are those of the plain loop and the installed packages. For others, the workers predict the
+    recipes.
     """
     costs: Iterable[tuple[float, float | None] | None] = map(lighter.cost, recipes)
     if prediction.loop != "plain" or prediction.software != INSTALLED:
@@ -161,7 +159,7 @@ def _offers(
 def _offer(
     prediction: Prediction, recipe: Recipe, needed_bytes: float, seconds: float | None
 ) -> WayOut | None:
-    """Return the change to a recipe of these bytes and seconds; None if it does not fit."""
+    """Return the proposed change for a recipe of these bytes and seconds; None if it does not fit."""
     needed, before = int(needed_bytes), _seconds(prediction)
     seconds = None if before is None else seconds
     spare = (prediction.memory_bytes or 0) - needed

@@ -122,7 +122,9 @@ def shapes(*, on_gpu: bool = True) -> Iterator[None]:
 
 
 def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Create a tensor outside torch's allocator: its creation is hidden from every dispatch mode."""
+    """Create a paged tensor (CUDA managed memory) in a simulation. Its creation is hidden from every dispatch
+    mode, since torch's allocator does not see it.
+    """
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -155,7 +157,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 
 def _page_managers() -> Any:
-    """Return the class that lists all paged tensors of a process."""
+    """Return bitsandbytes' class that lists all paged tensors of a process."""
     with no_hub_kernels():
         # bitsandbytes may load kernels of the hub at import.
         from bitsandbytes.functional import GlobalPageManager
@@ -164,7 +166,7 @@ def _page_managers() -> Any:
 
 
 def _managers() -> Any:
-    """Return bitsandbytes' manager class, whose only instance is in `_instance`."""
+    """Return bitsandbytes' class `GlobalOptimManager`, whose only instance is in `_instance`."""
     with no_hub_kernels():
         from bitsandbytes.optim import GlobalOptimManager
 

@@ -157,8 +157,7 @@ def leave_to_adamw(model: torch.nn.Module) -> None:
 
 
 def _body(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a transformers model without its head, through the adapters around it; any other module
-    unchanged."""
+    """Return a transformers model without its head, also inside of adapters; any other module unchanged."""
     unwrapped = getattr(model, "get_base_model", lambda: model)()
     prefix = getattr(unwrapped, "base_model_prefix", "")
     body = getattr(unwrapped, prefix, None) if prefix else None

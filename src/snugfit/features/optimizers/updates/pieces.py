@@ -28,7 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class WeightRows(NamedTuple):
-    """Some rows of a weight, with those of its gradient and its state."""
+    """Some rows of a weight, with the same rows of its gradient and optimizer state."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -159,7 +159,7 @@ class AdamWInPieces(FusedAdamW):
 
 
 def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return these tensors as one flat tensor in fp32."""
+    """Concatenate these tensors to one flat tensor in fp32."""
     flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.float32, device=parts[0].device)
     # One launch copies and casts all parts.
     torch._foreach_copy_(_views(flat, parts), list(parts))
