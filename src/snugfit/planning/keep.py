@@ -109,8 +109,9 @@ class Kept:
 
 
 def _is_axis(technique: Technique) -> bool:
-    """Return whether the technique makes several GPUs work on the same samples, as tensor parallelism does.
-    Plans for several GPUs evaluate these groups."""
+    """Return True if the technique makes several GPUs work on the same samples, as tensor parallelism does.
+    Plans for several GPUs evaluate these groups.
+    """
     processes = processes_of(technique.alone)
     return processes is not None and bool(processes.axes)
 

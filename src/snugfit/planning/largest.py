@@ -104,8 +104,9 @@ def field_of(job: Job, of: str) -> tuple[str, int]:
 
 
 class _Sizes:
-    """Predictions of one job with different batch sizes or lengths, each computed once. A size counts in
-    units that the recipe can divide."""
+    """Cached predictions of one job with different batch sizes or lengths. A size counts in units that the
+    recipe can divide.
+    """
 
     def __init__(self, job: Job, recipe: Recipe, of: str, options: dict[str, Any]) -> None:
         self.job, self.recipe, self.options = job, recipe, options

@@ -28,7 +28,7 @@ recompute every layer and use many micro-batches. The search for them took a thi
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A recipe with its memory and its seconds."""
+    """A recipe of a plan, with its memory in bytes and its seconds per step."""
 
     recipe: str
     """Recipe in the notation of recipes."""
@@ -72,7 +72,9 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The limit of the answer's speed, and the share of the GPU's peak that it reaches."""
+    """The resource that limits the answer's speed, and the fraction of the GPU's peak arithmetic that it
+    reaches.
+    """
 
     bound: str
     """Resource that bounds the step (`StepSeconds.bound`)."""
@@ -100,7 +102,7 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptSlot:
-    """A slot that the search left unchanged."""
+    """A slot (such as precision) that the search left as the user set it."""
 
     slot: str
     """The slot's own name."""
@@ -189,7 +191,7 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Sizes of the search."""
+    """Numbers of recipes that the search considered, bounded and simulated."""
 
     recipes: int
     """Number of valid recipes in the space."""
@@ -308,16 +310,16 @@ class Plan(JsonDocument, Tabular):
         return self.best is not None and self.is_tight(self.best)
 
     def is_tight(self, choice: Choice) -> bool:
-        """Return whether a recipe fits and leaves less than the headroom."""
+        """Return True if a recipe fits but leaves less than the requested free memory (headroom)."""
         return self.fitting(choice) and self.spare_bytes(choice) < self.headroom_bytes
 
     def fitting(self, choice: Choice) -> bool:
-        """Return whether a recipe fits the memory."""
+        """Return True if a recipe fits into the memory."""
         return self.spare_bytes(choice) >= 0
 
     @property
     def fitting_first(self) -> list[Choice]:
-        """The front with the recipes that fit before the rest."""
+        """The Pareto front of recipes, with those that fit before the rest."""
         return sorted(self.front, key=self.fitting, reverse=True)
 
     def spare_bytes(self, choice: Choice) -> float:

@@ -9,7 +9,9 @@ from snugfit.techniques.registry import hooks
 
 
 def group_plans() -> Any:
-    """Return the feature's module of these plans and their commands. Raises `UsageError` without one."""
+    """Return the module that plans training on several GPUs. Raises `UsageError` if the feature for it is
+    missing.
+    """
     for processes in hooks("processes"):
         return processes().plans()
     raise UsageError(

@@ -1,4 +1,5 @@
-"""Keys that identify parts of a step shared by several recipes.
+"""Keys that are equal for recipes with the same passes, update, trace or seconds, so that each is simulated
+once.
 
 A recipe's Setup determines its whole step. Most recipes of a space share most of it: the same passes with
 another optimizer, or the same trace with another loader. `StepKey` sorts a Setup's fields by the parts of
@@ -115,15 +116,18 @@ def adapters_key(setup: Setup) -> Hashable:
 
 
 def as_rehearsed(setup: Setup) -> Setup:
-    """Return the Setup that represents all Setups with this trace. Fields without effect on the trace are
-    plain."""
+    """Return the Setup that is simulated for all Setups with the same trace. Fields without effect on the
+    trace have their defaults.
+    """
     plain, names = type(setup)(), _names_by_part(setup)
     hidden = (*names["matmul"], *names["loader"], *names["allocator"])
     return replace(setup, **{name: getattr(plain, name) for name in hidden})
 
 
 def as_written(setup: Setup, *, padded: bool) -> Setup:
-    """Return the Setup with which the passes of `setup` are simulated, on batches with or without padding."""
+    """Return the Setup without CUDA graphs with which the passes of `setup` are simulated. Batches keep their
+    padding.
+    """
     return parts_of(setup).as_written(as_rehearsed(setup), padded=padded)
 
 
@@ -140,12 +144,12 @@ def launches_key(setup: Setup) -> Hashable:
 
 
 def launches_otherwise(setup: Setup) -> bool:
-    """Return whether a Setup launches kernels otherwise than one by one, for example as CUDA graphs."""
+    """Return True if a Setup launches kernels otherwise than one by one, for example as CUDA graphs."""
     return launches_key(setup) != launches_key(_PLAIN)
 
 
 def differ_in_launches(setup: Setup, other: Setup) -> bool:
-    """Return whether the Setups differ in the launch of kernels, and in nothing else."""
+    """Return True if the Setups differ in the way of launching kernels, and in nothing else."""
     names = _names_by_part(setup)["launches"]
     # Chained: they differ, and are equal once these fields are exchanged.
     return setup != other == setup.with_fields(**{name: getattr(other, name) for name in names})

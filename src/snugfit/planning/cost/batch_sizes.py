@@ -1,4 +1,4 @@
-"""Bytes and kernels of passes with several micro-batch sizes, from one simulation.
+"""Memory and kernels of forward and backward passes with several micro-batch sizes, from one simulation.
 
 One model is built and runs two steps. The first has the whole batch in one piece, the second has
 micro-batches of different sizes. The very first pass makes the permanent allocations (workspaces, a gradient
@@ -50,7 +50,7 @@ ADDITIONS = ("aten::add", "aten::add_")
 
 
 class PassProfile(NamedTuple):
-    """Bytes and kernels of one step's passes, with micro-batches of one size."""
+    """Bytes and kernels of a step's forward and backward passes, with micro-batches of one size."""
 
     peak_increase: Mapping[str, int]
     """Peak of live bytes above those between steps, by phase and module of the allocations. Layers of one
@@ -67,7 +67,7 @@ class PassProfile(NamedTuple):
 
 @dataclass(frozen=True)
 class PassProfiles:
-    """Profiles of the passes of several micro-batch sizes on one model."""
+    """Profiles of forward and backward passes with several micro-batch sizes, on one model."""
 
     whole: PassProfile | None
     """Profile of the whole batch in one piece, if requested."""
@@ -82,7 +82,7 @@ class PassProfiles:
 
 
 class UpdateProfile(NamedTuple):
-    """Bytes and kernels of the update of a steady step."""
+    """Bytes and kernels of the optimizer update in a steady step."""
 
     peak_increase: int
     """Peak of live bytes above those at its start."""
@@ -94,7 +94,8 @@ class UpdateProfile(NamedTuple):
 def rehearse_sizes(
     job: Job, setup: Setup, policy: Policy, sizes: Iterable[int], *, whole: bool
 ) -> PassProfiles:
-    """Return the passes of this job with micro-batches of each of these sizes, in samples.
+    """Simulate forward and backward of this job with micro-batches of each of these sizes, in samples, and
+    return their profiles.
 
     With `whole`, add the batch in one piece. The optimizer of this Setup is ignored.
     """
@@ -131,7 +132,7 @@ def rehearse_sizes(
 
 
 class _StepsOfSizes(PlainStep):
-    """The plain loop without an update, with a separate size for each micro-batch."""
+    """The plain training loop without an optimizer update, in which micro-batches may differ in size."""
 
     sizes: Sequence[Sequence[int]] = ()
     """Number of samples of each micro-batch, by step."""
@@ -175,7 +176,9 @@ def _pass_profile(profile: MicroBatchProfile, first: Work, further: Work, baseli
 
 
 class _KernelKey(NamedTuple):
-    """Properties that identify a gradient addition, regardless of the size of the micro-batch."""
+    """Properties of a kernel that are equal for micro-batches of any size, to find the kernels that add
+    gradients.
+    """
 
     operator: str
     module: str
@@ -188,7 +191,9 @@ class _KernelKey(NamedTuple):
 
     @property
     def may_add_to_gradient(self) -> bool:
-        """True for an addition of two tensors of one shape in backward."""
+        """True for an addition of two tensors of one shape in the backward pass, as gradient accumulation
+        launches.
+        """
         return self.operator in ADDITIONS and self.phase == "backward" and len(set(self.shapes)) == 1
 
 
@@ -206,10 +211,9 @@ def _additions(first: Work, further: Sequence[Work]) -> Counter[_KernelKey]:
 
 
 def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
-    """Return the first micro-batch's work, without gradient additions.
-
-    Without an existing gradient, autograd takes the new one by a view and adds nothing. That view, and
-    those before the addition, count for the next kernel.
+    """Return the first micro-batch's kernels, without those that add to existing gradients. Without an
+    existing gradient, autograd takes the new one by a view and adds nothing. That view, and those before the
+    addition, count for the next kernel.
     """
     left_out = additions.copy()
     kernels: list[Kernel] = []
@@ -230,7 +234,7 @@ def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
 
 
 def update_of(part: Part) -> UpdateProfile:
-    """Return the bytes and kernels of an update that was recorded alone.
+    """Return the bytes and kernels of an optimizer update that was simulated alone.
 
     Allocations before it belong to the passes, except for the gradients, which are dropped here. In a
     recorded update, the second step allocates most, and the last one repeats from then on.
@@ -255,7 +259,7 @@ def _work(moves: Sequence[Move]) -> Work:
 
 
 def _change(move: Move) -> int:
-    """Return the bytes by which this move changes the live bytes."""
+    """Return the bytes by which an allocation or a free changes the live memory."""
     if isinstance(move, Alloc):
         return move.nbytes
     return -move.stack.nbytes if isinstance(move, Free) else 0

@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 
 class BelowLowerBound(Exception):
-    """Error: a recipe took less than its lower bound, since layers do not grow as two depths of the model
-    suggested."""
+    """Error: a simulated recipe took less than its computed lower bound, which makes a search's exclusions
+    wrong.
+    """
 
 
 class Bound(NamedTuple):
-    """Lower bound of a recipe's bytes and seconds on one GPU."""
+    """Lower bound of a recipe's memory in bytes and of its step in seconds on one GPU."""
 
     needed_bytes: int
     """Live bytes at the worst moment, plus the context."""
@@ -37,12 +38,12 @@ class Bound(NamedTuple):
     unknown."""
 
     def at_least(self, other: Bound) -> Bound:
-        """Return a bound with the larger bytes and the larger seconds of both."""
+        """Return a bound with the larger bytes and the larger seconds of two bounds."""
         return Bound(max(self.needed_bytes, other.needed_bytes), max(self.seconds, other.seconds))
 
 
 class Figures(NamedTuple):
-    """Exact bytes and seconds of a recipe on one GPU."""
+    """Exactly simulated memory in bytes and seconds per step of a recipe on one GPU."""
 
     requested_bytes: int
     allocated_bytes: int

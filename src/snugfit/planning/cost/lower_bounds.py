@@ -1,13 +1,13 @@
-"""Lower bounds of the cost of Setups, from models of few layers.
+"""Lower bounds of the bytes and seconds of recipes, from models of few layers.
 
-Passes are rehearsed on two depths, with all sizes of micro-batch in one rehearsal. Each update is
-rehearsed likewise. The straight line through the live bytes and seconds of two depths gives those of the
-whole depth. Every moment of a step grows linearly with the layers, and the worst moment is their maximum.
-That maximum is a convex function, so the line never exceeds the true value.
+Forward and backward are simulated for two numbers of layers, with all sizes of micro-batch in one simulation.
+Each optimizer update is simulated likewise. The straight line through the live bytes and seconds of both
+gives those of the whole model. Every moment of a step grows linearly with the layers, and the worst moment is
+their maximum. That maximum is a convex function, so the line never exceeds the true value.
 
-Passes and updates have separate depths: passes that are recomputed in spans need deeper models, updates
-never do. If a timer composes pieces of steps, their segments are joined at the whole depth, for all
-optimizers at once. Any other timer times whole steps of few layers.
+Passes and updates have separate numbers of layers. Passes that are recomputed in spans need deeper models,
+updates never do. If a timer composes pieces of steps, their segments are joined at the full number of layers,
+for all optimizers at once. Any other timer times whole steps of few layers.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ if TYPE_CHECKING:
 
 
 def in_layers(module: str) -> bool:
-    """Return whether a module of `PassProfile.peak_increase` is a repeated layer or in one."""
+    """Return True if a module's name is that of a repeated layer, or of a module in one."""
     return "*" in module
 
 
 def outside_layers(module: str) -> bool:
-    """Return whether a module of `PassProfile.peak_increase` is outside of repeated layers."""
+    """Return True if a module's name is outside of the repeated layers, such as the head's."""
     return not in_layers(module)
 
 
 @dataclass(frozen=True)
 class DepthFit:
-    """Linear extrapolation from simulations of few layers to the whole depth."""
+    """Linear extrapolation from simulations with few layers to the model's full number of layers."""
 
     depths: Sequence[ShallowJob]
     layers: int
     """Number of layers of the whole depth."""
 
     def extrapolate(self, values: Sequence[Any]) -> Any:
-        """Return the value at the whole depth, on the line through `values` at the simulated depths."""
+        """Return the value for all layers of the model, on the line through `values` for few layers."""
         return self.value_at(self.layers, values)
 
     def value_at(self, layers: int, values: Sequence[Any]) -> Any:
-        """Return the value with so many layers, on the line through `values` at the simulated depths."""
+        """Return the value for this number of layers, on the line through `values` for few layers."""
         return linear_extrapolate([shallow.layers for shallow in self.depths], values, layers)
 
 
 class StepBounds(NamedTuple):
-    """Lower bound of the bytes and seconds of a step, without the context."""
+    """Lower bound of the bytes and seconds of a step, without the bytes of the CUDA context."""
 
     live_bytes: int
     """Live bytes of the allocator at their largest moment."""
@@ -102,7 +102,7 @@ class StepBounds(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Lower bounds of some Setups that share their passes."""
+    """Lower bounds of several recipes that have the same forward and backward passes."""
 
     per_setup: Sequence[StepBounds | UnsupportedStep]
     """The bounds of each Setup, or the reason why its step cannot run."""
@@ -111,7 +111,7 @@ class Bounds(NamedTuple):
 
 
 class LowerBounds:
-    """Computes lower bounds of one job's Setups from simulations of few layers."""
+    """Computes lower bounds of bytes and seconds for a job's recipes, from simulations of few layers."""
 
     def __init__(
         self, shallow_jobs: ShallowJobs, policy: CudaPolicy, timer: Timer, startup: StartupShares
@@ -145,11 +145,13 @@ class LowerBounds:
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
 
     def depth_fit(self, setup: Setup) -> DepthFit:
-        """Return the depths at which a step under this Setup is simulated."""
+        """Return the few-layer models with which a step under this Setup is simulated."""
         return DepthFit(self.shallow_jobs.of(setup), self.shallow_jobs.layers(setup))
 
     def update(self, setup: Setup, shallow: ShallowJob, passes: PassProfiles | None = None) -> UpdateProfile:
-        """Return the update's profile at this depth, simulated after `passes` if given."""
+        """Return the profile of the optimizer update with this number of layers, simulated after `passes` if
+        given.
+        """
         # Weights that get no gradient have no optimizer state, so the update depends on the passes.
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
@@ -162,7 +164,7 @@ class LowerBounds:
     def update_segments(
         self, setup: Setup, fit: DepthFit, timer: ComposableTimer
     ) -> list[QueueSegment] | None:
-        """Return the segments of this Setup's update at the whole depth.
+        """Return the queue segments of this Setup's optimizer update for all layers.
 
         Return None if its waits differ between depths. Updates have separate depths, so one answer serves
         all passes.
@@ -186,7 +188,9 @@ class LowerBounds:
 
 
 class _PassesBounds:
-    """Bounds of steps that share their passes, from simulations of few layers."""
+    """Lower bounds of steps that have the same forward and backward passes, from simulations of few
+    layers.
+    """
 
     def __init__(self, bounds: LowerBounds, setups: Sequence[Setup]) -> None:
         job, first = bounds.shallow_jobs.job, setups[0]
@@ -238,22 +242,25 @@ class _PassesBounds:
     # ---- bytes -------------------------------------------------------------------------------------------
 
     def rise(self, setup: Setup) -> int:
-        """Return the peak of live bytes in the passes, with those between steps."""
+        """Return a lower bound of the peak of live bytes in forward and backward, including weights and
+        optimizer states.
+        """
         return int(self._standing(setup) + self._rise(setup))
 
     def in_layers(self, setup: Setup) -> int:
-        """Return live bytes at the worst moment within layers."""
+        """Return a lower bound of the live bytes at the worst moment within repeated layers."""
         return int(self._standing(setup) + self._rise(setup, in_layers))
 
     def unkept(self, setup: Setup) -> int:
-        """Return live bytes at the worst moment of the passes, without the increase by each layer."""
+        """Return the live bytes at the worst moment of forward and backward, without the activations that
+        each layer keeps.
+        """
         # With one depth there is no line, and 0 is a valid lower bound.
         return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
 
     def outside(self, setup: Setup) -> int:
-        """Return live bytes at the worst moment outside layers, without the increase by each layer.
-
-        A layer that is recomputed keeps its input alone; if each is, the increase counts.
+        """Return the live bytes at the worst moment outside of layers, without the activations that each
+        layer keeps. A layer that is recomputed keeps its input alone; if each is, these inputs count.
         """
         if len(self.fit.depths) < 2:
             return 0
@@ -263,7 +270,9 @@ class _PassesBounds:
         return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
 
     def in_programs(self, setup: Setup) -> int:
-        """Return live bytes at the start of the backward pass, if the layers were compiled."""
+        """Return a lower bound of the live bytes at the start of the backward pass, if the layers were
+        compiled.
+        """
         left_bytes = [
             sum(n for name, n in one.kept_bytes.items() if lowered_kinds().is_left(name))
             for one in self._profiles(setup)
@@ -271,13 +280,13 @@ class _PassesBounds:
         return int(self._standing(setup) + self.fit.extrapolate(left_bytes))
 
     def resting(self, setup: Setup) -> int:
-        """Return live bytes at the worst moment of the update."""
+        """Return a lower bound of the live bytes at the worst moment of the optimizer update."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         in_update = self.update_fit.extrapolate([update.peak_increase for update in updates])
         return int(self._standing(setup) + self._gradient_bytes(setup) + in_update)
 
     def _gradient_bytes(self, setup: Setup) -> float:
-        """Return bytes of the gradients at the end of the passes."""
+        """Return the bytes of all gradients at the end of the backward pass."""
         return float(self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)]))
 
     def _standing(self, setup: Setup) -> float:
@@ -288,7 +297,7 @@ class _PassesBounds:
         return float(standing + self.update_fit.extrapolate([update.state_bytes for update in updates]))
 
     def _profiles(self, setup: Setup) -> list[PassProfile]:
-        """Return the profiles of the passes under this Setup, by simulated depth."""
+        """Return the profiles of forward and backward under this Setup, by number of simulated layers."""
         samples, count = self.batch_size // setup.micro_batches, setup.micro_batches
         profiles = [passes.by_samples[samples] if count > 1 else passes.whole for passes in self.by_depth]
         return [profile for profile in profiles if profile is not None]
@@ -296,8 +305,8 @@ class _PassesBounds:
     def _rise(
         self, setup: Setup, among: Callable[[str], bool] | None = None, *, layers: int | None = None
     ) -> float:
-        """Return the least increase of live bytes in the passes: the maximum over the modules of each one's
-        extrapolation.
+        """Return the least increase of live bytes in forward and backward: the maximum over modules, each
+        extrapolated.
 
         `among` selects modules by name. The value is that of the whole depth, or of `layers` layers.
         """
@@ -315,8 +324,9 @@ class _PassesBounds:
     # ---- seconds -----------------------------------------------------------------------------------------
 
     def seconds(self, setups: Sequence[Setup]) -> Iterator[Sequence[float]]:
-        """Yield the seconds of steps that differ in their updates only, by GPU, with the share of the
-        start-up."""
+        """Yield the seconds of steps that differ in their optimizer updates only, by GPU, with a share of the
+        run's start-up.
+        """
         timer = self.bounds.timer
         known: Mapping[int, Sequence[float]] = {}
         if isinstance(timer, ComposableTimer):
@@ -328,13 +338,14 @@ class _PassesBounds:
             yield [seconds + share for seconds in known.get(number) or self._by_depth(setup)]
 
     def device_seconds(self, setup: Setup) -> Sequence[float]:
-        """Return the seconds in which each GPU works in a step; empty if the timer does not give them."""
+        """Return the seconds of a step in which each GPU runs kernels; empty if the timer does not give
+        them.
+        """
         return self._device_seconds(setup, _whole_work)
 
     def compiled_seconds(self, setup: Setup) -> Sequence[float]:
-        """Return the seconds of kernels that remain with compiled layers, by GPU.
-
-        Empty if the timer does not give them, and for a step that is itself compiled or recorded.
+        """Return the seconds of a step's kernels that torch.compile would leave, by GPU. Empty if the timer
+        does not give them, and for a step that is itself compiled or recorded.
         """
         if setup.lowering is not None or launches_otherwise(setup):
             return ()
@@ -364,8 +375,9 @@ class _PassesBounds:
         return seconds
 
     def _left_by_compilers(self, work: Work) -> Work:
-        """Return the kernels that compiled layers launch too. The result is cached, since timers identify
-        work by its id."""
+        """Return the kernels that compiled layers launch too, such as matrix products. The result is cached,
+        since timers identify work by its id.
+        """
         if id(work) not in self._left:
             # The entry holds the original too, so that its id is not reused by another object.
             self._left[id(work)] = work, left_by_lowering(work)
@@ -374,16 +386,15 @@ class _PassesBounds:
     def _works_of(
         self, setup: Setup, profile: PassProfile, shallow: ShallowJob, passes: PassProfiles | None = None
     ) -> list[Work]:
-        """Return the work of a step at one simulated depth: its first micro-batch, each further one, and its
-        update."""
+        """Return the kernels of a step with few layers: its first micro-batch, each further one, and its
+        update.
+        """
         update = self.bounds.update(setup, shallow, passes)
         return [self._under(setup, work) for work in (profile.first, profile.further, update.work)]
 
     def _by_segments(self, setups: Sequence[Setup], timer: ComposableTimer) -> Mapping[int, Sequence[float]]:
-        """Return the seconds of steps by Setup, from the queue segments of passes and updates at the whole
-        depth.
-
-        Setups whose waits differ between depths are omitted.
+        """Return the seconds of steps by Setup, from the queue segments of passes and updates for all layers.
+        Setups whose host waits differ between numbers of layers are omitted.
         """
         setup = setups[0]
 
@@ -409,7 +420,7 @@ class _PassesBounds:
         return seconds
 
     def _by_depth(self, setup: Setup) -> Sequence[float]:
-        """Return the seconds of a step by GPU, extrapolated from the seconds of whole steps of each depth."""
+        """Return the seconds of a step by GPU, extrapolated from whole steps with few layers."""
         counts, depths = few(setup.micro_batches), []
         for shallow, profile, passes in zip(
             self.fit.depths, self._profiles(setup), self.by_depth, strict=True
@@ -443,7 +454,7 @@ def few(micro_batches: int) -> tuple[int, ...]:
 def _by_length(
     updates: Sequence[Sequence[QueueSegment] | None],
 ) -> list[dict[int, Sequence[QueueSegment]]]:
-    """Return the updates grouped by their number of segments, each with its index."""
+    """Return the update segments grouped by their number, each with its index."""
     groups: dict[int, dict[int, Sequence[QueueSegment]]] = defaultdict(dict)
     for number, segments in enumerate(updates):
         if segments is not None:

@@ -22,8 +22,8 @@ CACHE_SHARE = 0.1
 
 
 class LoweredKinds:
-    """The candidates of a space with compiled layers, which wait until a search needs them. The base class
-    has none.
+    """Lower bounds for the compiled recipes of a search, which are compiled only when the search needs them.
+    The base class has none.
 
     `saves_nothing` maps a recomputing candidate to the same one without recomputing. `least_of` returns the
     bounds of a waiting candidate. `everywhere` includes candidates that are idle.
@@ -46,44 +46,50 @@ class LoweredKinds:
 
     @staticmethod
     def is_left(operator: str) -> bool:
-        """Return whether a compiled layer runs this operator too, and keeps outputs that its backward pass
-        reads."""
+        """Return True if a compiled layer runs this operator too, and keeps outputs that its backward pass
+        reads.
+        """
         return True
 
     def __contains__(self, number: int) -> bool:
         return False
 
     def alike(self, number: int) -> int | None:
-        """Return the candidate that differs only by not being compiled; None for one that is not compiled."""
+        """Return the uncompiled recipe that is otherwise equal; None for a recipe without compilation."""
         return None
 
     def bare(self, number: int) -> int:
-        """Return the candidate that is not compiled, does not recompute, and has whole logits."""
+        """Return the recipe without compilation and recomputation, and with whole logits, that is otherwise
+        equal.
+        """
         return number
 
     def bounded_by(self, number: int) -> Iterable[int]:
-        """Return the candidates that give lower bounds of this one; none for a candidate that is not
-        compiled."""
+        """Return the uncompiled recipes whose bytes and seconds bound those of this one; none for a recipe
+        without compilation.
+        """
         return ()
 
     def least(self, number: int) -> Bound | None:
-        """Return the lower bound of this candidate; None for one that is not compiled."""
+        """Return the lower bound of a compiled recipe's bytes and seconds; None for a recipe without
+        compilation.
+        """
         return None
 
     def again_seconds(self, number: int) -> float:
-        """Return the least seconds of the candidate's recomputation; 0 if unknown."""
+        """Return the least seconds that a recipe spends on recomputing activations; 0 if unknown."""
         return 0.0
 
     def saved_share(self, number: int) -> float:
-        """Return the largest share of the candidate's seconds that recomputing may save."""
+        """Return the largest fraction of a recipe's seconds that less recomputation may save."""
         return CACHE_SHARE
 
     def is_idle(self, number: int) -> bool:
-        """Return whether this candidate saves memory without need, since it fits without the saving."""
+        """Return True if this recipe saves memory without need, since it fits without the saving."""
         return False
 
     def left_out(self, numbers: Iterable[int]) -> Iterable[Exclusion]:
-        """Return exclusions for those of these candidates that save memory without need."""
+        """Return the reasons for skipping those of these recipes that save memory without need."""
         return ()
 
 
@@ -95,7 +101,9 @@ def lowered_kinds() -> type[LoweredKinds]:
 
 
 def left_by_lowering(work: Work) -> Work:
-    """Return the kernels of a step that remain with compiled layers. Nothing outside layers changes."""
+    """Return the kernels of a step that remain if its layers are compiled. Kernels outside of layers remain
+    unchanged.
+    """
     is_left = lowered_kinds().is_left
     kernels = (
         one

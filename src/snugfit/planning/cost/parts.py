@@ -1,14 +1,14 @@
-"""Evaluation of recipes for a search: lower bounds and exact figures, from cached parts of simulated steps.
+"""Evaluation of recipes for a search: lower bounds and exact bytes and seconds, from cached simulations of a
+step's parts.
 
-`screen` computes the *lower bound* of a Setup's cost. It rehearses the passes on models of few layers, with
-all sizes of micro-batch in one rehearsal, and the update likewise. `lower_bounds.py` derives the lower bound
-of the whole depth. Models whose layers do not repeat are rehearsed in full.
+`screen` computes the *lower bound* of a recipe's cost. It simulates forward and backward on models of few
+layers, with all sizes of micro-batch in one simulation, and the optimizer update likewise. `lower_bounds.py`
+derives the lower bound for all layers. Models whose layers do not repeat are simulated in full.
 
-`judge` computes the *exact* cost. It rehearses passes and update at the whole depth and splices them. The
-trace goes through the timer and the allocator. Every figure of a plan comes from this function.
-
-Rehearsing dominates the cost, and GPUs with the same decisions share it. Each Setup has one answer per GPU,
-with a separate context and separate seconds.
+`judge` computes the *exact* cost. It simulates passes and update with all layers and splices them. The trace
+goes through the timer and the allocator. Every number of a plan comes from this function. Simulations
+dominate the cost, and GPUs with the same decisions share them. Each recipe has one answer per GPU, with a
+separate context and separate seconds.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _OwnTrace(NamedTuple):
 
 
 class FullCheck(NamedTuple):
-    """A comparison of a recipe's figures with its full simulation."""
+    """Result of comparing a recipe's bytes and seconds from spliced parts with its full simulation."""
 
     is_same: bool
     """True if the full simulation gave the same figures."""
@@ -94,7 +94,9 @@ class FullCheck(NamedTuple):
 
 
 class Parts:
-    """Evaluates recipes of one job, for GPUs with the same kernels as the first of them."""
+    """Simulates recipes of one job, and caches forward, backward and update separately. All its GPUs run the
+    same kernels.
+    """
 
     def __init__(
         self,
@@ -176,8 +178,9 @@ class Parts:
         ]
 
     def _replays(self, setup: Setup, kinds: Collection[bool]) -> _Replays:
-        """Return the peaks of the step's replay through the allocator, with its trace; `kinds` are with
-        expandable segments or without."""
+        """Return the memory peaks of the step's trace in the caching allocator; `kinds` are with expandable
+        segments or without.
+        """
         run = self.run(setup) if self.job.trains else None
         if run is not None:
             requests = Requests(run)
@@ -194,10 +197,9 @@ class Parts:
         return self.timer(trace)
 
     def whole(self, asked: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
-        """Return the figures of these Setups on the given GPUs, simulated in full by each GPU's own policy.
-
-        The Setups have one trace. GPUs that run the same kernels may differ in the workspaces and the
-        scratch of these. One rehearsal serves all GPUs with the same number of buffers.
+        """Return the exact bytes and seconds of these Setups on the given GPUs, each by a full simulation for
+        that GPU. The Setups have one trace. GPUs that run the same kernels may differ in the sizes of
+        workspaces and temporaries. One simulation serves all GPUs with the same number of buffers.
         """
         policies = {gpu: policy_for(self.gpus[gpu], Software()) for _, gpus in asked for gpu in gpus}
         first, *further = dict.fromkeys(policies.values())
@@ -220,8 +222,9 @@ class Parts:
         return answers
 
     def _own_traces(self, setup: Setup, policies: Sequence[CudaPolicy]) -> dict[CudaPolicy, Trace]:
-        """Return the whole trace by each of these policies, the same object if the buffers have the same
-        sizes."""
+        """Return the full trace for each of these GPU policies, the same object if the buffers have the same
+        sizes.
+        """
         plain = as_rehearsed(setup)
         steady = step_key(plain) in self._steady
         known = self._remember(
@@ -241,8 +244,9 @@ class Parts:
         return traces
 
     def _own_trace(self, setup: Setup, policy: CudaPolicy, *, steady: bool) -> _OwnTrace:
-        """Return the whole trace by this policy, with the buffer sizes on all other GPUs, which later calls
-        reuse."""
+        """Return the full trace for one GPU policy, with the buffer sizes on all other GPUs, which later
+        calls reuse.
+        """
         policies = dict.fromkeys(policy_for(gpu, Software()) for gpu in self.gpus)
         module = self.job.model.module is not None  # the module's code may read the GPU's compute capability
         further = [] if module else [other for other in policies if other != policy]
@@ -272,8 +276,7 @@ class Parts:
         return FullCheck(same, prediction.doubts, prediction.timing)
 
     def run(self, setup: Setup) -> PeriodicRun | None:
-        """Return the simulated run under this Setup; None if its parts cannot be spliced.
-
+        """Return the step's trace under this Setup, spliced from its parts; None if they cannot be spliced.
         Raises `UnsupportedStep` if the step cannot run so.
         """
         parts = parts_of(setup)
@@ -304,10 +307,9 @@ class Parts:
         return self._remember(("passes", passes_key(setup), samples, setup.micro_batches > 1), make)
 
     def _second_step_is_redundant(self, setup: Setup) -> bool:
-        """Return whether one recorded step of such passes is enough, tested on few layers and one sample
-        each.
-
-        The memory that a step leaves behind is the same for any set of recomputed layers that is not empty.
+        """Return True if simulating one step of such passes is enough, tested on few layers and one sample
+        each. The memory that a step leaves behind is the same for any set of recomputed layers that is not
+        empty.
         """
         count = min(setup.micro_batches, MICRO_BATCHES)
         kind = replace(setup, checkpoint=setup.checkpoint and EVERY_LAYER)
@@ -337,9 +339,8 @@ class Parts:
 
 
 def _bounds_on_gpus(step: StepBounds, contexts: Sequence[int], least: Sequence[int]) -> tuple[Bound, ...]:
-    """Return the bounds of a step with the context of each GPU.
-
-    `least` are the contexts with recomputation, which may choose another attention without cuDNN's libraries.
+    """Return a step's lower bounds including each GPU's CUDA context. `least` are the contexts with
+    recomputation, which may choose another attention without cuDNN's libraries.
     """
     unknown = [0.0] * len(contexts)
     return tuple(

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 def load_ahead(
     job: Job, gpus: Sequence[Gpu | None], timer: object, workers: int, *, ahead: Iterable[str] = ()
 ) -> None:
-    """Start to import all modules that the workers need, in the fork server.
-
-    `timer` is the workers' timer, or the source from which it is made. `ahead` lists modules that techniques
-    import.
+    """Start the fork server and let it import the modules that worker processes need. `timer` is the workers'
+    timer, or the source from which it is made. `ahead` lists modules that techniques import.
     """
     modules = [*_preload(job), *ahead]
     if workers > 1 and can_travel(job):
@@ -58,14 +56,16 @@ def parts_pool(
 
 
 def _parts(job: Job, gpus: Sequence[Gpu | None], timer: Timer, *, shallow: bool, run: PlannedRun) -> Parts:
-    """Return new `Parts`, created in the worker, so that the parent process imports none of their modules."""
+    """Return a new `Parts` object, created in the worker process, so that the parent imports none of its
+    modules.
+    """
     from snugfit.planning.cost.parts import Parts
 
     return Parts(job, gpus, timer, shallow=shallow, run=run)
 
 
 def can_travel(job: Job) -> bool:
-    """Return whether the job can be pickled for another process."""
+    """Return True if the job can be pickled for another process."""
     return job.model.module is None
 
 

@@ -44,7 +44,7 @@ number -1 precedes the name of an action of the driver, or the mark of an emptie
 
 
 class Requests:
-    """Allocator requests of a run, in a form for fast replays."""
+    """Allocation and free requests of a simulated run, in a form for fast replays through the allocator."""
 
     def __init__(self, run: PeriodicRun) -> None:
         self._stacks: dict[Alloc, int] = {}
@@ -93,7 +93,9 @@ class Requests:
         return requests
 
     def _driver(self, alloc: Alloc) -> Iterator[Request]:
-        """Yield requests for the driver's actions before this block is allocated, each once."""
+        """Yield the actions of the driver before this block is allocated (such as `empty_cache`), each
+        once.
+        """
         for word in (*self._due, alloc.phase, alloc.operator):
             if word in self._pending:
                 self._pending.remove(word)
@@ -142,11 +144,13 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
 
 
 def _nothing() -> None:
-    """Do nothing: the replacement of a driver's action that already happened."""
+    """Do nothing, in place of a driver's action that already happened."""
 
 
 def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable]) -> None:
-    """Call `replay` `times` times, without whole periods once `state` repeats."""
+    """Call the function `replay` `times` times, but skip whole periods once the allocator's `state`
+    repeats.
+    """
     begins: dict[Hashable, int] = {}
     left = times
     while left:
@@ -164,9 +168,8 @@ def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable
 
 
 def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
-    """Return the device's work in each micro-batch of a steady step, the update with the last one.
-
-    The trace may have fewer than `micro_batches`, if it has more than two.
+    """Return the kernels of each micro-batch of a steady step, the update with the last one. The trace may
+    have fewer than `micro_batches`, if it has more than two.
     """
     works = [_between(trace, *ends) for ends in pairwise([0, *later_starts(trace), len(trace.kernels)])]
     if len(works) == micro_batches:

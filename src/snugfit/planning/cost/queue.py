@@ -32,7 +32,7 @@ from snugfit.prediction.seconds import SIMULATED_STEPS
 
 
 class QueueSegment(NamedTuple):
-    """The work between two waits: arrays of (..., GPUs) seconds."""
+    """Kernels between two waits of the host for the GPU, summarized as four arrays of (..., GPUs) seconds."""
 
     host_s: Any
     """Seconds of the host to launch all of its kernels."""
@@ -64,10 +64,8 @@ def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
 
 
 def cut_at_waits(device: Any, launches: Any, loading: Any, waits: Sequence[int]) -> Iterator[QueueSegment]:
-    """Yield the segments before, between and after the waits.
-
-    The arrays of (kernels, GPUs) seconds are those of the device, the host's launches and the worker
-    processes.
+    """Yield the queue segments before, between and after the host's waits. The arrays of (kernels, GPUs)
+    seconds are those of kernels, launches and worker processes.
     """
     cuts = [0, *(min(index, len(device)) for index in sorted(waits)), len(device)]
     nothing = np.zeros(device.shape[1])
@@ -98,10 +96,9 @@ def merge_inner(segments: Sequence[QueueSegment], wait_s: Any) -> list[QueueSegm
 
 
 def simulate(segments: Sequence[QueueSegment], begin_s: Any, wait_s: Any) -> Any:
-    """Return seconds (..., GPUs) of a steady step of these segments with waits between them.
-
-    The model is that of `prediction/seconds.py:simulate_queue`. The host takes `begin_s` to begin a step
-    and `wait_s` at each wait, both (GPUs,).
+    """Return the seconds (..., GPUs) of a steady step, from its queue segments with waits between them. The
+    model is that of `prediction/seconds.py:simulate_queue`. The host takes `begin_s` to begin a step and
+    `wait_s` at each wait, both (GPUs,).
     """
     now = free = last = length = np.zeros_like(wait_s)
     # In a steady step the device may still run the previous one, so several are simulated.
@@ -120,7 +117,9 @@ def simulate(segments: Sequence[QueueSegment], begin_s: Any, wait_s: Any) -> Any
 def extrapolate_depth(
     by_depth: Sequence[Sequence[QueueSegment]], line: Callable[[Sequence[Any]], Any]
 ) -> list[QueueSegment] | None:
-    """Return the segments on the line through those of these depths; None if their waits differ."""
+    """Return queue segments for all layers, on the line through those of few layers; None if their waits
+    differ.
+    """
     if len({tuple(_is_empty(segment) for segment in segments) for segments in by_depth}) != 1:
         return None
     extrapolated = []
@@ -137,7 +136,7 @@ def _is_empty(segment: QueueSegment) -> bool:
 
 
 def stack(alternatives: Sequence[Sequence[QueueSegment]]) -> list[QueueSegment]:
-    """Return the segments of several alternatives as arrays, stacked along a new first axis."""
+    """Return the queue segments of several alternative recipes as arrays, stacked along a new first axis."""
     return [
         QueueSegment(*(np.stack(values) for values in zip(*same, strict=True)))
         for same in zip(*alternatives, strict=True)

@@ -1,4 +1,4 @@
-"""Conversion of a trace to other Setups that share it.
+"""Conversion of a recorded step to other recipes with the same allocations and kernels.
 
 Three wishes leave a step's allocations and kernels unchanged: the format of fp32 products, the source of
 batches, and the allocator's segments. A plan rehearses once for all of them. The first two change kernel

@@ -31,7 +31,7 @@ SMOKE_TEST_PERIODS = 2
 
 @dataclass(frozen=True)
 class ShallowJob:
-    """A job whose model has fewer layers, and its Setup."""
+    """A job whose model has fewer layers than the original, and its training settings."""
 
     job: Job
     setup: Setup
@@ -40,7 +40,9 @@ class ShallowJob:
 
 
 class ShallowJobs:
-    """Makes models of few layers for one job; without `few`, only the whole model."""
+    """Makes copies of one job with few layers, which take less work to simulate; without `few`, only the
+    whole model.
+    """
 
     def __init__(self, job: Job, *, few: bool) -> None:
         self.job, self.few = job, few
@@ -76,7 +78,9 @@ class ShallowJobs:
         return replace(depth.shallower(self.job, layers), batch_size=samples)
 
     def depth(self, setup: Setup) -> Depth | None:
-        """Return the layers and their period in the whole model; None if their number cannot be changed."""
+        """Return the number of layers and the period after which they repeat; None if their number cannot be
+        changed.
+        """
         if setup.attention not in self._depths:
             self._depths[setup.attention] = depth_of(self.job, setup)
         return self._depths[setup.attention]

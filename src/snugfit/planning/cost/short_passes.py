@@ -1,4 +1,4 @@
-"""A short recording of passes: one step of two micro-batches, which is expanded to two steps of three.
+"""Short simulation of forward and backward: one step of two micro-batches, expanded to two steps of three.
 
 A second step repeats the first, without its permanent allocations: workspaces, a scaler's tensors. A third
 micro-batch repeats the second, which begins while the previous one still has its inputs. One step with two
@@ -33,7 +33,7 @@ SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", 
 
 
 def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
-    """Record one step of the passes, with two micro-batches at most."""
+    """Simulate one step of forward and backward, with two micro-batches at most."""
     return record_passes(job, setup, policy, steps=1, micro_batches=MICRO_BATCHES)
 
 
@@ -66,8 +66,9 @@ def _without_first_step_kernels(part: Part) -> tuple[Any, ...]:
 
 
 def _write_out(relative: RelativeTrace) -> RelativeTrace:
-    """Return the moves of two steps of three micro-batches (or of one), from those of one step of two (or
-    one)."""
+    """Return the events of two steps of three micro-batches (or of one), from those of one step of two (or
+    one).
+    """
     build, steps, rest = split_steps(relative.moves)
     first = _with_a_third(steps[0])
     second = [
@@ -77,8 +78,9 @@ def _write_out(relative: RelativeTrace) -> RelativeTrace:
 
 
 def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
-    """Return the moves of a step with the second of two micro-batches repeated; a step of one stays
-    unchanged."""
+    """Return the events of a step with the second of two micro-batches repeated; a step of one stays
+    unchanged.
+    """
     starts = micro_batch_starts(moves)
     if len(starts) < MICRO_BATCHES:
         return moves
@@ -91,10 +93,8 @@ def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
 
 
 def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
-    """Return the moves of a step as those of the step after it.
-
-    The permanent allocations of the first step already exist, and the tensors of the model that it replaced
-    are gone.
+    """Return the events of a step as those of the step after it. The permanent allocations of the first step
+    already exist, and the tensors of the model that it replaced are gone.
     """
     first, second = LiveSet(), LiveSet()
     mapping = dict(zip(first.follow(build), second.follow(build), strict=True))
@@ -134,10 +134,8 @@ def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
 
 
 def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -> Kernel:
-    """Return this kernel with the counters of the `left_out` kernels before it added.
-
-    The host's work before those counts before this one. The views that replaced tensors in the model are
-    excepted: one for each of the `replaced` tensors.
+    """Return this kernel with the host's operator counts of the `left_out` kernels before it added. The views
+    that replaced tensors in the model are excepted: one for each of the `replaced` tensors.
     """
     if not left_out:
         return kernel
@@ -146,7 +144,7 @@ def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -
 
 
 def _block_of(move: Move, live: LiveSet) -> int:
-    """Return the block that this move allocates or frees; -1 for other moves."""
+    """Return the number of the memory block that this event allocates or frees; -1 for other events."""
     if type(move) is Alloc:
         return live.alloc(move)
     return live.free(move) if type(move) is Free else -1

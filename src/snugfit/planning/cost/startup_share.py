@@ -34,7 +34,7 @@ LONGEST = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Length of a run, and the rates of its start-up."""
+    """Number of steps of a run, and the rates from which its start-up seconds follow."""
 
     steps: int | None = None
     """Number of optimizer steps of the run; None if it was not given."""
@@ -76,8 +76,7 @@ class StartupShares:
         return StartupShare(once, once / self.run.steps if self.run.steps else 0.0)
 
     def least_share(self, setup: Setup, works: Iterable[Work]) -> float:
-        """Return the least seconds of a step's share, from the work of steps with few layers.
-
+        """Return a lower bound of the start-up seconds per step, from the kernels of steps with few layers.
         The kernels of few layers are a subset of the kernels of many.
         """
         if self.run.steps is None:

@@ -48,22 +48,21 @@ REMEMBERED_KERNELS = 100_000
 
 @runtime_checkable
 class ComposableTimer(Protocol):
-    """A timer that computes a step's seconds from those of its pieces."""
+    """Timer that computes a step's seconds from queue segments of its parts, such as passes and update."""
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """Return the segments between the waits, without concurrent copies.
-
-        The work between the first and the last wait is one segment.
+        """Return the queue segments of these kernels between the host's waits, without concurrent copies. The
+        work between the first and the last wait is one segment.
         """
 
     def device_seconds(self, work: Work) -> Any:
         """Return seconds (GPUs,) in which the device runs this work, without concurrent copies."""
 
     def has_copies(self, work: Work) -> bool:
-        """Return whether this work has concurrent copies."""
+        """Return True if this work has copies that run in parallel to kernels."""
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
-        """Return seconds (..., GPUs) of a steady step of these segments."""
+        """Return the seconds (..., GPUs) of a steady step with these queue segments."""
 
 
 def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
@@ -79,7 +78,7 @@ def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
 
 
 def _waits_of(works: Iterable[Work]) -> Iterator[int]:
-    """Yield the indices of kernels before which the host waits, counted over the consecutive works."""
+    """Yield the indices of kernels before which the host waits, in the concatenated parts of a step."""
     before = 0
     for work in works:
         yield from (before + index for index in work.waits)
@@ -88,7 +87,7 @@ def _waits_of(works: Iterable[Work]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SingleGpuTimer:
-    """A timer of one GPU, from a function of a trace."""
+    """Timer for one GPU: wraps a function from traces to seconds."""
 
     seconds: Callable[[Trace], float]
 
@@ -99,7 +98,7 @@ class SingleGpuTimer:
 
 @dataclass(frozen=True)
 class PerGpuTimers:
-    """A timer of several GPUs, from one function of a trace for each."""
+    """Timer for several GPUs: wraps one function from traces to seconds for each."""
 
     timers: tuple[Callable[[Trace], float], ...]
 
@@ -147,7 +146,7 @@ class GpuTimers:
         return max(length, sum(loader_seconds(kernel, host) for kernel in kernels))
 
     def has_copies(self, work: Work) -> bool:
-        """Return whether this work has concurrent copies, cached."""
+        """Return True if this work has copies that run in parallel to kernels; the answer is cached."""
         known = self._copies.get(id(work))
         if known is None:
             if len(self._copies) >= REMEMBERED_WORKS:
@@ -156,7 +155,7 @@ class GpuTimers:
         return known[1]
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """Return the segments between the waits, cached."""
+        """Return the queue segments of this work between the host's waits, cached."""
         return self._timing_of(work)[1]
 
     def device_seconds(self, work: Work) -> Any:
@@ -172,13 +171,16 @@ class GpuTimers:
         return known
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
-        """Return seconds (..., GPUs) of a steady step of these segments, or of its batches if those take
-        longer."""
+        """Return the seconds (..., GPUs) of a steady step with these queue segments, or of loading its
+        batches if that takes longer.
+        """
         length = simulate(segments, self._begin_s, self._wait_s)
         return np.maximum(length, sum(segment.loader_s for segment in segments))
 
     def _segments(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[list[QueueSegment], Any]:
-        """Return the segments between the waits, and the device's seconds (GPUs,) for all of them."""
+        """Compute the queue segments between the host's waits, and the GPU seconds (GPUs,) of all kernels in
+        them.
+        """
         if len(self._by_id) > REMEMBERED_KERNELS:
             self._by_id.clear()
         known = [self._by_id.get(id(kernel)) for kernel in kernels]
@@ -228,7 +230,7 @@ class TimersWithGaps:
 
     @classmethod
     def on(cls, gpus: Sequence[Gpu]) -> Self:
-        """Return the timers of these GPUs."""
+        """Return the timers restricted to these GPUs."""
         known: list[Gpu] = []
         indices: list[int | None] = []
         for gpu in gpus:
@@ -245,11 +247,11 @@ class TimersWithGaps:
         return tuple(0.0 if index is None else seconds[index] for index in self.indices)
 
     def has_copies(self, work: Work) -> bool:
-        """Return whether this work has concurrent copies."""
+        """Return True if this work has copies that run in parallel to kernels."""
         return self.timers.has_copies(work)
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """Return the segments between the waits, on GPUs with known rates."""
+        """Return the queue segments between the host's waits, on GPUs with known rates."""
         return self.timers.segments(work)
 
     def device_seconds(self, work: Work) -> Any:
@@ -257,11 +259,15 @@ class TimersWithGaps:
         return self._on_every(self.timers.device_seconds(work))
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
-        """Return seconds (..., GPUs) of a steady step of these segments."""
+        """Return the seconds (..., GPUs) of a steady step with these queue segments; 0 for GPUs with unknown
+        rates.
+        """
         return self._on_every(self.timers.simulate(segments))
 
     def _on_every(self, known: Any) -> Any:
-        """Return seconds (..., GPUs) of all GPUs, from those with known rates and 0 for the rest."""
+        """Return seconds (..., GPUs) for all GPUs: the given ones for those with known rates, and 0 for the
+        rest.
+        """
         # The index -1 below selects this column.
         unknown = np.zeros((*known.shape[:-1], 1))
         every = np.concatenate([known, unknown], axis=-1)

@@ -19,7 +19,7 @@ from snugfit.results.speed import StepSpeed, speed_of
 
 @dataclass(frozen=True, kw_only=True)
 class OnGpu:
-    """The best recipe on one GPU, or the reason for none."""
+    """A plan's best recipe on one GPU model, or the reason for none."""
 
     gpu: Gpu
     """The requested GPU."""
@@ -67,7 +67,9 @@ class OnGpu:
 
     @property
     def tight(self) -> bool:
-        """True if the recipe fits and leaves less than the headroom. Then no recipe leaves it."""
+        """True if the recipe fits but leaves less than the requested free memory (headroom), as every recipe
+        does there.
+        """
         return bool(self.fits) and -self.lacking_bytes < self.headroom_bytes
 
     def pace(self, steps: int | None) -> float | None:
@@ -79,7 +81,7 @@ class OnGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPlans(JsonDocument):
-    """The best recipes on many GPUs."""
+    """The best recipes on many GPU models."""
 
     what: ClassVar = "plans for many GPUs"
 

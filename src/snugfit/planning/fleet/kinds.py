@@ -1,8 +1,8 @@
-"""Kinds of GPUs that share a search, and concurrent searches of several kinds.
+"""Groups of GPU models that share one search for recipes, and concurrent searches of several groups.
 
-Searches of two kinds share nothing, so each has a separate worker if there are enough. Two workers of one
-search wait for each other, and rehearse some updates twice. Once fewer kinds than workers remain, the free
-worker helps, if the answers do not depend on it.
+Searches of two groups share nothing, so each has a separate worker process if there are enough. Two workers
+of one search wait for each other, and simulate some updates twice. Once fewer groups than workers remain, the
+free worker helps, if the answers do not depend on it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _Answer = TypeVar("_Answer")
 def kinds_of(
     gpus: Iterable[Gpu], fixed: Kept, fidelity: Fidelity = Fidelity.ROUNDS
 ) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
-    """Return the GPUs in groups that one search can serve. Return for all other GPUs, by key, an answer
-    without a recipe and with the reason."""
+    """Return the GPU models in groups that run the same kernels, each for one search. Return for all other
+    GPUs, by key, an answer without a recipe and with the reason.
+    """
     degrees = list(Fidelity)
     looked_at = [
         technique
@@ -65,7 +66,7 @@ def refuse_gpu(gpu: Gpu, fixed: Kept) -> None:
 
 
 def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
-    """Return a key that is equal for GPUs that can share a search.
+    """Return a key that is equal for GPU models that can share a search for recipes.
 
     They run the same kernels in most steps, and allow the same of the considered techniques.
     """
@@ -79,7 +80,7 @@ def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
 
 
 def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
-    """Return groups of GPUs that run the same kernels in any step."""
+    """Divide GPU models into groups that run the same kernels in any step."""
     groups: dict[Hashable, list[Gpu]] = defaultdict(list)
     for gpu in gpus:
         groups[policy_for(gpu, Software()).decisions].append(gpu)
@@ -99,7 +100,7 @@ def search_kinds(
     spare: SpareProcesses,
     tell: Tell,
 ) -> list[_Answer]:
-    """Return the result of `search` for each of these kinds, in order.
+    """Run `search` for each of these groups of GPU models, concurrently, and return the results in order.
 
     `side_by_side` searches run at once, each with its share of the `workers`. A share becomes `spare` once
     no further kind can begin. A kind that turns out to be several is split into separate searches.

@@ -105,8 +105,7 @@ def cheapest(plans: GpuPlans, prices: Prices) -> OnGpu | None:
 
 
 def document(plans: GpuPlans, prices: Prices) -> dict[str, Any]:
-    """Return the costs that `snugfit gpus --for MODEL --json` prints next to the plans, for GPUs with
-    prices."""
+    """Return the costs that `snugfit gpus --for MODEL --json` prints next to the plans, as a JSON object."""
     costs = [cost(answer, prices, plans.steps) for answer in plans.fitting]
     best = cheapest(plans, prices)
     return {

@@ -157,14 +157,15 @@ def _search_kind(asked: PlanRequest, clock_of: ClockOf | None, spare: SpareProce
 
 
 def _smallest(asked: PlanRequest, timer: Timer) -> list[bool]:
-    """Return for each GPU True if its smallest recipe is needed: by request, or because its seconds are
-    unknown."""
+    """Return for each GPU True if the recipe with the least memory is needed: by request, or because its
+    seconds are unknown.
+    """
     indices = timer.indices if isinstance(timer, TimersWithGaps) else range(len(asked.gpus))
     return [asked.wants_smallest or index is None for index in indices]
 
 
 def _counts(searches: Sequence[SearchOfGpu]) -> Counts:
-    """Return the size of all these searches together."""
+    """Return the numbers of recipes that all these searches considered and simulated."""
     states = [one.state for one in searches]
     candidates = states[0].space.candidates
     return replace(
@@ -228,7 +229,7 @@ class SearchOfGpu:
         """True if the full simulation of the answer confirmed the search; None before it."""
 
     def run(self) -> None:
-        """Search for the best recipe, given the figures so far."""
+        """Search for the best recipe on this GPU, given the bytes and seconds known so far."""
         state, before = self.state, self.answer
         while True:
             self._kinds = search(state, self._pool, self._tell, smallest=self._smallest, kinds=self._kinds)
@@ -244,7 +245,9 @@ class SearchOfGpu:
             self.verified = None
 
     def learn(self, by_search: Figures, own: Figures) -> None:
-        """Store two full simulations of the answer: by the search's policy and by the GPU's own."""
+        """Store two full simulations of the answer: for the GPU that represents the group, and for this GPU
+        itself.
+        """
         number, state = self.answer, self.state
         figures = self._found.setdefault(number, state.judged[number])
         as_long = math.isclose(own.seconds, figures.seconds, rel_tol=SAME_SECONDS)
@@ -256,9 +259,8 @@ class SearchOfGpu:
         self._add_own_bytes()
 
     def _add_own_bytes(self) -> bool:
-        """Add the bytes of the GPU's own policy to all candidates with the passes of the answer.
-
-        Return whether the answer's figures were without them.
+        """Add the extra bytes of this GPU's workspaces to all recipes with the same passes as the answer.
+        Return True if the answer's bytes were without them.
         """
         number, state = self.answer, self.state
         more = self._more.get(state.passes_of(number), ())

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class SharedResults:
-    """Workers' results by method and Setup. A space holds each Setup once, so its id identifies it."""
+    """Cache of simulation results by method and recipe (`Setup`). A space holds each Setup once, so its id
+    identifies it.
+    """
 
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
@@ -29,12 +31,14 @@ class SharedResults:
         return _PoolOfGpu(self, index)
 
     def unknown(self, question: Question) -> list[Setup]:
-        """Return the Setups of a question without a result."""
+        """Return those Setups of a request whose results are not in the cache."""
         (setups,) = question.arguments
         return [setup for setup in setups if (question.method, id(setup)) not in self._known]
 
     def learn(self, question: Question, value: Any) -> None:
-        """Store the results of a question, or its error for each Setup. Raises `PoliciesDiffer`."""
+        """Add a worker's results of a request to the cache, or its error for each Setup. Raises
+        `PoliciesDiffer`.
+        """
         if isinstance(value, PoliciesDiffer):
             raise value
         (setups,) = question.arguments
@@ -42,8 +46,9 @@ class SharedResults:
         self._known |= {(question.method, id(setup)): one for setup, one in zip(setups, values, strict=True)}
 
     def value(self, question: Question, index: int) -> Any:
-        """Return one GPU's share of the known results, one for each Setup of the question. Return a single
-        error if all have the same one, or if an evaluation failed."""
+        """Return the cached results for one GPU, one for each Setup of the request. Return a single error if
+        all have the same one, or if an evaluation failed.
+        """
         (setups,) = question.arguments
         values = [self._known[question.method, id(setup)] for setup in setups]
         errors = [one for one in values if isinstance(one, SnugfitError)]
@@ -53,14 +58,14 @@ class SharedResults:
 
 
 class _PoolOfGpu(WorkerPool):
-    """A worker pool for the search of one GPU, which sends only questions without a cached result."""
+    """Worker pool for the search of one GPU, which sends only requests without a cached result."""
 
     def __init__(self, results: SharedResults, index: int) -> None:
         super().__init__(results.pool.workers)
         self._results, self._index = results, index
 
     def answers(self, ask: Callable[[int], Question | None], *, helped: bool = False) -> Iterator[Answer]:
-        """Yield the answers to these questions as `WorkerPool.answers` does, the known ones at once."""
+        """Yield the results of these requests as `WorkerPool.answers` does, cached ones at once."""
         asked: dict[int, tuple[Question, Question]] = {}
         known: list[Question] = []
 

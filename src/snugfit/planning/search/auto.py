@@ -57,7 +57,7 @@ NO_LIMIT = (
 
 
 class Resolved(NamedTuple):
-    """A recipe without `auto`, in whose place it is used."""
+    """Result of replacing `auto` in a recipe: the concrete recipe, and the reason for it."""
 
     recipe: Recipe
     why: str
@@ -169,10 +169,9 @@ def resolve(
 
 
 def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
-    """Return a recipe that frees `gone` layers, some of them by keeping activations on the host; None without
-    a clear gain.
-
-    A gain is clear if it exceeds the tolerance of equally fast recipes.
+    """Return a recipe that frees the activations of `gone` layers, some of them by copies to the host; None
+    without a clear gain. None without a clear gain. A gain is clear if it exceeds the tolerance of equally
+    fast recipes.
     """
     mixture = mixture_of(asked.job, link_of(gpu))
     if mixture is None or gone >= mixture.layers:
@@ -191,7 +190,7 @@ def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: G
 
 @dataclass
 class _Asked:
-    """Predictions of recipes of one job, each computed once."""
+    """Cached predictions of one job's recipes, while `auto` is replaced."""
 
     job: Job
     how: Mapping[str, Any]
@@ -210,7 +209,7 @@ class _Asked:
         return answer
 
     def is_known(self, recipe: Recipe) -> bool:
-        """Return whether the recipe can be predicted at all: a model may have no layers to recompute."""
+        """Return True if the recipe can be predicted at all: a model may have no layers to recompute."""
         try:
             self.of(recipe)
         except SnugfitError:
@@ -225,20 +224,22 @@ class _Asked:
         return first.memory_bytes or 0
 
     def needed_bytes(self, recipe: Recipe) -> int:
-        """Return the bytes that must be free."""
+        """Return the bytes of GPU memory that must be free for a recipe."""
         return self.memory - (self.of(recipe).spare_bytes or 0)
 
     def seconds(self, recipe: Recipe) -> float:
-        """Return the seconds of a step; 0 if they are unknown."""
+        """Return the predicted seconds per step of a recipe; 0 if they are unknown."""
         timing = self.of(recipe).timing
         return timing.step_seconds if timing else 0.0
 
     def lacking(self, recipe: Recipe) -> int:
-        """Return the bytes by which the recipe misses the headroom; below 0 if it leaves more."""
+        """Return the bytes that a recipe uses of the headroom, the memory to leave free; below 0 if it leaves
+        more.
+        """
         return self.of(recipe).headroom_bytes - (self.of(recipe).spare_bytes or 0)
 
     def leaves_headroom(self, recipe: Recipe) -> bool:
-        """Return whether the recipe fits and leaves the headroom."""
+        """Return True if the recipe fits and leaves the requested free memory."""
         return self.lacking(recipe) <= 0
 
     def least(self, recipes: Sequence[Recipe]) -> Recipe:

@@ -1,9 +1,9 @@
 """Best-first search for one GPU: a queue of candidate recipes, ordered by their least possible seconds.
 
-Each candidate with lower bounds has a minimum number of seconds, and so has each kind of passes that waits
-for bounds. The fastest comes first, since its result makes most slower ones unnecessary. A free worker takes
-tasks that are slower than those of other workers only up to `AHEAD_SHARE`. It takes no kind whose bounds
-depend on a pending result of another worker.
+Each candidate with lower bounds has a minimum number of seconds. So has each group of candidates with the
+same passes that waits for bounds. The fastest comes first, since its result makes most slower ones
+unnecessary. A free worker takes tasks that are slower than those of other workers only up to `AHEAD_SHARE`.
+It takes no group whose bounds depend on a pending result of another worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AHEAD_SHARE = 2.0
 
 
 class _SearchTask(NamedTuple):
-    """Candidate recipes that a worker screens for lower bounds or evaluates exactly."""
+    """Task for a worker process: candidate recipes to bound from below, or to simulate exactly."""
 
     method: str
     seconds: float
@@ -37,7 +37,7 @@ class _SearchTask(NamedTuple):
 
 
 class _Needed(NamedTuple):
-    """The needed candidates of one kind of passes, as found after a number of results."""
+    """Cache entry: the candidates of one group that are still needed, as of a number of results."""
 
     results: int
     numbers: list[int]
@@ -46,7 +46,9 @@ class _Needed(NamedTuple):
 
 
 class BestFirst:
-    """A search that screens and evaluates all candidates which may be on the Pareto front, for one GPU."""
+    """Search that bounds and simulates all candidate recipes which may be on the Pareto front of bytes and
+    seconds, for one GPU.
+    """
 
     def __init__(self, state: SearchState, kinds: RecomputingKinds, tell: Tell) -> None:
         self.state, self.kinds, self.tell = state, kinds, tell
@@ -90,10 +92,8 @@ class BestFirst:
         return Question(number, task.method, (setups,))
 
     def _unbounded_task(self, worker: int) -> _SearchTask | None:
-        """Return the task to screen a kind of passes without bounds.
-
-        The list is in the order of the updates' keys. One worker begins at each end, so few updates are
-        rehearsed in both.
+        """Return the task to compute lower bounds for a group of recipes with the same passes. The list is in
+        the order of the updates' keys. One worker begins at each end, so few updates are simulated in both.
         """
         for group in reversed(self._unbounded) if worker % 2 else self._unbounded:
             if self._may_screen(worker, group[0]):
@@ -130,7 +130,7 @@ class BestFirst:
         return task
 
     def _next_screened(self, worker: int, most: float, now: float) -> _SearchTask | None:
-        """Return the task to screen a kind that may be faster than `most` seconds.
+        """Return the task to bound a group of recipes that may take less than `most` seconds.
 
         All such kinds must be screened, so kinds that bound others come first. Compiled layers without a
         lowered program take long. They are not screened ahead of the tasks that others do `now`.
@@ -154,8 +154,9 @@ class BestFirst:
             self._stale, self._complete = set(self.kinds.waiting), True
 
     def _kinds_below(self, most: float) -> list[tuple[bool, int, float, int]]:
-        """Return the kinds that may be faster than `most` seconds. Kinds to compile come last, since others
-        may make them unnecessary."""
+        """Return the groups of recipes that may take less than `most` seconds. Groups to compile come last,
+        since others may make them unnecessary.
+        """
         waiting = self.kinds.waiting
         return sorted(
             (self.state.must_be_lowered(needed.numbers[0]), self.kinds.rank(kind), needed.seconds, kind)
@@ -164,7 +165,7 @@ class BestFirst:
         )
 
     def _examine(self, kind: int) -> _Needed:
-        """Return the candidates of a kind that are needed, given the current results."""
+        """Return the candidates of a group that are still needed, given the current results."""
         needed = self._needed.get(kind)
         if needed is None or needed.results != self._results:
             numbers = self.kinds.needed_of(kind)

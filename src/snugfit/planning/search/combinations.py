@@ -25,7 +25,7 @@ _POSITIONS = {slot: position for position, slot in enumerate(Slot)}
 
 
 class Combination(NamedTuple):
-    """One technique of each slot."""
+    """Candidate recipe of a search: one technique of each slot."""
 
     number: int
     """Index among all combinations of the choices, including excluded ones."""
@@ -35,7 +35,7 @@ class Combination(NamedTuple):
 
 
 class Objection(NamedTuple):
-    """The reason why a technique excludes a combination."""
+    """Reason why one technique cannot be combined with others, which excludes recipes."""
 
     technique: str
     """Technique that objects, in the notation of recipes."""
@@ -60,7 +60,7 @@ class _NotYetFilledError(Exception):
 
 
 class _Beginning:
-    """An incomplete recipe: the slots that are filled so far."""
+    """An incomplete recipe: techniques of the slots that are filled so far."""
 
     def __init__(self, techniques: tuple[Technique, ...]) -> None:
         self._techniques = techniques
@@ -73,8 +73,9 @@ class _Beginning:
 
 
 class _WithoutKept:
-    """An incomplete recipe with plain techniques in the slots that are fixed, so that objections concern
-    searched slots only."""
+    """An incomplete recipe in which slots fixed by the user have their default technique. Objections then
+    concern searched slots only.
+    """
 
     def __init__(self, recipe: TechniqueBySlot, fixed: Kept) -> None:
         self._recipe, self._fixed = recipe, fixed
@@ -84,7 +85,9 @@ class _WithoutKept:
 
 
 class Combinations:
-    """All combinations of the choices to which no technique objects, in the order of the choices."""
+    """Iterator over all recipes that combine these techniques without an objection, in the order of the
+    choices.
+    """
 
     def __init__(self, choices: Sequence[Sequence[Technique]], job: Job, fixed: Kept) -> None:
         self.objections: Counter[Objection] = Counter()
@@ -114,7 +117,7 @@ class Combinations:
                 )
 
     def _questions(self, technique: Technique, position: int) -> Iterator[_PendingObjection]:
-        """Yield the checks of this technique against other slots."""
+        """Yield the checks of a technique that depend on the technique in another slot."""
         # Most techniques inherit these methods, which never object.
         if type(technique).objections is not Technique.objections:
             yield _PendingObjection(technique, self._objection, position)
@@ -148,8 +151,7 @@ class Combinations:
         return next(technique.objections(self._job, recipe), "")
 
     def _not_planned(self, technique: Technique, recipe: TechniqueBySlot) -> str:
-        """Return the reason why plans omit this combination; empty if all of it is fixed or the user's
-        own."""
+        """Return the reason why plans omit this recipe; empty if all of it is fixed or the user's own."""
         start = self._fixed.start
         if start and all(recipe[slot] == start[slot] for slot in Slot):
             return ""

@@ -72,8 +72,9 @@ of a step's products."""
 
 
 class _UnfitAndRecomputed(NamedTuple):
-    """A recipe that recomputes nothing and does not fit, next to the same recipe with each layer
-    recomputed."""
+    """A recipe that recomputes nothing and does not fit, paired with the same recipe with each layer
+    recomputed.
+    """
 
     number: int
     needed_bytes: int
@@ -82,8 +83,9 @@ class _UnfitAndRecomputed(NamedTuple):
     most_seconds: float
 
     def share(self, memory_bytes: int) -> float:
-        """Return the share of layers to recompute, from 0 to 1, at which the recipe fits on the line between
-        the two."""
+        """Return the fraction of layers to recompute, from 0 to 1, at which the recipe should fit by linear
+        interpolation.
+        """
         return (self.needed_bytes - memory_bytes) / max(1, self.needed_bytes - self.least_bytes)
 
     def layers_within(self, memory_bytes: int, layers: int) -> int:
@@ -91,15 +93,15 @@ class _UnfitAndRecomputed(NamedTuple):
         return min(max(1, math.ceil(self.share(memory_bytes) * layers)), layers)
 
     def seconds_within(self, memory_bytes: int) -> float:
-        """Return the estimated seconds of a step at that share."""
+        """Return the interpolated seconds of a step in which just enough layers are recomputed to fit."""
         return self.seconds + self.share(memory_bytes) * (self.most_seconds - self.seconds)
 
 
 def find_grades(
     state: SearchState, pool: WorkerPool, job: Job, tell: Tell, link: float | None = None
 ) -> Space:
-    """Evaluate the fewest recomputed layers that fit, for recipes that may be faster than all that fit.
-    Return the state's space.
+    """Search the fewest recomputed layers that fit, for recipes that may be faster than all that fit. Return
+    the state's space.
 
     The grades are added to the space, unless nothing fits. `link` are the bytes a second to the host. Without
     it, activations are sent there only on request.
@@ -140,9 +142,8 @@ def find_grades(
 def _evaluate_mixtures(
     state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, mixture: Mixture
 ) -> None:
-    """Evaluate recipes with some of their layers on the host, and add those that are faster.
-
-    They may be faster than every recipe that fits, and than recomputing as few layers as possible.
+    """Simulate recipes that keep activations of some layers on the host, and add those that are faster. They
+    may be faster than every recipe that fits, and than recomputing as few layers as possible.
     """
     memory = state.memory_bytes or 0
 
@@ -162,10 +163,8 @@ def _evaluate_mixtures(
 
 
 def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, tell: Tell) -> None:
-    """Evaluate smaller settings of this slot's technique for the fastest recipes that recompute nothing and
-    do not fit.
-
-    Add the recipes that fit and are faster than every other one that fits.
+    """Simulate settings of this slot's technique that need less memory, for the fastest recipes that
+    recompute nothing and do not fit. Add the recipes that fit and are faster than every other one that fits.
     """
     smaller = {technique: technique.smaller(job) for technique in state.space.offers(slot)}
     if not any(smaller.values()):
@@ -213,8 +212,9 @@ def _fastest_too_large(
 
 
 def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:
-    """Evaluate the least of these settings that fits, for the fastest recipes that fit with more. Add those
-    that are faster."""
+    """Simulate the weakest of these memory-saving settings that fits, for the fastest recipes that fit with a
+    stronger one. Add those that are faster.
+    """
     fitting = [number for number in state.front() if state.fits(state.judged[number].needed_bytes)]
     for number in fitting[:KEPT_RECIPES]:
         base = state.space.candidates[number].recipe
@@ -257,7 +257,9 @@ def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _UnfitAn
 
 
 def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
-    """Yield the recipes that recompute nothing and do not fit, but may fit with each layer recomputed."""
+    """Yield pairs of recipes: one that recomputes nothing and does not fit, and one with each layer
+    recomputed that may fit.
+    """
     space, plain = state.space, roster.plain(slot)
     every = next((one for one in space.offers(slot) if one.value == EVERY_LAYER), None)
     for number, bound in state.bounds.items():
@@ -279,8 +281,7 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
 def _least_that_fits(
     state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, grades: Sequence[Technique]
 ) -> tuple[Recipe, Figures] | None:
-    """Return the first of these grades with which the recipe fits, with its figures.
-
+    """Return the recipe with the fewest recomputed layers of these that fits, with its bytes and seconds.
     Return None if none was found, or if it is no faster than the best that fits.
     """
     low, high = 0, len(grades) + 1  # too large, and fitting: 0 keeps all, the last is each
@@ -308,8 +309,7 @@ def _least_that_fits(
 
 
 def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
-    """Return a recipe with the simplest allocator with which it fits, or else the smallest, and its figures.
-
+    """Simulate a recipe, and return it with the simplest allocator with which it fits, or else the smallest.
     Return None if it cannot be simulated.
     """
     space = state.space
@@ -328,7 +328,7 @@ def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[
 
 
 def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = None) -> None:
-    """Add this recipe to the space, with its figures if they are known."""
+    """Add this recipe to the searched recipes, with its bytes and seconds if they are known."""
     space, setup, number = state.space, recipe.setup(), len(state.space.candidates)
     # Negative numbers cannot collide with those of the space.
     update, own, like = step_key(setup).update, -number, stand_in(space, recipe)
@@ -346,9 +346,8 @@ def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = 
 
 
 def stand_in(space: Space, recipe: Recipe) -> int | None:
-    """Return the candidate for a recipe, with graded techniques replaced by the slot's plain or fixed one.
-
-    Without a grade this is the recipe's own number. Return None if the result is not in the space.
+    """Return the index of the searched recipe that represents another one, with the slot's default or fixed
+    technique for a number of layers. Return None if the result is not among the searched recipes.
     """
     for technique in recipe:
         if technique not in space.offers(technique.slot):

@@ -33,8 +33,9 @@ ROUNDS = 4
 
 
 class RecomputingLine(NamedTuple):
-    """Bytes and seconds between a step that keeps all activations and one that recomputes each layer, as a
-    line."""
+    """Linear interpolation of bytes and seconds between a recipe that keeps all activations and one that
+    recomputes each layer.
+    """
 
     needed_bytes: int
     seconds: float
@@ -44,7 +45,9 @@ class RecomputingLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The techniques that free the activations of a model's layers: recomputing, and copies to the host."""
+    """Recipes that free the activations of some layers by recomputation and of others by copies to the
+    host.
+    """
 
     job: Job
     recomputing: Sequence[Technique]
@@ -90,7 +93,9 @@ class Mixture:
 
 
 class Tried(NamedTuple):
-    """A mixture that was simulated, with its missing bytes and its seconds."""
+    """A simulated recipe with some layers recomputed and some on the host: its missing bytes and its
+    seconds.
+    """
 
     recipe: Recipe
     lacking: int
@@ -106,7 +111,8 @@ def find_mixture(
     most: float,
     look: Callable[[Recipe], Tried | None],
 ) -> Recipe | None:
-    """Return the recipe that sends as many layers to the host as cost nothing, and recomputes the rest.
+    """Return the recipe that sends the activations of as many layers to the host as cost no time, and
+    recomputes the rest.
 
     Its step takes clearly less than `most` seconds. The search starts with `gone` freed layers, increases
     the number until the recipe fits, and then tries fewer. `look` returns None for invalid recipes. Return
@@ -145,22 +151,22 @@ def mixture_of(job: Job, link: float | None) -> Mixture | None:
 
 
 def guess_between(low: int, high: int, low_bytes: float, high_bytes: float, limit: float) -> int:
-    """Return the grade that should just fit `limit` bytes, on the line through two others.
-
-    The grade `low` is too large, and `high` fits. The guess is strictly between both, or a search would not
-    end.
+    """Return the number of layers to recompute that should just fit `limit` bytes, on the line through two
+    simulated numbers. With `low` the recipe is too large, and with `high` it fits. The guess is strictly
+    between both, or a search would not end.
     """
     share = (low_bytes - limit) / max(1, low_bytes - high_bytes)
     return min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
 
 
 def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:
-    """Return the graded settings of the slot's technique, such as 1 to L - 1 recomputed layers; empty if it
-    has none."""
+    """Return the settings of the slot's technique by number of layers, such as 1 to L - 1 recomputed ones;
+    empty if it has none.
+    """
     of_slot = (kind.grades(job) for kind in roster.techniques() if kind.slot is slot)
     return next(filter(None, of_slot), ())
 
 
 def is_valid(recipe: Recipe, job: Job) -> bool:
-    """Return whether the recipe's techniques support the job and each other."""
+    """Return True if the recipe's techniques support the job and each other."""
     return not any(True for technique in recipe for _ in technique.objections(job, recipe))

@@ -38,8 +38,9 @@ TWO_SIZES = 2
 
 
 class OtherSizes:
-    """Lower bounds of a space's candidates from those with other micro-batch sizes; `bounds` are the known
-    ones."""
+    """Lower bounds of candidate recipes from those with other micro-batch sizes; `bounds` are the known
+    ones.
+    """
 
     def __init__(self, space: Space, bounds: Mapping[int, Bound]) -> None:
         self.space, self._bounds = space, bounds
@@ -54,11 +55,13 @@ class OtherSizes:
         return self._smaller[number]
 
     def pieces(self, number: int) -> int:
-        """Return the number of micro-batches of this candidate."""
+        """Return the number of micro-batches per step of a candidate recipe."""
         return self.space.candidates[number].setup.micro_batches
 
     def least(self, number: int) -> Bound:
-        """Return this candidate's lower bound, derived from smaller micro-batches."""
+        """Return a recipe's lower bound of bytes and seconds, derived from the same recipe with smaller
+        micro-batches.
+        """
         known = [(other, self._bounds[other]) for other in self.smaller(number) if other in self._bounds]
         if not known:
             return Bound(0, 0.0)
@@ -72,7 +75,9 @@ class OtherSizes:
         return bound.seconds - MOST_SAVED * max(0.0, plain.seconds - own.seconds)
 
     def _needed_bytes(self, number: int, known: Sequence[tuple[int, Bound]]) -> float:
-        """Return the least bytes of a candidate from two smaller sizes, or from one if it has a budget."""
+        """Extrapolate the least bytes of a recipe from two smaller micro-batch sizes, or from one if it has a
+        memory budget.
+        """
         (first, bound), *further = known
         pieces = self.pieces(number)
         if further:
@@ -95,17 +100,20 @@ class OtherSizes:
         return self._not_recomputing(number) in self._bounds
 
     def _on_line(self, sizes: Sequence[tuple[int, Bound]], share: float) -> float:
-        """Return the bytes of micro-batches with this share of the batch, on the line through two sizes."""
+        """Return the bytes with micro-batches of this fraction of the batch, on the line through two
+        simulated sizes.
+        """
         points = [1 / self.pieces(number) for number, _ in sizes]
         return float(linear_extrapolate(points, [bound.needed_bytes for _, bound in sizes], share))
 
     def _without(self, number: int) -> int:
-        """Return the candidate of this micro-batch size with plain passes: uncompiled, with whole logits and
-        nothing recomputed."""
+        """Return the index of the recipe with this micro-batch size that is uncompiled, has whole logits and
+        recomputes nothing.
+        """
         return self._plainer(number, Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
 
     def _not_recomputing(self, number: int) -> int:
-        """Return the same candidate with nothing recomputed."""
+        """Return the index of the same recipe without recomputation."""
         return self._plainer(number, Slot.CHECKPOINTING)
 
     def _plainer(self, number: int, *slots: Slot) -> int:

@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The checked arguments of a plan: the job, the kinds of GPU, and the recipes that it may choose."""
+    """The checked arguments of a plan: the job, the GPU models, and the techniques that it may choose."""
 
     job: Job
     gpus: Sequence[Gpu]
@@ -106,17 +106,17 @@ class PlanRequest:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The first kind of GPU, which is the only one unless kinds are compared; None without one."""
+        """The first GPU model, which is the only one unless models are compared; None without one."""
         return next(iter(self.gpus), None)
 
     @property
     def wants_smallest(self) -> bool:
-        """True if the smallest recipe is requested."""
+        """True if the recipe with the least memory is requested, instead of the fastest."""
         return self.objective == "memory"
 
     @property
     def slowest(self) -> float:
-        """Limit of an alternative's seconds, in multiples of the answer's seconds."""
+        """Largest seconds of an alternative recipe, in multiples of the answer's seconds."""
         return math.inf if self.whole_front or self.wants_smallest else SLOWEST
 
     def load_ahead(self, timer: object) -> None:
@@ -128,10 +128,9 @@ class PlanRequest:
     def with_pool(
         self, search: Callable[[WorkerPool], _Result], timer: Timer, spare: SpareProcesses | None = None
     ) -> _Result:
-        """Return the result of `search`, run with models of few layers; if these do not represent the job,
-        run it with whole models.
-
-        If other kinds are searched concurrently, a worker works apart, and processes become `spare`.
+        """Run `search` with a pool of workers that simulate models of few layers, and return its result. If
+        few layers do not represent the job, run it with whole models. If searches for other GPUs run
+        concurrently, a worker works `apart`, and processes become `spare`.
         """
         from snugfit.planning.cost.parts_pool import parts_pool
 

@@ -24,10 +24,9 @@ TOGETHER = 4
 def rank_best(
     state: SearchState, count: int, pool: WorkerPool, objective: str, tell: Tell = lambda what: None
 ) -> list[int]:
-    """Return the best `count` recipes that fit, the best first; fewer if there are no more.
-
-    Recipes without a difference in seconds count once. Examples are another segment policy of the
-    allocator, and a precision of products that do not occur. Raises `BelowLowerBound`.
+    """Return the best `count` recipes that fit, the best first; fewer if there are no more. Recipes without a
+    difference in seconds count once. Examples are another setting of the allocator, and a precision of
+    products that do not occur. Raises `BelowLowerBound`.
     """
 
     def least(number: int) -> float:

@@ -91,7 +91,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
 
 
 def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
-    """Yield the candidates from which `_alternative` may choose."""
+    """Yield the recipes with which the answer's technique in one slot may be compared."""
     for slot in Slot:
         if (plainer := _plainer(state, recipe, slot)) is None:
             yield from _affordable(state, recipe, slot)
@@ -100,9 +100,9 @@ def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
 
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe for the comparison of this slot; None if the slot has no other technique.
-
-    It has the slot's plain technique, or else the other technique with the least lower bound of seconds.
+    """Return the recipe that shows the gain of the answer's technique in this slot; None if the slot has no
+    other technique. It has the slot's default technique, or else the other technique with the least lower
+    bound of seconds.
     """
     if (plainer := _plainer(state, recipe, slot)) is not None:
         return plainer
@@ -115,9 +115,9 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
 
 
 def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe with the slot's plain technique; None if that is its own or is not available.
-
-    Also None if its compiled layers would have to be lowered and those of another technique are lowered.
+    """Return the recipe with the slot's default technique; None if that is its own or is not available. Also
+    None if its compiled layers would have to be compiled for the simulation and those of another technique
+    are already.
     """
     plain = roster.plain(slot)
     if recipe[slot] == plain or plain not in state.space.offers(slot):
@@ -129,8 +129,9 @@ def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
 
 
 def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
-    """Return the numbers of candidates that differ in this slot, without those still to be compiled
-    ("lowered")."""
+    """Return the candidates that differ from a recipe in this slot, without those that would first have to be
+    compiled.
+    """
     alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
     return [number for number in state.space.others(alike, slot) if not state.must_be_lowered(number)]
 
@@ -230,8 +231,9 @@ def compare_with_start(start: Recipe, chosen: Recipe, pool: WorkerPool, job: Job
 
 
 def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
-    """Return the bytes and seconds of a recipe as fields of a plan's start or change; empty if it is
-    invalid."""
+    """Return the bytes and seconds of a recipe as keyword arguments for a plan's `Start` or `Change`; empty
+    if it is invalid.
+    """
     if isinstance(figures, SnugfitError):
         return {}
     return {"needed_bytes": figures.needed_bytes, "step_seconds": figures.step_seconds}

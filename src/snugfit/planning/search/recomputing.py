@@ -1,30 +1,29 @@
-"""Postponement of recipes that save memory and no time (recomputing): most searches need not simulate them.
+"""Postponement of recipes that save memory and no time, such as recomputation: most searches need not
+simulate them.
 
 Recomputing adds kernels to a step and removes none. It does not change the memory of an update: weights,
 gradients, states. The recipe without recomputing is therefore a lower bound: equal seconds, and the bytes of
-its update. If an evaluated recipe is as fast and as small as that bound, no kind of recomputing needs a
-rehearsal. With adapters in the space, this excludes all of full fine-tuning. The kinds that may be fastest
-are rehearsed first, before any slower recipe is evaluated. They make most other kinds unnecessary.
+its update. If a simulated recipe is as fast and as small as that bound, no recomputing variant needs a
+simulation. If the search includes adapters, this excludes all of full fine-tuning. A *kind* is a group of
+recipes with the same forward and backward passes. The kinds that may be fastest are simulated first, before
+any slower recipe. They make most other kinds unnecessary.
 
-One of two kinds that differ in attention, kernels or precision may be no better in any figure. It is left out
-in favour of its twin (`twins.py`).
-
-Recomputing a part of each layer takes no less memory than recomputing each layer. Spans of layers recompute
-as much as each layer by itself (`least_of_spans`). Recomputing each layer is therefore rehearsed first, and
-may show that the rest are too large or too slow.
+One of two kinds that differ in attention, kernels or precision may be no better in bytes and seconds. It is
+left out in favour of its twin (`twins.py`). Recomputing a part of each layer takes no less memory than
+recomputing each layer. Spans of layers recompute as much as each layer by itself (`least_of_spans`).
+Recomputing each layer is therefore simulated first, and may show that the rest are too large or too slow.
 
 Logits in chunks are such a kind too. They do not change the memory while a layer runs. A step with whole
-logits may have its peak in a layer or in its update. Chunks then save nothing and need no rehearsal.
+logits may have its peak in a layer or in its update. Chunks then save nothing and need no simulation.
 
-Compiled layers are lowered separately for each size of a micro-batch. They wait too (`cost/lowered.py`). They
-are lowered one size at a time, after all possibly faster recipes were evaluated. The uncompiled recipe is
-rehearsed before. It takes a tenth of the time and may show that they are unnecessary.
-
-Only the sizes of micro-batches that may matter are rehearsed.
+Compiled layers are compiled separately for each size of a micro-batch. They wait too (`cost/lowered.py`).
+They are compiled one size at a time, after all possibly faster recipes were simulated. The uncompiled recipe
+is simulated before. It takes a tenth of the time and may show that they are unnecessary. Only the sizes of
+micro-batches that may matter are simulated.
 
 These bounds are not exact. Keys and values of a cache that only checkpointing disables cost a little, hence
-`CACHE_SHARE`. The moment of the peak changes, hence `PEAK_SHARE`. Each rehearsed kind is therefore compared
-with its bounds. If one takes less than its bound, all kinds are rehearsed.
+`CACHE_SHARE`. The moment of the peak changes, hence `PEAK_SHARE`. Each simulated kind is therefore compared
+with its bounds. If one takes less than its bound, all kinds are simulated.
 """
 
 from __future__ import annotations
@@ -82,8 +81,9 @@ def least_of_spans(full: Bound) -> Bound:
 
 
 class RecomputingKinds:
-    """Waiting kinds of passes of a search: kinds that recompute or never have whole logits, without a
-    rehearsal."""
+    """The recipes of a search that wait for a simulation: those with recomputation, logits in chunks or
+    compiled layers. Recipes with the same passes form a kind.
+    """
 
     def __init__(self, state: SearchState, pool: WorkerPool, tell: Tell, *, budgets: bool = False) -> None:
         self.state, self.space, self.pool, self.tell = state, state.space, pool, tell
@@ -149,11 +149,9 @@ class RecomputingKinds:
         twins: bool = True,
         among: Collection[int] | None = None,
     ) -> list[int]:
-        """Screen the kinds of which a candidate `is_needed` by its lower bounds. Return the
-        screened candidates.
-
+        """Compute lower bounds for the waiting recipes that `is_needed` selects, and return those recipes.
         Without `twins`, kinds that are no better than another are skipped. Only candidates `among` these are
-        needed, if given.
+        considered, if given.
         """
 
         def may_be_needed(number: int) -> bool:
@@ -184,12 +182,13 @@ class RecomputingKinds:
         return list(asked)
 
     def _is_lowered_saving(self, number: int) -> bool:
-        """Return whether this candidate has compiled layers and saves memory. The candidate without savings
-        then gives its bounds."""
+        """Return True if this recipe has compiled layers and saves memory. The recipe without savings then
+        gives its bounds.
+        """
         return number in self._lowered and self.space.candidates[number].setup.saves_memory
 
     def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the candidates to screen first for these of one kind: others that bound them, or themselves.
+        """Return the recipes whose lower bounds must be computed before those of these recipes of one kind.
 
         Each size of compiled layers takes long, so only one size is returned. The fastest size without
         savings bounds the seconds of smaller micro-batches. With savings, the smallest micro-batches bound
@@ -204,7 +203,9 @@ class RecomputingKinds:
         return [number for number in firsts if pieces[number] == size]
 
     def _is_any_below(self, asked: Mapping[int, Bound]) -> bool:
-        """Return whether one of these candidates took less than its earlier lower bound in `asked`."""
+        """Return True if the new lower bound of one of these recipes is less than its earlier estimate in
+        `asked`.
+        """
         return any(
             is_below(_with_device(self.state.bounds[number]), least, ROUNDING)
             for number, least in asked.items()
@@ -212,7 +213,7 @@ class RecomputingKinds:
         )
 
     def _needed_of(self, kind: int, may_be_needed: Callable[[int], bool], *, twins: bool) -> list[int]:
-        """Return the candidates of a waiting kind that are needed."""
+        """Return the recipes of a waiting kind that a search still needs."""
         needed = [
             number
             for number in self.waiting[kind]
@@ -223,14 +224,17 @@ class RecomputingKinds:
         return needed if twins or not needed or not self._twins.of(kind, needed) else []
 
     def _take(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Screen these waiting candidates, and all that share their passes. Return their earlier bounds."""
+        """Compute lower bounds for these waiting recipes, and all that share their passes. Return their
+        earlier estimates.
+        """
         if taken := self._take_out(chosen):
             self.add(taken)
         return taken
 
     def _take_out(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Remove these candidates from the waiting ones, with all that share their passes and size. Return
-        their known bounds."""
+        """Remove these recipes from the waiting ones, with all that share their passes and size. Return their
+        estimated bounds.
+        """
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}
         taken: dict[int, Bound] = {}
@@ -243,10 +247,9 @@ class RecomputingKinds:
         return taken
 
     def _first_of(self, number: int) -> int:
-        """Return the candidate to screen before this one.
-
-        A candidate that recomputes some layers needs the one that recomputes each. Compiled layers need a
-        lowered candidate with each or none of them recomputed, and the uncompiled one.
+        """Return the recipe to bound before this one. A recipe that recomputes some layers needs the one that
+        recomputes each. A compiled one needs a compiled recipe with each or none of the layers recomputed,
+        and the uncompiled one.
         """
         bases = [self._full.get(number)]
         if number in self._lowered:
@@ -265,11 +268,11 @@ class RecomputingKinds:
         return self._least(number) if self._waits(number) else None
 
     def add(self, numbers: Collection[int]) -> None:
-        """Compute the lower bounds of these candidates."""
+        """Compute the lower bounds of these recipes by simulations of few layers."""
         self._note(numbers, screen(self.state, self.pool, self.tell, numbers))
 
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
-        """Store the bounds of these candidates. Return the candidates whose bounds depend on them."""
+        """Store the lower bounds of these recipes. Return the recipes whose estimates depend on them."""
         if len(self.state.bounds) != self._known:  # some could not be rehearsed after all
             self._least_known.clear()
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
@@ -281,7 +284,9 @@ class RecomputingKinds:
         return self._forget_by(screening.bounds)
 
     def _forget_by(self, learned: Iterable[int]) -> set[int]:
-        """Remove all cached bounds that depend on these results. Return the candidates that had them."""
+        """Remove all cached estimates that depend on these recipes' results. Return the recipes that had
+        them.
+        """
         waiting = [*learned]
         forgotten = set[int]()
         while waiting:
@@ -294,22 +299,24 @@ class RecomputingKinds:
 
     @property
     def others(self) -> list[int]:
-        """The candidates of kinds that never waited and were not screened yet."""
+        """The recipes that save no memory and have no lower bounds yet."""
         done = self.waiting.keys() | self._looked_at
         return [n for n, one in enumerate(self.space.candidates) if one.passes not in done]
 
     def add_others(self) -> None:
-        """Screen the candidates that recompute nothing."""
+        """Compute the lower bounds of all recipes that recompute nothing."""
         self.add(self.others)
 
     # ---- one kind at a time ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin a further search, in which candidates that cannot be on the front stay excluded."""
+        """Begin a further search of the same recipes. Those that cannot be on the Pareto front stay
+        excluded.
+        """
         self._dominated.clear()
 
     def needed_of(self, kind: int) -> list[int]:
-        """Return the candidates of a waiting kind that may be on the front by the current results."""
+        """Return the recipes of a waiting kind that may be on the Pareto front, given the results so far."""
         if kind not in self.waiting:
             return []
         # After a bound failed, kinds of rank 0 are needed without regard to any bound.
@@ -324,19 +331,19 @@ class RecomputingKinds:
         return number not in self._dominated
 
     def least_seconds_of(self, numbers: Iterable[int]) -> float:
-        """Return the lower bound of the fastest of these waiting candidates, in seconds."""
+        """Return the least estimated seconds of these waiting recipes."""
         return min(map(self._least_seconds, numbers))
 
     def rank(self, kind: int) -> int:
-        """Return a rank that is lower for a kind to screen earlier: whole logits, or no savings, bound the
-        rest."""
+        """Return a sort key by which kinds are bounded: those first whose results bound others, with whole
+        logits or without savings.
+        """
         first = self.waiting[kind][0]
         return 2 * (first in self._whole) + self._is_lowered_saving(first)
 
     def next_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the candidates to screen next for these of one kind, in one rehearsal.
-
-        Return nothing if pending results will change their bounds.
+        """Return the recipes of one kind to bound next, in one simulation. Return nothing if pending results
+        will change their estimates.
         """
         firsts = self._firsts_of(numbers)
         candidates, first = self.space.candidates, min(firsts, key=self._least_seconds)
@@ -353,23 +360,26 @@ class RecomputingKinds:
         return [] if on_the_way.intersection(awaited) else alike
 
     def _bases(self, number: int) -> Iterator[int]:
-        """Yield the candidates whose kinds give the bounds of this one, including itself for its other
-        sizes."""
+        """Yield the recipes whose results give the estimates for this one, including itself for its other
+        micro-batch sizes.
+        """
         plainer = self._without.get(number), self._whole.get(number), self._without_checkpoints(number)
         for base in (number, self._lowered.alike(number), *plainer, self._full.get(number)):
             if base is not None:
                 yield base
 
     def send(self, numbers: Sequence[int]) -> list[int]:
-        """Remove these and all that share their simulation from the waiting candidates. `learn` gets the
-        result."""
+        """Remove these recipes, and all that share their simulation, from the waiting ones, as a worker
+        simulates them. `learn` gets the result.
+        """
         taken = self._take_out(numbers)
         self._on_the_way |= taken
         return [*taken]
 
     def learn(self, numbers: Sequence[int], screening: Screening) -> set[int]:
-        """Store the bounds of candidates that `send` returned. Return the kinds whose bounds change by
-        them."""
+        """Store a worker's lower bounds for the recipes that `send` returned. Return the kinds whose
+        estimates change.
+        """
         known = {number: self._on_the_way.pop(number) for number in numbers if number in self._on_the_way}
         learned = self._note(numbers, screening)
         twins = self._twins.stand
@@ -382,15 +392,16 @@ class RecomputingKinds:
         return {self.space.candidates[number].passes for number in learned}
 
     def kinds_by(self, numbers: Iterable[int]) -> set[int]:
-        """Return the kinds whose bounds depend on these candidates."""
+        """Return the kinds whose estimates depend on these recipes."""
         depend = itertools.chain.from_iterable(self._by.get(number, ()) for number in numbers)
         return {self.space.candidates[number].passes for number in depend}
 
     # ---- the least that is known -------------------------------------------------------------------------
 
     def screen_these(self, numbers: Iterable[int], is_needed: Callable[[Bound], bool]) -> None:
-        """Screen the kinds of these candidates if they are needed by their known lower bounds, and so are
-        their twins."""
+        """Compute the lower bounds of these recipes' kinds, if their estimates and those of their twins show
+        that they are needed.
+        """
         among = set(numbers)
         for kind, waiting in self.waiting.items():
             needed = [number for number in waiting if number in among and is_needed(self._least(number))]
@@ -400,14 +411,15 @@ class RecomputingKinds:
         self.screen(lambda number, least: is_needed(least), among=among)
 
     def _least_or_known(self, number: int) -> Bound:
-        """Return the figures of an evaluated candidate as a bound, or else its lower bound."""
+        """Return the exact bytes and seconds of a simulated recipe as a bound, or else its lower bound."""
         if (figures := self.state.judged.get(number)) is not None:
             return Bound(figures.needed_bytes, figures.seconds)
         return self._bound_of(number) or self._least(number)
 
     def _least(self, number: int) -> Bound:
-        """Return the known lower bounds of a waiting candidate, cached, since each round reads them several
-        times."""
+        """Return the cached estimate of a waiting recipe's least bytes and seconds. Each round reads it
+        several times.
+        """
         least = self._least_known.get(number)
         if least is None:
             if number not in self._bounded_by:
@@ -421,7 +433,7 @@ class RecomputingKinds:
         return least
 
     def _without_checkpoints(self, number: int) -> int | None:
-        """Return the same candidate without recomputing; logits in chunks stay so."""
+        """Return the index of the same recipe without recomputation of layers; logits in chunks stay so."""
         if number not in self._none:
             self._none[number] = self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
         return self._none[number]
@@ -439,10 +451,8 @@ class RecomputingKinds:
         return functools.reduce(Bound.at_least, (of_whole, *further), least)
 
     def _least_of_lowered(self, number: int) -> Bound:
-        """Return the lower bound of compiled layers; zero for any other candidate.
-
-        It follows from the uncompiled candidate, from fewer pieces, or from compiled layers that save
-        less.
+        """Return the lower bound of a recipe with compiled layers; zero for any other one. It follows from
+        the uncompiled recipe, from smaller micro-batches, or from compiled layers that save less.
         """
         if (least := self._lowered.least(number)) is None:
             return NOTHING
@@ -453,7 +463,7 @@ class RecomputingKinds:
         return least.at_least(Bound(0, seconds + self._lowered.again_seconds(number)))
 
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
-        """Return the least bytes of a candidate that saves memory, from the same one without savings."""
+        """Return the least bytes of a recipe that saves memory, derived from the same one without savings."""
         setup, plain = self.space.candidates[number].setup, self.space.candidates[without].setup
         # Chunks change the bytes outside layers, and copies those within: only the update's bytes are sure.
         if setup.logits != plain.logits or _has_timed_bytes(setup):
@@ -462,16 +472,18 @@ class RecomputingKinds:
         return max(bound.resting_bytes, int(bound.outside_bytes * (1 - PEAK_SHARE)))
 
     def _with_each(self, number: int) -> int | None:
-        """Return the candidate that differs only by recomputing each layer; None for one that recomputes
-        none, or each."""
+        """Return the index of the recipe that differs only by recomputing each layer; None for one that
+        recomputes none, or each.
+        """
         setup = self.space.candidates[number].setup
         if (setup.checkpoint is None and not setup.has_budget) or setup.checkpoint == EVERY_LAYER:
             return None
         return None if self._each_layer is None else self.space.variant(number, self._each_layer)
 
     def _least_by_each(self, number: int) -> Bound:
-        """Return the lower bound of a candidate by the figures for each layer recomputed; zero if those are
-        unknown."""
+        """Return the lower bound of a recipe that recomputes some layers, from the one that recomputes each;
+        zero if that is unknown.
+        """
         full = self._bound_of(self._full.get(number))
         setup = self.space.candidates[number].setup
         wish = setup.checkpoint
@@ -484,7 +496,9 @@ class RecomputingKinds:
         return Bound(int(full.needed_bytes * (1 - PEAK_SHARE)), 0.0)
 
     def _bound_of_whole(self, number: int) -> Bound:
-        """Return the lower bound of the same with whole logits; zero if its logits are whole."""
+        """Return the lower bound of a recipe with logits in chunks, from the same one with whole logits; zero
+        for whole logits.
+        """
         whole = self._whole.get(number)
         if (known := self._bound_of(whole)) is not None:
             return known
@@ -494,7 +508,7 @@ class RecomputingKinds:
         return NOTHING
 
     def _saves_nothing(self, number: int) -> bool:
-        """Return whether chunks of logits save no bytes, since the peak is in a layer or in the update."""
+        """Return True if logits in chunks save no bytes, since the peak is in a layer or in the update."""
         whole = self._bound_of_whole(number)
         # A saving below the resolution would not be listed anyway.
         is_in_layer = 0 < whole.needed_bytes * (1 - MEMORY_RESOLUTION) <= whole.layers_bytes
@@ -510,33 +524,34 @@ class RecomputingKinds:
         return None if number is None else self.state.bounds.get(number)
 
     def left_out(self) -> Iterator[Exclusion]:
-        """Return exclusions, with the reason, for candidates that were never screened."""
+        """Return the reasons for skipping the recipes for which no lower bound was ever computed."""
         yield from self._lowered.left_out(itertools.chain.from_iterable(self.waiting.values()))
 
     # ---- twins -------------------------------------------------------------------------------------------
 
     def _base_of(self, number: int) -> int | None:
-        """Return the candidate that represents this one in comparisons with twins: without recomputing,
-        chunks of logits and compiler."""
+        """Return the recipe without recomputing, chunks of logits and compiler that represents this one in
+        comparisons with twins.
+        """
         return self._lowered.bare(number) if number in self._lowered else self._without.get(number)
 
     def _may_be_rehearsed(self, number: int) -> bool:
         return self._is_known(number) or self._waits(number)
 
     def _is_refused(self, number: int) -> bool:
-        """Return whether a simulation showed that this candidate's step cannot be launched as its Setup
-        requires."""
+        """Return True if a simulation showed that this recipe's step cannot be recorded as CUDA graphs."""
         candidate = self.space.candidates[number]
         was_rehearsed = candidate.passes in self._looked_at and not self._waits(number)
         return was_rehearsed and launches_otherwise(candidate.setup) and not self._is_known(number)
 
 
 def _has_timed_bytes(setup: Setup) -> bool:
-    """Return whether the bytes that layers save depend on the time of copies to the host."""
+    """Return True if the memory of a recipe depends on the time of copies to the host, as with offloaded
+    activations.
+    """
     return any(has_timed_bytes(setup) for has_timed_bytes in hooks("has_timed_bytes"))
 
 
 def _with_device(bound: Bound) -> Bound:
-    """Return the bound with at least the device's seconds, since the host may limit few layers but not
-    many."""
+    """Return the bound with at least the GPU's own seconds: the host may limit few layers but not many."""
     return bound._replace(seconds=max(bound.seconds, bound.device_seconds))

@@ -1,4 +1,4 @@
-"""Screening of candidates: their lower bounds."""
+"""Screening of candidate recipes: computation of lower bounds of their bytes and seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Screening:
-    """Lower bounds of candidates, and candidates that cannot be simulated."""
+    """Result of screening: lower bounds of recipes, and recipes that cannot be simulated."""
 
     bounds: dict[int, Bound] = field(default_factory=dict)
     """Lower bound of each candidate by its number."""
@@ -29,7 +29,7 @@ class Screening:
 
 
 def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection[int]) -> Screening:
-    """Return the lower bounds of these candidates.
+    """Compute the lower bounds of these recipes in the worker processes.
 
     The list is in the order of the updates' keys. One worker begins at each end, so few updates are
     rehearsed in both. Compiled layers go to the worker that has some of them.
@@ -58,7 +58,7 @@ def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection
 
 
 def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
-    """Group these candidates by their kind of passes, and compiled ones by micro-batch size too."""
+    """Group these recipes by equal forward and backward passes, and compiled ones by micro-batch size too."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for number in numbers:
         candidate = space.candidates[number]
@@ -68,7 +68,7 @@ def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
 
 
 def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
-    """Return a worker's answer for a group as lower bounds, with the reasons for missing ones."""
+    """Convert a worker's answer for a group of recipes to lower bounds, with the reasons for missing ones."""
     if isinstance(answer, SnugfitError):
         return Screening(excluded=[exclusion(space, [*group], answer)])
     screening = Screening()

@@ -108,7 +108,7 @@ def plan(
 
 
 def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
-    """Search this space and return the plan."""
+    """Search the recipes of a plan's space and return the plan."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
     from snugfit.planning.search.simpler import judge_simpler, simplify_front
 
@@ -194,8 +194,9 @@ def best_of(
 
 
 def _try_outside_space(asked: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
-    """Evaluate better recipes from outside the space and add them. Return the name of a tried technique that
-    no space contains."""
+    """Simulate recipes with techniques outside of the enumerated space, and add those that are better. Return
+    the name of such a technique that was tried.
+    """
     smallest = asked.wants_smallest
     if not smallest:
         find_grades(state, pool, asked.job, tell, link_of(asked.gpu))
@@ -216,7 +217,7 @@ def _rank_few(
 
 
 def _pace_of(timing: StepSeconds | None) -> Pace | None:
-    """Return the seconds of an answer as a plan reports them."""
+    """Return the seconds per step of an answer, in the form that a plan reports."""
     if timing is None:
         return None
     return Pace(bound=timing.bound, measured_rates=timing.measured_rates, peak_seconds=timing.peak_seconds)
@@ -231,7 +232,7 @@ def search(
     every_bound: bool = False,
     kinds: RecomputingKinds | None = None,
 ) -> RecomputingKinds:
-    """Evaluate the Pareto front of the state's space, including the fastest recipe that fits its memory.
+    """Simulate the Pareto front (bytes, seconds) of the searched recipes, including the fastest that fits.
 
     If it is requested or nothing fits, evaluate the smallest recipe too. `every_bound` also computes lower
     bounds of all other candidates. The `kinds` of an earlier search of this state continue it; return them.
@@ -255,7 +256,7 @@ def search(
 def _evaluate_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
-    """Evaluate all candidates that may be on the Pareto front, up to its end."""
+    """Simulate all recipes that may be on the Pareto front, up to its end."""
     if every_bound:
         recomputing.add_others()
     while every_bound and recomputing.screen(lambda number, least: True):

@@ -28,9 +28,8 @@ bytes counts as equally small."""
 
 
 def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
-    """Return the candidate with the fewest changes that is as fast as `fastest`, the fastest that fits.
-
-    All possible ones are evaluated. Raises `BelowLowerBound`.
+    """Return the recipe with the fewest changes from the user's that is as fast as `fastest`, the fastest
+    that fits. All possible ones are simulated. Raises `BelowLowerBound`.
     """
 
     def fits(needed_bytes: int) -> bool:
@@ -46,8 +45,7 @@ def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
 
 
 def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) -> None:
-    """Evaluate simpler candidates for `simplify_front`, which differ from these only in the update.
-
+    """Simulate simpler variants of these recipes, which differ only in the update, for `simplify_front`.
     Their results are in `state` afterwards. Raises `BelowLowerBound`.
     """
     candidates, simpler = state.space.candidates, set[int]()
@@ -59,9 +57,8 @@ def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) ->
 
 
 def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], bool]) -> Iterator[int]:
-    """Yield simpler candidates without exact figures that may fit and be as fast, by their lower bounds.
-
-    `may_fit` is a predicate of bytes.
+    """Yield simpler variants of a recipe that are not simulated yet, but may fit and be as fast by their
+    lower bounds. `may_fit` decides by bytes.
     """
     most = state.judged[fastest].seconds * (1 + AS_FAST)
     for number in simpler_than(state.space, fastest):
@@ -103,8 +100,9 @@ def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int
 
 
 def simpler_than(space: Space, number: int) -> Sequence[int]:
-    """Return the candidates with the simplest technique in one or more slots, and otherwise those of this
-    one."""
+    """Return the variants of a recipe that have the simplest technique in one or more slots, and are
+    otherwise equal.
+    """
     if number not in space.simpler:
         space.simpler[number] = tuple(_simpler_than(space, number))
     return space.simpler[number]

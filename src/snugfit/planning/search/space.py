@@ -46,7 +46,7 @@ _SLOT_INDICES = {slot: index for index, slot in enumerate(Slot)}
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A valid recipe of the space. Properties that several recipes share have a common number."""
+    """A valid recipe of a search. Properties that several recipes share have a common number."""
 
     recipe: Recipe
     setup: Setup
@@ -67,7 +67,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The set of all recipes that may be chosen."""
+    """The set of all recipes that a search may choose, by number."""
 
     candidates: tuple[Candidate, ...]
     """Every valid recipe; other modules refer to a candidate by its index here."""
@@ -82,7 +82,7 @@ class Space:
     """Candidates outside these combinations (`grades.py`), with their numbers."""
 
     def number(self, recipe: Recipe) -> int | None:
-        """Return the number of the candidate with this recipe; None if it is not in the space."""
+        """Return the number of this recipe in the space; None if it is not in the space."""
         index = 0
         for technique, offered in zip(recipe, self.choices, strict=True):
             if technique not in offered:
@@ -92,7 +92,9 @@ class Space:
         return self.numbers.get(index)
 
     def variant(self, number: int, *techniques: Technique) -> int | None:
-        """Return the candidate with these techniques in place of its own; None when there is none."""
+        """Return the number of a candidate with these techniques in place of its own; None when the space has
+        none.
+        """
         own, index = self.candidates[number].recipe.techniques, self._indices.get(number)
         for technique in techniques:
             slot = _SLOT_INDICES[technique.slot]
@@ -125,7 +127,7 @@ class Space:
 
     @cached_property
     def simpler(self) -> dict[int, tuple[int, ...]]:
-        """Cache of the simpler candidates of each candidate (`simpler.py`)."""
+        """Cache of each candidate's simpler variants (`simpler.py`)."""
         return {}
 
     def changes(self, recipe: Recipe) -> int:
@@ -133,7 +135,7 @@ class Space:
         return sum(map(ne, recipe, self.simplest))
 
     def offers(self, slot: Slot) -> tuple[Technique, ...]:
-        """Return the techniques that this slot offers."""
+        """Return the techniques that candidates may have in this slot."""
         return self.choices[_SLOT_INDICES[slot]]
 
     def variants(self, number: int, slot: Slot) -> Iterator[int]:
@@ -209,7 +211,9 @@ def space_of(
 
 
 def _by_reason(objections: Counter[Objection]) -> Iterator[Exclusion]:
-    """Yield the objections; settings of a technique with the same objection are combined."""
+    """Yield the refused techniques with their reasons; settings of a technique with the same reason are
+    combined.
+    """
     whats: dict[tuple[str, str], list[Objection]] = defaultdict(list)
     for objection in objections:
         whats[objection.technique.partition("(")[0], objection.why].append(objection)
@@ -228,8 +232,9 @@ def _offered_in(
     many_gpus: bool,
     front_end: str,
 ) -> tuple[Technique, ...]:
-    """Return the candidates of this slot: its fixed techniques, or its choices and the user's own
-    technique."""
+    """Return the techniques of this slot that a search tries: the fixed ones, or the possible ones and the
+    user's own.
+    """
     if slot in fixed.slots:
         first, *family = fixed.slots[slot]
         # A fixed technique stays even without its package; `Kept.refuse` reports that.
@@ -251,7 +256,7 @@ def _offered_in(
 
 
 def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -> bool:
-    """Return whether this front-end can train with the technique; otherwise add its refusal to `excluded`."""
+    """Return True if this training loop supports the technique; otherwise add its refusal to `excluded`."""
     from snugfit.step.applier import refuse_unsupported
 
     try:
@@ -279,7 +284,7 @@ def _choices(
     *,
     many_gpus: bool,
 ) -> Iterator[Technique]:
-    """Yield the techniques that this slot offers; all omitted ones are added to `excluded`."""
+    """Yield the techniques that a search tries in this slot; all omitted ones are added to `excluded`."""
     if not job.trains and slot in ONLY_TRAINING:
         yield roster.plain(slot)
         return
@@ -308,8 +313,9 @@ def _choices(
 def _best_settings(
     choices: Sequence[Technique], capability: Capability, excluded: list[Exclusion]
 ) -> list[Technique]:
-    """Return the choices that no other choice always equals or beats; all other ones are added to
-    `excluded`."""
+    """Return the techniques' settings without those that another setting always equals or beats; these are
+    added to `excluded`.
+    """
     better = {
         technique: next((o for o in choices if technique.is_never_better_than(o, capability)), technique)
         for technique in choices

@@ -64,7 +64,9 @@ SAMPLED = 50
 
 @dataclass
 class SearchState:
-    """A space of candidates by number, with lower bounds, and figures of the evaluated ones."""
+    """State of a search: lower bounds of the candidate recipes by number, and exact bytes and seconds of the
+    simulated ones.
+    """
 
     space: Space
     bounds: dict[int, Bound] = field(default_factory=dict)
@@ -114,10 +116,9 @@ class SearchState:
         skip: Callable[[int], bool] = lambda number: False,
         step: Callable[[bool], None] = lambda skips: None,
     ) -> None:
-        """Evaluate these groups of one trace each, in this order, without candidates that `skip` excludes.
-
-        `skip` is called at a candidate's turn. `step` is called for each group, with True if all of it was
-        skipped. All candidates that share their passes go to one worker. Raises `BelowLowerBound`.
+        """Simulate these groups of recipes, each of one trace, in this order, without recipes that `skip`
+        excludes. `skip` is called before each recipe. `step` is called for each group, with True if all of it
+        was skipped. All recipes that share their passes go to one worker. Raises `BelowLowerBound`.
         """
         waiting = deque(groups)
         asked: dict[int, list[int]] = {}
@@ -143,28 +144,26 @@ class SearchState:
             self.learn_group(asked.pop(answer.number), answer.value)
 
     def may_be_for(self, worker: int, number: int) -> bool:
-        """Return whether no other worker simulates the candidate's layers or passes."""
+        """Return True unless another worker already simulates this recipe's layers or passes."""
         return self.worker_of.get(self.space.candidates[number].program, worker) == worker
 
     def is_for(self, worker: int, number: int) -> bool:
-        """Return whether this worker simulates the candidate.
-
-        The first worker stays the only one, since any other would have to make the shared parts again.
+        """Return True if this worker simulates the recipe. The first worker stays the only one, since any
+        other would have to simulate the shared parts again.
         """
         return self.worker_of.setdefault(self.space.candidates[number].program, worker) == worker
 
     def is_begun(self, number: int) -> bool:
-        """Return whether some worker has simulated a candidate with the same compiled layers."""
+        """Return True if some worker has simulated a recipe with the same compiled layers."""
         return self.space.candidates[number].program in self.worker_of
 
     def must_be_lowered(self, number: int) -> bool:
-        """Return whether the candidate has compiled layers that no worker has lowered."""
+        """Return True if the recipe has layers that no worker has compiled yet."""
         return self.space.candidates[number].setup.lowering is not None and not self.is_begun(number)
 
     def learn_group(self, group: list[int], answer: Any) -> None:
-        """Store the figures of these candidates of one trace, or exclude them if the answer is an error.
-
-        Raises `BelowLowerBound`.
+        """Store the bytes and seconds of these recipes with one trace, or exclude them if the answer is an
+        error. Raises `BelowLowerBound`.
         """
         if isinstance(answer, SnugfitError):
             self.exclude(group, answer)
@@ -173,7 +172,9 @@ class SearchState:
             self.learn(number, figures)
 
     def learn(self, number: int, figures: Figures) -> None:
-        """Store a candidate's figures. Raises `BelowLowerBound` if they are less than its lower bounds."""
+        """Store the exact bytes and seconds of a recipe. Raises `BelowLowerBound` if they are less than its
+        lower bounds.
+        """
         least, seconds, needed = self.bounds[number], figures.seconds, figures.needed_bytes
         if needed < least.needed_bytes or seconds < least.seconds * (1 - TIME_BOUND_MARGIN):
             raise BelowLowerBound
@@ -182,7 +183,7 @@ class SearchState:
         self._rank_among_best(number)
 
     def correct(self, figures: Mapping[int, Figures]) -> None:
-        """Replace the figures of evaluated candidates by those of full simulations."""
+        """Replace the bytes and seconds of simulated recipes by those of full simulations."""
         self.judged |= figures
         self._best.clear()
         for number in self.judged:
@@ -201,14 +202,15 @@ class SearchState:
         self._best[start:end] = [(seconds, needed, number)]
 
     def exclude(self, group: list[int], error: SnugfitError) -> None:
-        """Exclude these candidates, which cannot be simulated, with the error as the reason."""
+        """Exclude these recipes, which cannot be simulated, with the error as the reason."""
         self.excluded.append(exclusion(self.space, group, error))
         for number in group:
             self.bounds.pop(number, None)
 
     def judge_smallest(self, pool: WorkerPool, tell: Tell) -> None:
-        """Evaluate candidates that may be the smallest, the smallest bound first. Raises
-        `BelowLowerBound`."""
+        """Simulate recipes that may need the least memory, those with the smallest lower bound first. Raises
+        `BelowLowerBound`.
+        """
         groups = self.by_trace(number for number in self.bounds if number not in self.judged)
         # The first two fields of a bound are bytes and seconds.
         groups.sort(key=lambda group: min(self.bounds[number][:2] for number in group))
@@ -225,14 +227,14 @@ class SearchState:
     # ---- selection of candidates --------------------------------------------------------------------------
 
     def by_trace(self, numbers: Iterable[int]) -> list[list[int]]:
-        """Return these candidates grouped by trace, each group at the position of its first candidate."""
+        """Return these recipes grouped by equal trace, each group at the position of its first recipe."""
         groups: dict[int, list[int]] = defaultdict(list)
         for number in numbers:
             groups[self.space.candidates[number].trace].append(number)
         return list(groups.values())
 
     def is_dominated(self, number: int, least: Bound | None = None) -> bool:
-        """Return whether this candidate cannot be on the front: it is too large, too slow, or dominated.
+        """Return True if this recipe cannot be on the Pareto front: it is too large, too slow, or dominated.
 
         It is dominated by an evaluated recipe that is as fast as its lower bound. It must then not be
         smaller by `MEMORY_RESOLUTION`, and must not fit if that recipe does not.
@@ -258,8 +260,9 @@ class SearchState:
         return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
-        """Return whether an evaluated sibling, with the same passes, is as fast by the lower bound and meets
-        the predicate `stands`."""
+        """Return True if a simulated recipe with the same passes is as fast by the lower bound and meets the
+        predicate `stands`.
+        """
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
             bounds[other].seconds <= least
@@ -269,13 +272,14 @@ class SearchState:
         )
 
     def siblings(self, number: int) -> list[int]:
-        """Return the evaluated candidates that have the same passes and the same allocator."""
+        """Return the simulated recipes with the same passes and the same allocator settings."""
         same_passes = self._siblings.get(self.passes_of(number), ())
         return [other for other in same_passes if other != number and other in self.bounds]
 
     def _stands_for(self, number: int) -> Callable[[int], bool]:
-        """Return a predicate of candidates: True if this one can neither be smaller by a resolution nor fit
-        in the other's place."""
+        """Return a predicate of recipes. It is True if this one can neither be clearly smaller nor fit where
+        the other does not.
+        """
         needed = self.bounds[number].needed_bytes
 
         def stands(other: int) -> bool:
@@ -287,8 +291,9 @@ class SearchState:
         return stands
 
     def _least_beside(self, number: int, sibling: int) -> int:
-        """Return the least bytes of a candidate by its bound and by an evaluated sibling's loss between
-        blocks."""
+        """Return the least bytes of a recipe: its lower bound, plus the fragmentation of a simulated recipe
+        with the same passes.
+        """
         least, known = self.bounds[number], self.bounds[sibling]
         # The loss at a peak in the update depends on the optimizer, which siblings do not share.
         if any(bound.needed_bytes <= bound.resting_bytes for bound in (least, known)):
@@ -297,16 +302,16 @@ class SearchState:
         return least.needed_bytes + max(0, loss - LOSS_SPREAD)
 
     def passes_of(self, number: int) -> tuple[int, bool, Hashable]:
-        """Return a key that is equal for candidates with the same passes and allocator, with CUDA graphs or
-        without."""
+        """Return a key that is equal for recipes with the same passes and allocator settings, with CUDA
+        graphs or without.
+        """
         candidate = self.space.candidates[number]
         setup = candidate.setup
         return candidate.sized, setup.expandable_segments, launches_key(setup)
 
     def cannot_be_smallest(self, number: int) -> bool:
-        """Return whether an evaluated candidate is smaller than this one's bound, or this was evaluated.
-
-        With `nearly`, one that shares its passes and has no larger bound is enough.
+        """Return True if a simulated recipe is smaller than this one's lower bound, or this one was
+        simulated. With `nearly`, one that shares its passes and has no larger bound is enough.
         """
         least = self.bounds[number].needed_bytes
         if number in self.judged or least > self.smallest * (1 - self.nearly):
@@ -317,7 +322,7 @@ class SearchState:
     # ---- the answer --------------------------------------------------------------------------------------
 
     def front(self, numbers: Iterable[int] | None = None) -> list[int]:
-        """Return the Pareto front of these candidates, or of all that were evaluated, the fastest first."""
+        """Return the Pareto front of these recipes, or of all that were simulated, the fastest first."""
         smallest, front = math.inf, []
         for number in sorted(self.judged if numbers is None else numbers, key=self.rank):
             needed = self.judged[number].needed_bytes
@@ -327,20 +332,19 @@ class SearchState:
         return front
 
     def best_so_far(self, objective: str, batch_size: int) -> Choice | None:
-        """Return the best evaluated candidate that fits; None if there is none."""
+        """Return the best simulated recipe that fits; None if there is none."""
         best = reversed(self._best) if objective == "memory" else self._best
         number = next((number for _, needed, number in best if self.fits(needed)), None)
         return None if number is None else self.choice(number, batch_size)
 
     def fits(self, needed_bytes: int) -> bool:
-        """Return whether `needed_bytes` fit."""
+        """Return True if a recipe with `needed_bytes` fits into the usable memory."""
         return self.memory_bytes is None or needed_bytes <= self.memory_bytes
 
     @property
     def most_seconds(self) -> float:
-        """Greatest seconds of candidates for the front; infinite while nothing fits.
-
-        With `nearly`, a miss within the front counts as fitting.
+        """Greatest seconds of recipes on the reported front; infinite while nothing fits. With `nearly`, a
+        near miss counts as fitting.
         """
         fastest = self.fastest_that_fits
         if fastest < math.inf or not self.nearly:
@@ -350,27 +354,26 @@ class SearchState:
 
     @property
     def fastest_that_fits(self) -> float:
-        """Seconds of the fastest evaluated candidate that fits; infinite while none does."""
+        """Seconds of the fastest simulated recipe that fits; infinite while none does."""
         return next((seconds for seconds, needed, _ in self._best if self.fits(needed)), math.inf)
 
     @property
     def nothing_fits(self) -> bool:
-        """True if no evaluated candidate fits."""
+        """True if no simulated recipe fits."""
         return self.memory_bytes is not None and self.smallest > self.memory_bytes
 
     @property
     def smallest(self) -> float:
-        """Bytes of the smallest evaluated candidate; infinite while there is none."""
+        """Bytes of the smallest simulated recipe; infinite while there is none."""
         return min((figures.needed_bytes for figures in self.judged.values()), default=math.inf)
 
     def rank(self, number: int) -> tuple[Any, ...]:
-        """Return a sort key of evaluated candidates: the fastest first, then the smallest, then the
-        simplest."""
+        """Return a sort key of simulated recipes: the fastest first, then the smallest, then the simplest."""
         figures, recipe = self.judged[number], self.space.candidates[number].recipe
         return figures.seconds, figures.needed_bytes, self.space.changes(recipe), str(recipe)
 
     def choice(self, number: int, batch_size: int) -> Choice:
-        """Return an evaluated candidate in the form of a plan."""
+        """Return a simulated recipe in the form of a plan's rows (`Choice`)."""
         candidate, figures = self.space.candidates[number], self.judged[number]
         return Choice(
             recipe=str(candidate.recipe),
@@ -384,7 +387,7 @@ class SearchState:
         )
 
     def counts(self) -> Counts:
-        """Return the size of the search."""
+        """Return the numbers of recipes that the search considered, bounded and simulated."""
         return Counts(
             recipes=len(self.space.candidates),
             tapes=len({candidate.trace for candidate in self.space.candidates}),
@@ -395,8 +398,9 @@ class SearchState:
 
 
 def exclusion(space: Space, group: list[int], error: SnugfitError) -> Exclusion:
-    """Return an exclusion of these candidates. Raises the error itself if fewer GPUs at a time would avoid
-    it."""
+    """Return the reason for excluding these recipes in the form of a plan. Raises the error itself if fewer
+    GPUs at a time would avoid it.
+    """
     if isinstance(error, PoliciesDiffer):
         raise error
     recipe = space.candidates[group[0]].recipe

@@ -1,10 +1,11 @@
-"""Twins: kinds of passes that need no simulation, because a similar kind is no worse.
+"""Skipping of recipes whose twin is no worse: a recipe that differs in attention, kernels or precision only.
 
-Recomputing repeats the same layers, and a compiler changes all of them. Two kinds may differ in attention,
-kernels or precision. If one is neither faster nor smaller uncompiled and without recomputing, it is neither
-with them. It is then left out. If a step was to be recorded and cannot be, its twin is the unrecorded one.
+Recomputing repeats the same layers, and a compiler changes all of them. Two kinds of passes may differ in
+attention, kernels or precision. If one is neither faster nor smaller uncompiled and without recomputing, it
+is neither with them. It is then left out. If a step was to be recorded as CUDA graphs and cannot be, its twin
+is the unrecorded one.
 
-This rule is not exact. Each kind that was left out and is rehearsed after all is compared with its twin. If
+This rule is not exact. Each kind that was left out and is simulated after all is compared with its twin. If
 one is better, no kind has a twin any more.
 """
 
@@ -34,10 +35,9 @@ PEAK_SHARE = 0.01
 
 
 class Twins:
-    """Finds the twins of a space's candidates, and records which kinds were skipped for them.
-
-    `base` returns the plainer candidate for the comparison, and `bound` a candidate's known bound.
-    `may_be` returns whether a candidate is known or still waits, and `is_refused` whether it cannot be
+    """Finds for each recipe its twin, a similar recipe that is no worse, and records which recipes were
+    skipped for one. `base` returns the plainer recipe for the comparison, and `bound` a recipe's known bound.
+    `may_be` returns True for a recipe that is known or still waits, and `is_refused` for one that cannot be
     recorded.
     """
 
@@ -57,8 +57,7 @@ class Twins:
         """Candidates with their twins, by kind that was skipped."""
 
     def of(self, kind: int, needed: Sequence[int]) -> list[int]:
-        """Return the twins of this kind's candidates that are `needed`, from a kind that is no worse for all
-        of them; none without such a kind."""
+        """Return the recipes that make the `needed` ones of a kind unnecessary, all with the same passes."""
         candidates = self.space.candidates
         # Candidates with one trace have the same bytes, so one of them represents all.
         one_per_trace = {candidates[number].trace: number for number in needed}.values()
@@ -79,7 +78,7 @@ class Twins:
         return []
 
     def drop_if_misleading(self) -> None:
-        """Stop skipping kinds, if one was better than its twin."""
+        """Stop skipping recipes once one proves better than its twin."""
         if any(itertools.starmap(self._is_better, itertools.chain.from_iterable(self._no_better.values()))):
             self._no_better.clear()
             self.stand = False
@@ -92,7 +91,7 @@ class Twins:
         return is_below(own, least, ROUNDING)
 
     def _other_techniques(self, number: int) -> Iterator[Technique]:
-        """Yield the techniques that turn this candidate's recipe into a twin's."""
+        """Yield the techniques that turn this recipe into a possible twin."""
         candidates = self.space.candidates
         dtype = candidates[number].setup.weights_dtype
         for slot in DIFFER:
@@ -112,8 +111,9 @@ class Twins:
         return self._may_be(twin) and all(one is not None and self._bound(one) is not None for one in bases)
 
     def _needs(self, number: int) -> tuple[float, ...]:
-        """Return the figures of this candidate's base for a comparison; for compiled layers those that remain
-        with a compiler."""
+        """Return the bytes and seconds of this recipe's plainer version for a comparison; for compiled layers
+        those that remain with a compiler.
+        """
         base = self._base(number)
         bound = None if base is None else self._bound(base)
         assert base is not None
@@ -124,18 +124,19 @@ class Twins:
 
 
 def is_below(bound: Bound, other: Bound, share: float = 0.0) -> bool:
-    """Return whether this bound is less than the other in seconds or bytes, by more than a share."""
+    """Return True if a bound is less than the other in seconds or bytes, by more than a tolerance."""
     return _is_less(_needs(bound), _needs(other), share)
 
 
 def _needs(bound: Bound) -> tuple[float, ...]:
-    """Return the figures of a bound that twins compare."""
+    """Return the bytes and seconds of a bound by which twins are compared."""
     return bound.needed_bytes, bound.seconds, bound.resting_bytes, bound.layers_bytes
 
 
 def _needs_if_compiled(bound: Bound) -> tuple[float, ...]:
-    """Return the figures of a bound that twins with compiled layers compare. The host's work is part of the
-    uncompiled seconds alone."""
+    """Return the bytes and seconds by which recipes with compiled layers are compared. The host's work is
+    part of the uncompiled seconds alone.
+    """
     return bound.compiled_bytes, bound.compiled_seconds, bound.resting_bytes, bound.seconds
 
 
