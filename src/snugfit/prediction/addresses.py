@@ -66,12 +66,12 @@ class DeviceAddresses:
             bisect.insort(self._holes, (TOP, OWN))
 
     def begin_forward(self) -> None:
-        """Reserve the addresses of kernels' code that the first forward pass loads."""
+        """Mark addresses as used by kernel code, which CUDA loads in the first forward pass."""
         for _ in range(FORWARD_CODE):
             self._reserve_space(CODE)
 
     def begin_backward(self) -> None:
-        """Reserve the addresses of kernels' code that the first backward pass loads."""
+        """Mark addresses as used by kernel code, which CUDA loads in the first backward pass."""
         for _ in range(BACKWARD_CODE):
             self._reserve_space(CODE)
 

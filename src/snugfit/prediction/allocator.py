@@ -89,7 +89,7 @@ class Allocator:
         return block
 
     def release(self, block: _PoolBlock) -> None:
-        """Free an allocated block."""
+        """Free an allocated block, and merge it with its free neighbours."""
         self.drop(block)
         self.take_back(block)
 
@@ -287,12 +287,12 @@ def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
 
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
-    """Yield the indices of `events` that are among `numbers`: allocations of these blocks."""
+    """Yield the indices of `events` that allocate one of these blocks."""
     return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
 
 
 class Skipped(NamedTuple):
-    """Repetitions of a period that need no replay."""
+    """Events of a trace that a replay skips, because they repeat earlier ones without an effect."""
 
     events: int
     period: int = 1

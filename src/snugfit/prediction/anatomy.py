@@ -1,4 +1,4 @@
-"""The parts of a trace in a prediction: bytes at the peak, bytes over time, and the operators of the step."""
+"""Breakdown of a predicted step: bytes at the peak by kind and module, bytes over time, and its operators."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def _short(operator: str) -> str:
 
 
 def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
-    """Yield the bytes over the last step as `POINTS` points, each the highest of an equal stretch."""
+    """Yield the live bytes over the last step as `POINTS` points, each the maximum of an equal number of
+    events.
+    """
     last = max((mark.step for mark in trace.marks), default=-1)
     marks = [mark for mark in trace.marks if mark.step == last]
     if not marks:

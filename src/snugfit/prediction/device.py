@@ -145,7 +145,9 @@ Eleven runs on an H200 and an H100 with torch 2.11 are all predicted exactly. Th
 
 
 class ContextNeeds(NamedTuple):
-    """Libraries, streams and memory of a step that enlarge the CUDA context, the same on every GPU."""
+    """Properties of a step that enlarge the CUDA context: loaded libraries, streams, memory. They are the
+    same on every GPU.
+    """
 
     backward: bool
     """True if the step has a backward pass."""

@@ -1,4 +1,4 @@
-"""The interface for predictions of several processes, which a feature implements as `Exchanges`.
+"""Interface for predictions of communication between processes, which a feature implements as `Exchanges`.
 
 This module has the figures of one process alone: no exchanges, and one rank.
 """
@@ -105,8 +105,9 @@ class Exchanges:
 
     @staticmethod
     def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
-        """Return frees of blocks that other streams still use: the event of the free, and the event before
-        which it takes effect."""
+        """Return frees of blocks that other streams still use (`record_stream`). Each maps the event of the
+        free to the event before which the block is reusable.
+        """
         return {}
 
     def weights_on_host(self, job: Job, setup: Setup, traces: Sequence[Trace], loop: str) -> int:
@@ -144,7 +145,9 @@ class Exchanges:
     def differing(
         self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None
     ) -> DifferingRanks | None:
-        """Return the common step of these ranks; None if all ranks have the same work."""
+        """Return the simulated step of these ranks together, as for pipeline stages; None if all ranks have
+        the same work.
+        """
         return None
 
     @staticmethod

@@ -25,7 +25,7 @@ NONE_LATE: Mapping[int, int] = {}
 
 
 class TakesBack(Protocol):
-    """The methods of an allocator that free blocks."""
+    """Protocol: the methods of a simulated allocator that free blocks."""
 
     def release(self, block: Any) -> None:
         """Free an allocated block for reuse."""
@@ -56,7 +56,7 @@ class Frees:
         heapq.heappush(self._dropped, (self._late[event], event, block))
 
     def pass_by(self, event: int) -> None:
-        """Make all dropped blocks reusable that are due before this event, which comes next."""
+        """Before this next event, make all dropped blocks reusable whose streams have finished by then."""
         # The heap has the earliest free first.
         while self._dropped and self._dropped[0][0] <= event:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
@@ -68,7 +68,7 @@ class Frees:
 
 
 class Allocates(Protocol):
-    """The methods of an allocator that allocate blocks."""
+    """Protocol: the methods of a simulated allocator that allocate blocks."""
 
     def allocate(self, nbytes: int, memory: Memory, stream: int) -> Any:
         """Return a block of at least so many bytes, of this memory and stream."""
@@ -142,7 +142,7 @@ def begin_of_last_step(trace: Trace) -> int:
 
 
 def places(trace: Trace, live: Mapping[int, Any]) -> Hashable:
-    """Return the addresses of live blocks, oldest first, in the form of `LastStep.begins`."""
+    """Return the addresses of live blocks, oldest first, as the state that two steps are compared by."""
     stacks: dict[Alloc, list[int]] = defaultdict(list)
     for number, block in live.items():
         stacks[_alloc_of(trace, number).stack].append(block.address)

@@ -186,8 +186,9 @@ def _rehearse(
 
 
 def _wants_more(setup: Setup) -> bool:
-    """Return whether the step uses modules whose import is deferred: the compiler, or libraries that import
-    it."""
+    """Return True if the step uses modules whose import is deferred: the compiler, or libraries that import
+    it.
+    """
     simple = (*SIMPLE, *(wish.name for wish in wishes() if wish.needs_no_compiler))
     return replace(Setup(), **{name: getattr(setup, name) for name in simple}) != setup
 

@@ -187,7 +187,7 @@ def queue_of(
 
 
 class _Distinct:
-    """The distinct objects among kernels: those of equal micro-batches are the same object."""
+    """Index of the distinct objects among kernels: equal micro-batches refer to the same ones."""
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self.kernels = kernels
@@ -203,7 +203,7 @@ _LAST: list[_Distinct] = []
 
 
 def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:
-    """Return the value of each kernel, computed once for all references to one object."""
+    """Return the value of a function for each kernel, computed once for all references to one object."""
     # A list may change, so only tuples are cached.
     if type(kernels) is not tuple:
         distinct = _Distinct(kernels)

@@ -140,7 +140,7 @@ def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
 
 
 def operator_of(kernel: Hashable) -> str:
-    """Return the name of the operator of an element of a `KernelSet`."""
+    """Return the operator's name in a key of a `KernelSet`, the set of distinct kernels of a step."""
     return str(kernel[0]) if isinstance(kernel, tuple) else ""
 
 

@@ -48,7 +48,7 @@ _Result = TypeVar("_Result")
 
 
 class Question(NamedTuple):
-    """A method call that a worker runs on its object."""
+    """A request to a worker process: the method to call on its object, with arguments."""
 
     number: int
     """Number of the call, which its answer repeats."""
@@ -119,7 +119,7 @@ class _Worker:
 
 
 class SpareProcesses:
-    """A count of processes that a pool may start beyond its own number, since another pool has ended."""
+    """Counter of processes that a pool may start beyond its own number, since another pool has ended."""
 
     def __init__(self) -> None:
         self._spare = threading.Semaphore(0)

@@ -53,7 +53,7 @@ RecordPasses = Callable[["Job", Setup, "Policy"], Part]
 
 
 class _Shallow(NamedTuple):
-    """The recorded forward and backward of a model with few layers, and a compiler's decisions for its
+    """Recorded forward and backward of a model with few layers, and Inductor's decisions for its compiled
     programs.
     """
 
@@ -168,8 +168,8 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
 
 
 def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
-    """Return True if a compiler makes the same decisions for these two small models, and so for
-    the deep one.
+    """Return True if Inductor makes the same decisions for these two small models, and so for the deep
+    one.
     """
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
     # The same objects decide for both models: the programs are those of single layers.
@@ -182,7 +182,9 @@ def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
 
 
 def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[SharedBlock, ...] | None:
-    """Return the deep model's memory blocks that contain several gradients, or None if they do not repeat."""
+    """Return the deep model's memory blocks that hold several gradients, extended from a small model's, or
+    None if they do not repeat.
+    """
 
     def entries(part: Part) -> list[Entry]:
         return [
@@ -207,7 +209,8 @@ def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[Shar
 
 def _trained_parameters(part: Part) -> list[Entry]:
     """Return the trainable parameters of recorded passes, each with a flag for its gradient, as entries to
-    extend by depth."""
+    extend by depth.
+    """
     return [
         Entry((without_layer_numbers(name), part.has_gradient(number)), numbers_of(name))
         for number, name in enumerate(part.trained)

@@ -50,7 +50,9 @@ _KNOWN = {
 
 
 def refusal(job: Job, error: Exception) -> SnugfitError:
-    """Return one error with a cause and a remedy for an exception that the simulation of this job raised."""
+    """Return a `RehearsalError` with a cause and a remedy for an exception that the simulation of this job
+    raised.
+    """
     name = job.model.name
     # The architecture's code reads a key that the config does not have: an error of the config.
     if key := _lacking_key(error):
@@ -105,8 +107,8 @@ def _lacking_key(error: Exception) -> str | None:
 
 
 def _what_depends(error: Exception) -> str:
-    """Return the error's cause, a shape that depends on data, with the operator that torch names:
-    `aten::nonzero`, `torch.unique_consecutive`.
+    """Return a sentence on an operator whose output shape depends on data, with the name that torch's error
+    gives: `aten::nonzero`.
     """
     operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
     return f"the shape of the output of {operator[2]} depends on its data" if operator else _first_line(error)

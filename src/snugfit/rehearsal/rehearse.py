@@ -111,7 +111,9 @@ def rehearse(
 
 
 def record_steps(job: Job, setup: Setup, policy: Policy, loop: str) -> Recording:
-    """Record the steps of this loop from which `repeat` makes `STEPS` steps with all micro-batches."""
+    """Simulate and record as many steps of this loop as `repeat` needs to make `STEPS` steps with all
+    micro-batches.
+    """
     import torch
 
     import_peft()
@@ -154,8 +156,9 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
 def _overrides(
     setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
 ) -> Iterator[AbstractContextManager[Any]]:
-    """Yield the contexts of a simulation: those of features that surround the policy, the policy's, then the
-    rest."""
+    """Yield the contexts in which a simulation runs: those of features that surround the device policy, the
+    policy's, then the rest.
+    """
     from snugfit.rehearsal.device.overrides import in_force
 
     for surrounds in (True, False):

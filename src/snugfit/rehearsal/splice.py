@@ -106,7 +106,7 @@ class Part:
 
     @cached_property
     def split(self) -> SplitSteps:
-        """The allocations, frees and kernels of the part, split where steps begin and end."""
+        """The events of the part (allocations, frees, kernels), split where steps begin and end."""
         return split_steps(self.trace.moves)
 
     @cached_property
@@ -192,9 +192,7 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun
 
 def _join(passes: Part, update: Part) -> Iterator[Move]:
     """Yield the events of each step's forward and backward, then those of its update, which frees the
-    gradients.
-
-    Raise `LookupError` if the gradients differ from those of the recorded update.
+    gradients. Raise `LookupError` if the gradients differ from those of the recorded update.
     """
     spliced, standalone = LiveSet(), LiveSet()  # the whole run, and the update as recorded
     build = update.split.build

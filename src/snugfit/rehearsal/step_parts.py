@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class UnsupportedStep(RehearsalError):
-    """Error for a Setup under which this model's step cannot run, as the simulation of a part shows."""
+    """Error: this model's step cannot run under these settings, for example as a CUDA graph, as a simulation
+    shows.
+    """
 
 
 class StepParts:

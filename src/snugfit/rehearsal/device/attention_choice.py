@@ -24,7 +24,7 @@ HALVES = ("torch.float16", "torch.bfloat16")
 
 @dataclass(frozen=True)
 class Operands:
-    """The arguments of `scaled_dot_product_attention`."""
+    """Arguments of one call of `scaled_dot_product_attention`, from which its kernel is chosen."""
 
     query: torch.Tensor
     """Shape (B, H, S, D)."""
@@ -148,10 +148,9 @@ def _switched_on() -> dict[str, bool]:
 
 
 def _fuses(of: Operands, *, one_for_both: bool = True) -> bool:
-    """Return True if attention's operands meet the conditions of every fused kernel.
-
-    The conditions are four dimensions, one batch size, whole groups of heads, and no empty sequence. The
-    sources are `check_tensor_shapes`, `check_batch_size_and_num_heads_dense` and
+    """Return True if attention's operands meet the conditions of every fused kernel (flash, efficient,
+    cuDNN). The conditions are four dimensions, one batch size, whole groups of heads, and no empty sequence.
+    The sources are `check_tensor_shapes`, `check_batch_size_and_num_heads_dense` and
     `check_nonzero_sequence_lengths_dense`. With `one_for_both`, key and value must have the same number of
     heads.
     """

@@ -39,7 +39,7 @@ class AutocastLists:
 
 
 def _names(words: str) -> tuple[str, ...]:
-    """Split a text of several lines into operator names."""
+    """Split a text with several lines into a set of operator names."""
     return tuple(words.split())
 
 

@@ -115,9 +115,8 @@ def _sentence(frame: FrameType) -> str:
 
 
 class _Draw(float):
-    """A random number that the model's code drew on the host, with the largest possible value.
-
-    Each use of it adds a warning, except a comparison with the same result for every number in [0, 1).
+    """A float that replaces a random number drawn on the host, such as LayerDrop's, with the largest possible
+    value. Each use of it adds a warning, except a comparison with the same result for every number in [0, 1).
     """
 
     tell: Callable[[], None]
@@ -134,7 +133,7 @@ class _Draw(float):
         return result
 
     def compare(self, other: Any) -> None:
-        """Add a warning about a comparison with another number, if its result depends on the draw."""
+        """Compare the drawn number with another one, and add a warning if the result depends on the draw."""
         # A probability of 0 or 1, as in BART's layers, has the same result for every draw.
         if not isinstance(other, (int, float)) or 0 < other < 1:
             self.tell()

@@ -1,10 +1,9 @@
-"""Scratch of gathering and scattering by indices.
+"""Temporary GPU memory of kernels that gather and scatter by indices.
 
 The rules come from torch's sources (2.11 to 2.13; each rule names its file). They match every allocation and
-free in the recorded order of `tests/data/history-h200` (BERT, Llama and T5; 2,048 to 147,456 indices).
-
-The allocations are bounded by the number of rows and do not depend on the data. Sorting and scanning are
-CUB's (`sorting.py`).
+free in the recorded order of `tests/data/history-h200` (BERT, Llama and T5; 2,048 to 147,456 indices). The
+allocations are bounded by the number of rows and do not depend on the data. Sorting and scanning are CUB's
+(`sorting.py`).
 """
 
 from __future__ import annotations

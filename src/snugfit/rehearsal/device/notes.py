@@ -1,4 +1,6 @@
-"""Callbacks from a policy's overrides to the current simulation."""
+"""Callbacks by which the replaced torch functions of a simulation report decisions, such as the attention
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ if TYPE_CHECKING:
 
 
 def _nothing(*about: object) -> None:
-    """Ignore the arguments: the default of callbacks for decisions."""
+    """Ignore the arguments: the default callback for a reported decision."""
 
 
 @dataclass(frozen=True)
 class PolicyNotes:
-    """Callbacks and lists that receive the decisions of the overrides for a device (its policy)."""
+    """Callbacks and lists that receive decisions of a simulation's replaced torch functions, such as the
+    chosen attention kernel.
+    """
 
     claim: Callable[[torch.Tensor, str], None] = _nothing
     """Called with each tensor that torch allocates for itself (autocast's copies), and its kind."""

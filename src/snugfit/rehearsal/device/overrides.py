@@ -35,10 +35,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[PolicyNotes]:
-    """Context in which meta tensors behave like tensors of the simulated device.
-
-    Yield the notes in which its overrides record their decisions. Raise `RehearsalError` if an override has
-    no effect.
+    """Context in which tensors on `meta` behave like tensors of the simulated device. Yield the object in
+    which replaced functions record their decisions. Raise `RehearsalError` if a replacement has no effect.
     """
     import torch
 
@@ -106,8 +104,8 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 def _probe(policy: Policy) -> None:
-    """Test each override that imitates a device with one small example. Raise `RehearsalError` if one has no
-    effect.
+    """Test each replaced operator or function of the simulation with one small example. Raise
+    `RehearsalError` if a replacement has no effect.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -183,7 +181,9 @@ def bindings(
             begin_autocast()
 
     def is_on(device_type: str = "cuda") -> bool:
-        """Return whether autocast is on; the default device is CUDA, as in peft, where nothing runs."""
+        """Return True if autocast is on in the simulation. Without a device type, CUDA's is meant, as in
+        peft.
+        """
         on_gpu = device_type == "cuda" and policy.runs_cudnn
         return bool(is_autocast_enabled(SWITCH if on_gpu or device_type == "meta" else device_type))
 
@@ -228,7 +228,7 @@ def fill_dynamos_table() -> None:
 
 
 def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
-    """Return a replacement for the lookup of autocast's dtype that also supports `meta`."""
+    """Return a replacement for `torch.get_autocast_dtype` that also accepts `meta` as the device."""
     return lambda device_type: dtype_of(SWITCH if device_type == "meta" else device_type)
 
 
@@ -274,8 +274,8 @@ def _are_as_looked_through() -> bool:
 
 
 def _record_names(ids: Collection[int]) -> None:
-    """Record the module attributes that refer to objects with one of these ids, in modules that are new or
-    have other names.
+    """Record the module attributes that are bound to replaced functions, given by id. Only new or changed
+    modules are searched.
     """
     own_names = {original.__name__ for original in _ORIGINALS}
     modules = list(sys.modules.values())
@@ -341,7 +341,9 @@ def _as_far_as_it_goes(initialize: Any) -> Any:
 
 
 def _cast_too(move: Any) -> Any:
-    """Return peft's move of an adapter to its base layer's device and dtype, extended to `meta`."""
+    """Return a replacement of peft's function that moves an adapter to its base layer's device and dtype; it
+    also casts on `meta`.
+    """
     import torch
 
     def move_and_cast(layer: Any, adapter_name: str, *arguments: Any, **keywords: Any) -> None:

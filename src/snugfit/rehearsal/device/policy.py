@@ -140,8 +140,8 @@ class CudaPolicy(Policy):
         return self.common(lambda one: attention_choice.choose_on_cuda(operands, one._attention_kernels))
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return `fact(self)`, a property of this GPU. Raise `PoliciesDiffer` if a GPU that shares the
-        simulation has another one.
+        """Return `fact(self)`, a property of this GPU such as its attention kernels. Raise `PoliciesDiffer`
+        if a GPU that shares the simulation has another one.
         """
         facts = {fact(one) for one in (self, *self.peers)}
         if len(facts) > 1:
@@ -252,7 +252,9 @@ class ComparedPolicy(CudaPolicy):
         return noting
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return `fact(self)`, a property of this GPU. Mark other GPUs with another value as different."""
+        """Return `fact(self)`, a property of this GPU such as its attention kernels. Record the other GPUs
+        whose value differs.
+        """
         own = super().common(fact)
         self.sizes.update({other: None for other in self.compared if fact(other) != own})
         return own

@@ -1,9 +1,9 @@
-"""Scratch of kernels: allocations during a kernel, invisible to dispatch and visible to the allocator.
+"""Temporary GPU memory that kernels allocate and free while they run, which only the allocator sees.
 
 Each rule returns allocations and frees in order, with markers for the operator's own outputs (`OUTPUTS`,
 first by default). The rules come from torch's sources if a source exists. They were compared with allocator
-histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11). Scratch that neither covers is left
-out, and changes reserved bytes only.
+histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11). Temporary memory that neither covers
+is left out, and changes reserved bytes only.
 
 `_COMPOSED` has the rules for every device, because torch composes one dispatched operator from several.
 `CUDA_RULES` has those of CUDA; features add theirs within a simulation.
@@ -352,8 +352,8 @@ def partial_results(
 # buffer. For the norms of columns in Adafactor over an embedding (256,000 x 2,176 in fp32), an H200 reserved
 # 133 MiB.
 def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shape of an operand, or of its halves along the largest dimension until each is
-    small enough.
+    """Yield the shape of a reduction's operand, divided into halves until each is small enough for 32-bit
+    indices.
     """
     reach = [(size - 1) * stride * item for size, stride in zip(shape, strides, strict=True)]
     if sum(reach) < MOST_BYTES:
@@ -366,7 +366,7 @@ def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator
 
 
 class ReductionBytes(NamedTuple):
-    """Bytes of the two buffers of one reduction."""
+    """Bytes of the two temporary buffers of one CUDA reduction."""
 
     partials: int
     """Bytes of partial results of its thread blocks."""

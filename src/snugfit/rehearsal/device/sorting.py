@@ -1,4 +1,4 @@
-"""Scratch of sorting and scanning, in torch's kernels and in CUB.
+"""Temporary GPU memory of sorting and scanning, in torch's kernels and in CUB.
 
 The rules come from torch's sources (`native/cuda/Sort.cpp`, `SortStable.cu`, `ScanUtils.cuh`) and CUB's
 (`cub/device/dispatch`). They were compared with histories recorded on an H200. Those have sorts of 1,854

@@ -109,7 +109,7 @@ def _use_counts(arguments: tuple[Any, ...]) -> UseCounts:
 
 
 class _Counter(TorchDispatchMode):
-    """A dispatch mode that counts references to the first operand of an operator during a backward pass."""
+    """A dispatch mode that counts references to the first operand of one operator during a backward pass."""
 
     def __init__(self, operator: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -201,7 +201,7 @@ class Allocations:
         return sum(sizes)
 
     def forget(self) -> None:
-        """Clear the recorded allocations and frees of a run."""
+        """Delete the recorded allocations and frees of a run, to free memory."""
         self.events.clear()
         self._blocks.clear()
         self._played.clear()

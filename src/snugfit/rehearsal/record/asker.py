@@ -123,7 +123,7 @@ def _expression(frame: FrameType) -> ast.expr | None:
 
 
 def _numbers(element: ast.expr, frame: FrameType) -> Iterator[Any]:
-    """Yield the list in an index expression, if the index is one."""
+    """Yield the list in the source code of an index expression, as in `x[:, [-1, 0]]`, if it has one."""
     if isinstance(element, ast.List):
         names = [part.id for part in ast.walk(element) if isinstance(part, ast.Name)]
         # A second evaluation must have no side effect, so only plain integers and operators on them are

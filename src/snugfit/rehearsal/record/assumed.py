@@ -24,7 +24,9 @@ aten = torch.ops.aten
 
 
 class Assumption(StrEnum):
-    """The reason for a tensor's assumed value, as the start of a sentence that ends with the reading line."""
+    """Reason for a value that a simulation assumes, such as a router's choice. It begins a warning that ends
+    with the reading line.
+    """
 
     BALANCED = (
         "Choices that depend on weights, such as a router's, are assumed to be spread evenly (balanced "
@@ -40,7 +42,7 @@ class Assumption(StrEnum):
 
 
 class Assumed(NamedTuple):
-    """An assumed value of a tensor without data, and the reason for the assumption."""
+    """A CPU tensor with assumed values for a tensor on `meta`, and the reason for the assumption."""
 
     assumption: Assumption
     """The reason why a value had to be assumed."""
@@ -83,8 +85,9 @@ _CHOICES: dict[Any, int] = {
 
 
 def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
-    """Return the number of options of a choosing operator, and the dimension of the result along which
-    choices are: -1 if it is reduced."""
+    """Return the number of options of an operator such as `topk`, and its result's dimension of choices: -1
+    if it is reduced.
+    """
     # Position of `dim`: `topk` has `k` in front of it.
     at = {aten.topk.default: 2, aten.sort.stable: 2, aten.argsort.stable: 2}.get(func, 1)
     dims = [one for one in args[at : at + 1] if type(one) is int]
@@ -97,8 +100,8 @@ def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int
 
 
 def _choices(shape: tuple[int, ...], dim: int, options: int, *, spread: bool, whole: bool) -> torch.Tensor:
-    """Return int64 choices below `options` in this shape; they differ along `dim`, and between samples if
-    `spread`.
+    """Return int64 indices below `options` in this shape, as results of `topk` or `argmax`. They differ along
+    `dim`, and between samples if `spread`.
     """
     count = shape[dim] if dim >= 0 else 1
     samples = [size for at, size in enumerate(shape) if at != dim]

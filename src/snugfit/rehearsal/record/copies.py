@@ -102,9 +102,8 @@ def _moving(nbytes: int, *, tensors: int = 1, dtype: str = "torch.uint8") -> Ker
 
 @contextlib.contextmanager
 def copies_heard(write: Write, wait: Callable[[], None]) -> Iterator[None]:
-    """Context in which the function `write` is called for each simulated copy between host and device.
-
-    `wait` is called if the host waits for the device.
+    """Context in which `write` is called for each simulated copy between host and device, and `wait` for each
+    wait of the host.
     """
     with patch.object(MetaLink, "observer", CopyRecorder(write, wait)):
         yield

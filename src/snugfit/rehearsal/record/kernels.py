@@ -201,8 +201,8 @@ def _pointwise_layout(operands: list[Any]) -> str:
 
 
 def _across(operand: torch.Tensor) -> bool:
-    """Return True if a kernel reads this large operand across its rows: neighbours in a row are not adjacent
-    in memory.
+    """Return True if a kernel reads this large operand against its memory order: neighbours in a row are not
+    adjacent in memory.
     """
     apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
     return apart and _nbytes(operand) > LARGEST_CACHED
@@ -222,10 +222,8 @@ def reads_groups(func: Any, args: tuple[Any, ...], policy: Policy) -> bool:
 
 
 def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
-    """Return the cost of a product over groups (experts) as the costs of one product per group, with groups
-    of equal size.
-
-    (M, K) by (G, K, N) is split by rows, (N, M) by (M, K) by the inner dimension.
+    """Split the cost of a grouped product (experts) into costs of one product per group, with groups of equal
+    size. (M, K) by (G, K, N) is split by rows, (N, M) by (M, K) by the inner dimension.
     """
     ends = args[2] if len(args) > 2 else kwargs.get("offs")
     groups = args[0].size(0) if ends is None else ends.size(0)

@@ -105,7 +105,7 @@ class ModuleTracker:
         self._note(self._paths[-1] if self._paths else "")
 
     def _note(self, path: str) -> None:
-        """Set the module of autograd nodes that are created from now on to `path`."""
+        """Set the module name that autograd nodes get which are created from now on."""
         self._sequence.append(torch._C._autograd._get_sequence_nr())
         self._sequence_path.append(path)
 

@@ -1,4 +1,5 @@
-"""Results for code that reads values on the device, from shadow values.
+"""Results for model code that reads tensor values in a simulation, as by `.item()`, from values tracked on
+the CPU.
 
 `.item()`, `bool()`, `.tolist()`, `.cpu()` and `torch.equal` read values. So do operators with data-dependent
 shapes (`nonzero`, `unique`, `masked_select`, `bincount`, ...). Their results come from shadow values
@@ -147,7 +148,7 @@ class Questions:
         return AssumedFloat(ABOUT_ONE, self.decide, self._shadows.assumed_numbers)
 
     def decide(self) -> None:
-        """Report that the model's code decided by an assumed float."""
+        """Report that the model's code branched on an assumed float, by a warning."""
         self._warn_of(Assumption.NUMBER)
 
     def read(self, tensor: torch.Tensor) -> None:
@@ -160,7 +161,7 @@ class Questions:
 
     # The host computes with real numbers, so the assumption is a mark on the storage.
     def host_ran(self, args: Any, out: Any) -> None:
-        """Mark the outputs of an operator on the host as assumed if an operand is."""
+        """Mark the outputs of an operator on host tensors as assumed if an operand's values are assumed."""
         if self._shadows.is_unsure(args):
             for tensor in tensors_in(out):
                 self._shadows.set_unsure(tensor)
@@ -279,7 +280,7 @@ class Questions:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def next_batch(self) -> None:
-        """Assign later reads of values to the next micro-batch."""
+        """Start a new micro-batch: later reads of values belong to it."""
         # The limit is for one call of a module, so it starts again with each micro-batch.
         self._asked.clear()
         if self.answers[-1]:
@@ -287,8 +288,8 @@ class Questions:
 
     @property
     def vary(self) -> bool:
-        """Return True if reads of values in two micro-batches had different results: then no step repeats the
-        previous one.
+        """Return True if the model's code read different values in two micro-batches: then no step repeats
+        the previous one.
         """
         batches: Iterator[list[Hashable]] = (answers for answers in self.answers if answers)
         first = next(batches, None)

@@ -231,7 +231,9 @@ class Recorder(TorchDispatchMode, Observer):
                     self.claim(getattr(owner, beside), Kind.WEIGHTS, name)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
-        """Set the kind of this tensor's bytes, and their module if one is given."""
+        """Label this tensor's bytes (weight, gradient, optimizer state, ...), with their module if one is
+        given.
+        """
         self.memory.claim(tensor, kind, module)
 
     def state(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -433,8 +435,9 @@ class Recorder(TorchDispatchMode, Observer):
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
 
     def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the stream of the kernel with this index, and the kernels of other streams for which it
-        waits."""
+        """Return the simulated CUDA stream of the kernel with this index, and the kernels of other streams
+        for which it waits.
+        """
         return DEFAULT_STREAM, ()
 
     def _add_kernel(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:

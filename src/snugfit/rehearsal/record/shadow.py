@@ -100,7 +100,9 @@ class Geometry(NamedTuple):
     def shadow(
         self, make: Callable[[], torch.Tensor], assumption: Assumption | None = None, depth: int = 0
     ) -> Shadow:
-        """Return the tracked values (shadow) of a storage, computed by `make` at the first read."""
+        """Return a new shadow for the storage of such a tensor: values on the CPU, computed by `make` at the
+        first read.
+        """
         return Shadow(lambda: self.contents(make()), assumption, depth)
 
 
@@ -171,7 +173,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def values_of(noted: Any) -> Any:
-    """Return stored operands as tensors on the CPU. Raise `NotFollowed` if a value is unknown."""
+    """Return the stored operands of a deferred operator as tensors on the CPU. Raise `NotFollowed` if a value
+    is unknown.
+    """
     if isinstance(noted, (View, HostValue)):
         return noted.tensor()
     if isinstance(noted, (tuple, list)):
@@ -192,8 +196,8 @@ def _views(noted: Any) -> Iterator[View]:
 
 
 def rests_on(noted: Any) -> tuple[Assumption | None, int]:
-    """Return the first assumption behind these operands' tracked values, and their longest chain of deferred
-    operators.
+    """Return the first assumption on which these operands' tracked values depend, and their longest chain of
+    deferred operators.
     """
     views = list(_views(noted))
     assumption = next((view.shadow.assumption for view in views if view.shadow.assumption), None)

@@ -117,13 +117,13 @@ class Shadows:
             self._forget_all(tuple(kwargs.values()))
 
     def set_unsure(self, tensor: torch.Tensor) -> None:
-        """Mark the numbers of a host tensor as assumed."""
+        """Mark the numbers of a host tensor as assumed by the simulation, not known."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         self.unsure[address] = weakref.ref(storage, lambda gone: self.unsure.pop(address, None))
 
     def is_unsure(self, operands: Any) -> bool:
-        """Return True if a number or a host tensor among these is assumed."""
+        """Return True if a number or a host tensor among these has assumed values."""
         # The usual case, in which no operand needs a search.
         if not self.unsure and not self.assumed_numbers:
             return False
@@ -235,8 +235,8 @@ class Shadows:
         self._known.put(tensor.untyped_storage(), shadow)
 
     def _note(self, operands: Any) -> Any:
-        """Return an operator's operands with tracked values in place of tensors. Raise `NotFollowed` if one
-        has none.
+        """Return an operator's operands with their tracked CPU values in place of `meta` tensors. Raise
+        `NotFollowed` if one has none.
         """
         if isinstance(operands, torch.Tensor):
             if not operands.is_meta:

@@ -217,7 +217,7 @@ _META = torch.device("meta")
 
 
 class _NotAKey(Exception):
-    """Error for an operand of an operator that cannot be part of a cache key."""
+    """Error: an operator's operand cannot be part of a cache key, so the call is not cached."""
 
 
 def _aliasing(func: Any) -> str:
@@ -279,9 +279,8 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _template(out: Any) -> Any:
-    """Return a template by which the cache recreates an operator's result, or None if none can.
-
-    A missing result (the gradient of a frozen weight) has an empty template.
+    """Return a description of an operator's result (shape, strides, dtype) from which the cache recreates it;
+    None if none can. A missing result (the gradient of a frozen weight) has an empty template.
     """
     if out is None:
         return ()
@@ -300,7 +299,9 @@ def _template(out: Any) -> Any:
 
 
 def _shares(out: Any, operands: Any) -> bool:
-    """Return True if a result of an operator shares the storage of an operand or of another result."""
+    """Return True if a result of an operator shares the storage of an operand or of another result, as a view
+    does.
+    """
     results = list(_storages(out))
     # Two results in one storage could not be recreated one by one.
     return len(set(results)) < len(results) or not set(results).isdisjoint(_storages(operands))

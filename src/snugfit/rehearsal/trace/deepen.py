@@ -1,4 +1,5 @@
-"""Extension of a trace to more layers, from two shallow models that differ by one period of layers (law 5).
+"""Extension of a recorded trace to more layers, from two small models that differ by one period of layers
+(law 5).
 
 Each phase of a run is extended by itself (`grow.py`). Two moves have the same key if they differ only in
 numbers. Such numbers are layer numbers in a module's name, and a free's counts of younger and older blocks.
@@ -61,7 +62,7 @@ def numbers_of(name: str) -> tuple[int, ...]:
 
 
 class _Placed(NamedTuple):
-    """A free of a memory block, with the block's position among the live blocks of equal size."""
+    """A free in a trace, with the freed block's position among the live blocks of equal size."""
 
     pile: Alloc
     younger: int
@@ -73,10 +74,9 @@ _Step = Alloc | _Placed | PhaseStart | Kernel | MarkKind
 
 
 class _Piles:
-    """The live blocks, each on a stack and in a pile.
-
-    A pile contains temporary blocks of equal size, regardless of operator. In a program, one buffer reuses
-    the place of another that a different operator allocated, before its layers repeat.
+    """The live blocks of a trace, on stacks and in piles. A pile has the temporary blocks of equal size,
+    regardless of operator. In a program, one buffer reuses the place of another that a different operator
+    allocated, before its layers repeat.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class _Piles:
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
 
     def drop(self, number: int) -> _Placed:
-        """Remove a memory block, already absent from its stack, from its pile."""
+        """Remove a freed memory block from its pile; its stack has lost it already."""
         pile = _pile_of(self._allocs[number])
         blocks = self.piles[pile]
         older = blocks.index(number)
@@ -116,7 +116,9 @@ class _Piles:
 
 
 def _is_open(alloc: Alloc) -> bool:
-    """Return True if the time of the free decides between an activation and a temporary."""
+    """Return True if a block counts as an activation or as a temporary depending on the moment of this
+    free.
+    """
     # A layer's output may be an activation in one model and a temporary in the other.
     return alloc.phase == "forward" and alloc.kind in (Kind.ACTIVATIONS, Kind.TEMPORARIES)
 
@@ -150,9 +152,8 @@ def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[
 
 
 def _kind(move: _Step) -> Hashable:
-    """Return a key of an event that is the same for the corresponding events of all layers.
-
-    An allocation and its free have the same key: their pile.
+    """Return a key that is equal for an event of one layer and the same event of all other layers. An
+    allocation and its free have the same key: their pile.
     """
     if isinstance(move, (Alloc, _Placed)):
         return _pile_of(move) if type(move) is Alloc else move[0]
@@ -160,8 +161,8 @@ def _kind(move: _Step) -> Hashable:
 
 
 def _entries(moves: Sequence[_Step], grows: set[Hashable]) -> list[Entry]:
-    """Return these events of a trace as entries that can be compared. Sizes of the kinds in `grows` count as
-    numbers.
+    """Return these events of a trace with their layer-dependent numbers separated, so that two models' events
+    can be compared. Sizes of the kinds in `grows` count as numbers.
     """
     return [_entry(move, _kind(move) in grows) for move in moves]
 
@@ -194,7 +195,7 @@ def _sizeless(move: Any) -> Any:
 
 
 class _Written:
-    """The events that are written so far for the deep model. Sizes of the kinds in `grows`
+    """Builder of the deep model's trace from copies of a small model's events. Sizes of the kinds in `grows`
     count as numbers.
     """
 
@@ -240,7 +241,7 @@ class _Written:
         self._written[self._allocs[number]] = alloc._replace(kind=kind)
 
     def _free(self, like: _Placed, grown: Grown) -> bool:
-        """Write the free of a memory block, counted from one end of its pile.
+        """Add the free of a memory block to the deep model's trace, found by its position in its pile.
 
         It counts from the end at which the position is the same at any depth. In a pile that never grows, the
         shallow model's block may be arbitrary. There a program's buffer reuses the place that was freed last.

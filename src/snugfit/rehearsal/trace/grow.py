@@ -1,4 +1,5 @@
-"""Extension of a sequence to any depth of a model, from the sequences of two shallow models.
+"""Extrapolation of a sequence, such as a model's kernels, to more layers, from those of two models with few
+layers.
 
 The sequence describes a model of few layers: its moves, or the sizes of its buffers. A model with one more
 period of layers has the same sequence with insertions, one per stack of layers. If an insertion equals the
@@ -17,7 +18,9 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One entry of a sequence that describes a model, such as an event of its trace."""
+    """One element of a sequence that describes a model, such as an event of its trace. It has a key, and
+    numbers that grow with the layer.
+    """
 
     key: Hashable
     """Key of the entry that is the same at any depth and in any layer."""
@@ -26,7 +29,9 @@ class Entry(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """An entry of the deep model's sequence, as a copy of an entry of the deeper shallow model."""
+    """An element of the deep model's sequence, as a copy of one of a small model's, with extrapolated
+    numbers.
+    """
 
     like: int
     """Index of the corresponding entry in the deeper of the two sequences."""
@@ -36,7 +41,7 @@ class Grown(NamedTuple):
 
 
 class _Insertion(NamedTuple):
-    """A position at which the deeper small model's sequence has more entries."""
+    """A position at which the sequence of the model with one more period has additional entries."""
 
     shallow: int
     """Number of entries of the shallow sequence before it."""
@@ -46,8 +51,8 @@ class _Insertion(NamedTuple):
 
 
 def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> list[Grown] | None:
-    """Extend the sequences of two small models to a model with `periods` more periods of layers; return it or
-    None.
+    """Extrapolate the sequences of two small models to a model with `periods` more periods of layers; return
+    it or None.
 
     The deeper model has one period more than the shallow one. Return None if an insertion does not repeat the
     entries before it.
@@ -133,7 +138,7 @@ def _middle(right: Sequence[int], start: int, at: int, length: int) -> int:
 
 
 def _common(left: Sequence[int], at: int, right: Sequence[int], other: int) -> int:
-    """Return the number of equal entries in two sequences from these two positions on."""
+    """Return the number of consecutive equal entries in two sequences, from these two positions on."""
     most = min(len(left) - at, len(right) - other)
     for number in range(most):
         if left[at + number] != right[other + number]:

@@ -112,7 +112,7 @@ def _live(trace: Trace, lasting: Set[int]) -> list[int]:
 
 
 def _only_lasts(trace: Trace, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
-    """Return True if this kernel made all allocations since the previous one, and none is ever freed."""
+    """Return True if this kernel only fills memory that is never freed, such as weights or workspaces."""
     allocs = {event for event in trace.events[start:end] if event > 0}
     makers = {trace.blocks[alloc - 1].operator for alloc in allocs}
     return makers == {kernel.operator} and allocs <= lasting

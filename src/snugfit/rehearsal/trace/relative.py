@@ -52,12 +52,14 @@ class Alloc(NamedTuple):
 
     @property
     def stack(self) -> Alloc:
-        """The stack of the memory block, identified by the properties that its blocks have in common."""
+        """Key of the stack that the memory block is on: size, operator, module and other properties that its
+        blocks have in common.
+        """
         return _stack_of(self)
 
 
 class Place(NamedTuple):
-    """Position of a kernel in a trace's last step, counted back from the event that refers to it."""
+    """Position of a kernel in a trace's last step, as a distance back from the event that refers to it."""
 
     stream: int
     since: int
@@ -196,15 +198,16 @@ class StreamKernels:
         numbers.append(len(self._of) - 1)
 
     def places(self, kernels: Iterable[int]) -> tuple[Place, ...]:
-        """Return the relative positions of these kernels, given by their indices in the step."""
+        """Return the positions of kernels, given by their indices in the step, as distances back in their
+        streams.
+        """
         of = [self._of[number] for number in kernels]
         # Counted from the newest kernel, so that the last kernel has the same place in every micro-batch.
         return tuple(Place(stream, len(self._streams[stream]) - 1 - number) for stream, number in of)
 
     def numbers(self, places: Iterable[Place]) -> tuple[int, ...]:
-        """Return the indices in the step of the kernels at these relative positions, ascending.
-
-        Raise `LookupError` if there is no such kernel.
+        """Return the indices in the step of kernels that are given as distances back in their streams,
+        ascending. Raise `LookupError` if there is no such kernel.
         """
         return tuple(sorted(self._streams[stream][-1 - since] for stream, since in places))
 
@@ -283,8 +286,7 @@ class TraceWriter:
         self._is_plain = all(map(_is_plain, moves))
 
     def follow(self, moves: Iterable[Move], step: int | None = None) -> None:
-        """Write these events; `step` replaces the step of their phases if it is given.
-
+        """Append these relative events to the trace; `step` replaces the step of their phases if it is given.
         Raise `LookupError` if an event frees a block that is not live.
         """
         blocks, events, marks, streams = self._blocks, self._events, self._marks, self._streams
@@ -330,9 +332,8 @@ class TraceWriter:
                 last.follow(move, len(events), ordered=not self._is_plain)
 
     def follow_times(self, moves: Sequence[Move], times: int, step: int) -> None:
-        """Write these events `times` times.
-
-        Once a repetition begins and ends with the same live blocks, further copies only shift numbers.
+        """Append these relative events `times` times to the trace. Once a repetition begins and ends with the
+        same live blocks, further copies only shift numbers.
         """
         first, written = len(self._blocks), 0
         while written < times:
@@ -460,8 +461,8 @@ class _SteadyStep:
         self._after: tuple[int, ...] = ()
 
     def follow(self, move: Move, events: int, *, ordered: bool = True) -> None:
-        """Add an event after `events` allocations and frees. Kernels are indexed by stream if `ordered`, for
-        later waits.
+        """Add an event to the record of the last step, after `events` allocations and frees. Kernels are
+        indexed by stream if `ordered`, for later waits.
         """
         if type(move) is Kernel:
             self.kernels.append(move._replace(after=self._after) if self._after else move)

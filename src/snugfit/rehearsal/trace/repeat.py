@@ -1,4 +1,4 @@
-"""Repetition of the steps and micro-batches of a short recording.
+"""Repetition of the steps and micro-batches of a short recorded run, to obtain the trace of a long one.
 
 Every relative trace is checked for equal live blocks, by size, operator, module and phase. The run is
 simulated in full if they differ, or if the code may contain a counter of its own.
@@ -31,7 +31,7 @@ RECORDED_MICRO_BATCHES = 3
 
 
 class ShortRun(NamedTuple):
-    """Numbers of steps and micro-batches of a run that is recorded instead of a longer one."""
+    """Numbers of steps and micro-batches of a short run that is recorded instead of a long one."""
 
     job: Job
     setup: Setup
@@ -43,7 +43,7 @@ class ShortRun(NamedTuple):
 
 
 def whole_run(job: Job, setup: Setup, steps: int) -> ShortRun:
-    """Return the run of all micro-batches of so many steps."""
+    """Return the numbers for recording a run in full: all steps with all micro-batches."""
     return ShortRun(job, setup, steps, setup.micro_batches)
 
 
@@ -77,7 +77,7 @@ def short_run(
 
 
 class Piece(NamedTuple):
-    """Consecutive events of a run, and the number of their repetitions."""
+    """Consecutive events of a run, such as one micro-batch's, and the number of their repetitions."""
 
     moves: Sequence[Move]
     times: int = 1
@@ -213,8 +213,7 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
 
 
 def _fill_skipped(moves: Sequence[Move], starts: Sequence[int]) -> Sequence[Piece] | None:
-    """Return a step's moves with each skipped micro-batch replaced by the last one before them.
-
+    """Return a step's events with each skipped micro-batch replaced by a copy of the last one before them.
     Return None if these micro-batches are not periodic.
     """
     phases = [move.phase if isinstance(move := moves[at], PhaseStart) else "" for at in starts]

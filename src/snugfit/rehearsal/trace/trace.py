@@ -261,7 +261,7 @@ class Kernel(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The kernels and the host's waits in a part of a step."""
+    """The kernels of a part of a step, such as its update, and the host's waits among them."""
 
     kernels: tuple[Kernel, ...] = ()
     waits: tuple[int, ...] = ()
