@@ -37,7 +37,7 @@ OnLoaded = Callable[[LoadedWeights], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Construction:
-    """Builds transformers' model. A feature may replace it, for example to quantize weights."""
+    """Builder of a job's transformers model. A feature may replace it, for example to quantize weights."""
 
     dtype: str
     """The dtype of weights, by torch's name."""
@@ -209,8 +209,7 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
 
 
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a weight. The values of a weight that DeepSpeed's `zero.Init` has partitioned are
-    fetched."""
+    """Return a copy of a weight. If DeepSpeed's `zero.Init` has partitioned it, fetch its values first."""
     if not hasattr(weight, "ds_id"):
         return weight.detach().clone()
     import deepspeed
@@ -269,7 +268,7 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
 
 
 def _is_from(package: str, error: Exception) -> bool:
-    """Return True if snugfit's own code raised the error, rather than a library that it calls."""
+    """Return True if snugfit's own code raised the error, and not a library that it calls."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # The last frame is the one that raised.
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(f"{package}.")

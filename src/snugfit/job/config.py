@@ -190,8 +190,8 @@ def _tag_infinite(value: Any) -> Any:
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each fault of a model's config or nested config, the most
-    dangerous first.
+    """Yield an error message for each fault of a model's config.json or nested config, the most dangerous
+    first.
     """
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
@@ -237,8 +237,9 @@ def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Iterator[str]:
-    """Yield an error message unless `value` is absent (null), a whole number in [lowest, limit], or a list of
-    such."""
+    """Yield an error message unless a size in the config is absent (null), a whole number in [lowest, limit],
+    or a list of these.
+    """
     for number in value if isinstance(value, list) else (value,):
         if number is None:
             continue
@@ -249,7 +250,9 @@ def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Itera
 
 
 def _no_base(key: str, value: Any) -> Iterator[str]:
-    """Yield an error message unless `value` is absent (null), a number above 0, or a list of such."""
+    """Yield an error message unless a value in the config is absent (null), a number above 0, or a list of
+    these.
+    """
     for number in value if isinstance(value, list) else (value,):
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if number is not None and not (is_number and number > 0):

@@ -185,7 +185,9 @@ def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
 
 
 def choice_of(text: str) -> str:
-    """Return a sentence that names the GPU chosen for an ambiguous name; empty for a name of one GPU."""
+    """Return a sentence on the GPU that was chosen for an ambiguous name such as `h100`; empty for a clear
+    name.
+    """
     candidates = find_gpus(text)
     if len(candidates) == 1:
         return ""
@@ -243,7 +245,7 @@ def _matches(text: str) -> list[Gpu]:
 
 
 def _prefer_sxm(gpus: list[Gpu]) -> list[Gpu]:
-    """Return the GPUs without the other form factors of one that comes as SXM."""
+    """Return the GPUs without PCIe and other variants of a model that also comes as SXM module."""
     if len({(gpu.model, gpu.marketed_gb) for gpu in gpus}) == 1:
         return [gpu for gpu in gpus if gpu.form == PREFERRED_FORM] or gpus
     return gpus

@@ -1,7 +1,6 @@
-"""Tasks and inputs of models that are no tokens, from features.
-
-A feature's module `tasks.py` has an `AddedTask` for each, which is read before there are jobs. Its module
-`inputs.py` has one `ModelInputs` for each kind. A batch of tokens is the core's own (`batch.py`).
+"""Tasks and model inputs other than tokens, such as pictures and sound, which features add. A feature's
+module `tasks.py` has an `AddedTask` for each, which is read before there are jobs. Its module `inputs.py` has
+one `ModelInputs` for each kind. A batch of tokens is the core's own (`batch.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class ModelInputs:
     """True if the labels are tokens of a target, which has a length of its own."""
 
     def serves(self, task: str, architecture: str) -> bool:
-        """Return whether a model of this architecture takes these inputs in this task."""
+        """Return True if a model of this architecture takes these inputs in this task."""
         return task == self.task
 
     def complete(self, config: Any) -> None:
@@ -59,24 +58,26 @@ def added_tasks() -> tuple[AddedTask, ...]:
 
 @functools.cache
 def model_inputs() -> tuple[ModelInputs, ...]:
-    """Return the kinds of non-token inputs, such as pictures, that features add."""
+    """Return the handlers of non-token inputs, such as pictures, that features add."""
     return tuple(feature_objects("inputs", ModelInputs))
 
 
 def has_sequence(task: str) -> bool:
-    """Return whether the length of the task's batches is the job's sequence length. Other lengths follow from
-    the model's config or a user's example."""
+    """Return True if the task's batches are token sequences of the job's length. Other lengths follow from
+    the model's config or a user's example.
+    """
     return task != "custom" and not _kinds_with(task)
 
 
 def has_target(task: str) -> bool:
-    """Return whether the labels of the task are sequences with their own length, as of an encoder-decoder
-    model."""
+    """Return True if the task's labels are sequences with their own length, as for an encoder-decoder
+    model.
+    """
     return task == "seq2seq-lm" or any(one.has_target for one in _kinds_with(task))
 
 
 def has_classes(task: str) -> bool:
-    """Return whether the labels of the task are classes."""
+    """Return True if the task's labels are classes, as for classification."""
     texts = task in ("sequence-classification", "token-classification")
     return texts or any(one.has_classes for one in _kinds_with(task))
 
@@ -86,7 +87,7 @@ def _kinds_with(task: str) -> list[ModelInputs]:
 
 
 def inputs_of(task: str, architecture: str) -> ModelInputs | None:
-    """Return the kind of non-token inputs that a model takes in this task; None if they are tokens or a
-    user's own.
+    """Return the handler of a model's non-token inputs, such as pictures, in this task; None for tokens or a
+    user's own module.
     """
     return next((one for one in model_inputs() if one.serves(task, architecture)), None)

@@ -260,9 +260,8 @@ class Job:
         return _config_to_read(self.model, self.task, self.labels)
 
     def stated_dropout(self, of: str = "") -> str:
-        """Return the dropout that the config names, for the model or for its parts whose names contain `of`.
-
-        The result is empty where the model has no dropout, or no config.
+        """Return the dropout that the model's config names, in words, for all parts or for those with `of` in
+        their names. The result is empty where the model has no dropout, or no config.
         """
         return "" if self.model.module is not None else dropout_among(vars(self.config_to_read()), of)
 

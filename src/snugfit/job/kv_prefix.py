@@ -41,7 +41,7 @@ def prompt_kind(module: torch.nn.Module) -> str:
 
 
 def _prefix_kind(module: torch.nn.Module) -> str:
-    """Return peft's name of the prefix adapters (`KINDS`) in the module or inside of it; empty for none."""
+    """Return peft's name of the prefix-tuning adapters in a module or inside of it; empty for none."""
     configs = list(_configs(module))
     return next((kind for kind in KINDS if any(config.peft_type == kind for config in configs)), "")
 

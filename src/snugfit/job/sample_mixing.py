@@ -45,8 +45,8 @@ architecture."""
 
 
 class Mixing(NamedTuple):
-    """Evidence that the samples of a batch depend on each other, as by batch norm. Both fields are empty
-    where they do not.
+    """Evidence that a sample's loss depends on other samples of the batch, as by batch norm. Both fields are
+    empty where it does not.
     """
 
     reason: str = ""
@@ -77,10 +77,9 @@ def mixing_of(job: Job) -> Mixing:
 
 
 def _of_architecture(job: Job) -> str:
-    """Return a reason why layers of transformers' own model mix samples, or an empty string.
-
-    The model is built only if its file has a batch norm, or if it has other models inside. Nothing is
-    imported if the text of its files rules out both.
+    """Return a reason why transformers' model makes samples depend on each other, such as batch norm; empty
+    if it does not. The model is built only if its file has a batch norm, or if it has other models inside.
+    Nothing is imported if the text of its files rules out both.
     """
     key = (job.model.facts, job.task, job.labels)
     if key not in _OF_FACTS:

@@ -253,11 +253,9 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
 
 
 def freeze_as(built: nn.Module, loaded: nn.Module) -> None:
-    """Freeze the loaded parameters that are frozen in a newly built model (the sine positions of Whisper's
-    encoder).
-
-    transformers makes all loaded parameters trainable. A resumed run would otherwise train parameters that
-    were frozen before, and more of them than were predicted.
+    """Freeze the loaded parameters that a newly built model has frozen, such as the sine positions of
+    Whisper's encoder. transformers makes all loaded parameters trainable. A resumed run would otherwise train
+    parameters that were frozen before, and more of them than were predicted.
     """
     fixed = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
     for name, parameter in loaded.named_parameters():

@@ -1,12 +1,12 @@
-"""The applier: pass each wish of a `Setup` to its handler, in the order of installing, for every front-end.
+"""Applies each field of a `Setup` through its handler, in a fixed order, for every training loop.
 
 A front-end passes its name and its objects: a job and a device, a live model, an optimizer's groups,
-arguments. The handler of a wish changes these objects (`wishes/`). A feature adds its fields of `Setup` and
+arguments. The handler of a field changes these objects (`wishes/`). A feature adds its fields of `Setup` and
 their handlers (`techniques/feature.py`).
 
-- `plain`: the plain loop: our own training, rehearsals, measurements
-- `accelerate`: the guide's loop on accelerate, rehearsed and measured
-- `trainer`: transformers' Trainer, rehearsed and measured
+- `plain`: the plain loop: our own training, simulations, measurements
+- `accelerate`: the guide's loop on accelerate, simulated and measured
+- `trainer`: transformers' Trainer, simulated and measured
 - `fit`: `snugfit.fit`: a user's live Trainer
 - `custom_loop`: `snugfit.accelerate`: a user's live model, optimizer and loader
 - `script`: an export
@@ -115,8 +115,8 @@ def refuse_unsupported(front_end: str, setup: Setup) -> None:
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """Return a field of the training settings (`Setup`) in words: its value if that is text or a number, else
-    its slot.
+    """Return a field of the settings in words for a message: its value if that is text or a number, else its
+    slot.
     """
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
@@ -158,8 +158,9 @@ def is_adapted(setup: Setup) -> bool:
 
 
 def built_on(setup: Setup, job: Job) -> Collection[str]:
-    """Return the places where the model is built instead of on its device: `host`, or `stays`
-    (`Handler.built_on`)."""
+    """Return `host` or `stays` for each field of the settings that needs the model built elsewhere than on
+    its device (`Handler.built_on`).
+    """
     return {handler.built_on(value, job) for handler, value in _used(setup)} - {""}
 
 
@@ -360,8 +361,8 @@ def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) ->
 
 
 def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
-    """Raise `RecipeError` that lists reasons against a recipe, if there are any; `what` begins
-    the message.
+    """Raise `RecipeError` that lists these reasons against a recipe, if there are any; `what` begins the
+    message.
     """
     lines = list(reasons)
     if lines:

@@ -45,8 +45,8 @@ def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
 
 
 class _StandIn(UserDict[str, Any]):
-    """A substitute for a sample: the first sample, whose real values it can compute. Not a `dict`, since a
-    Trainer would copy it to a plain one.
+    """Lazy copy of the first sample of a synthetic dataset, in place of another sample, whose real values it
+    can compute. Not a `dict`, since a Trainer would copy it to a plain one.
     """
 
     def __init__(self, first: Batch, real: Callable[[], Mapping[str, Any]]) -> None:
@@ -73,7 +73,7 @@ class _OneSample(SyntheticDataset):
 
 
 class _StandIns(Sequence[Any]):
-    """A batch's samples as a lazy sequence, by their indices in a dataset."""
+    """The samples of one batch as a lazy sequence, given by their indices in a dataset."""
 
     def __init__(self, of: _OneSample, indices: Sequence[int]) -> None:
         self._of, self._indices = of, indices

@@ -118,7 +118,9 @@ def _are_alike(layers: Sequence[torch.nn.Module]) -> bool:
 
 
 def _of_transformers(module: str, name: str) -> Any:
-    """Return a class of transformers for `isinstance`; an empty tuple if its module is not imported."""
+    """Return a class of transformers for `isinstance` checks; an empty tuple if its module is not
+    imported.
+    """
     return getattr(sys.modules.get(f"transformers.{module}"), name, ())
 
 
@@ -217,8 +219,9 @@ def _checkpoint_spans(model: torch.nn.Module, chosen: Sequence[Sequence[torch.nn
 
 
 def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's forward pass, so that an exception between the layers of a span becomes the span's
-    refusal. Such a model expects more of its layers than one tensor."""
+    """Wrap a model's forward pass, so that an exception between the layers of a span becomes an error about
+    checkpointing them together. Such a model expects more of its layers than one tensor.
+    """
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:

@@ -20,11 +20,11 @@ class TensorParts:
     """Operations on weights and gradients, for a process that has each of them whole."""
 
     def is_part(self, tensor: torch.Tensor) -> bool:
-        """Return True if other processes have further parts of the tensor."""
+        """Return True if the tensor is a shard, of which other processes have the rest."""
         return False
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this process's shard of a tensor."""
+        """Return this process's shard of a tensor; an unsharded tensor itself."""
         return tensor
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,9 @@ class TensorParts:
         return tensor
 
     def groups(self, tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return the tensors in groups that torch's operators on lists take."""
+        """Return the tensors in groups that can be passed together to torch's operators on lists
+        (`torch._foreach_norm`).
+        """
         return [list(tensors)]
 
     def total_norm(self, tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""The host's memory beside a device: page-locked slabs, and the observer of copies in a simulation."""
+"""Page-locked host memory for copies of a device's tensors, and the observer of these copies in a
+simulation.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def memory_cause(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception, then its causes, grouped or wrapped ones too, outermost first."""
+    """Yield an exception, then its causes, also those in exception groups, the outermost first."""
     waiting, visited = [error], set[int]()
     while waiting:
         link = waiting.pop(0)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class OwnForward:
-    """A forward method of one module: it calls `function` with the module before all other arguments. A copy
-    of the module gets its own."""
+    """Replacement for a module's forward method that keeps no strong reference to the module. It calls
+    `function` with the module before all other arguments. A copy of the module gets its own.
+    """
 
     def __init__(self, function: Callable[..., Any], module: torch.nn.Module) -> None:
         self._function, self._module = function, weakref.ref(module)

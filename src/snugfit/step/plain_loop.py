@@ -187,7 +187,7 @@ class PlainStep(OptimizerLoop):
         return self.run_passes(built, pieces, weights)
 
     def needs_norm(self) -> bool:
-        """Return whether the next step needs the gradients' norm before its first update."""
+        """Return True if the next step needs the gradients' norm before its first update."""
         return bool(self.job.clip)
 
     def reads_gradients(self) -> bool:

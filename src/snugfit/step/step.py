@@ -1,7 +1,8 @@
-"""The Step: the real model class, the real optimizer and the real loop body, ready to run.
+"""The Step: an object with the real model class, optimizer and loop body, which runs training steps on any
+device.
 
-One Step is rehearsed (on tensors with shapes and no data), performed (on a device, measured) or trained. It
-is the same object each time: only its device and its observer differ. Each loop has a name:
+One Step is simulated (on tensors with shapes and no data), measured on a device, or trained. It is the same
+object each time: only its device and its observer differ. Each loop has a name:
 
 - `plain`: the loop every figure of ours refers to (`plain_loop.py`);
 - `accelerate`: the guide's hand-written loop on the installed accelerate (`accelerate_loop.py`);
@@ -46,7 +47,9 @@ class Observer:
         """Receive the start of a phase, one of `PHASES` or a feature's, to which all later work belongs."""
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
-        """Set the kind of this tensor's bytes, and their module if one is given."""
+        """Label this tensor's bytes (weight, gradient, optimizer state, ...), with their module if one is
+        given.
+        """
 
     def state(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Set the value of a tensor that a simulation cannot compute, from a CPU tensor of its shape."""

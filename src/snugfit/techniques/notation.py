@@ -192,7 +192,9 @@ def _refuse_unbalanced(text: str) -> None:
 
 
 def _around(text: str, position: int) -> tuple[int, int]:
-    """Return start and end of the technique in a recipe's text at `position`, which an error then marks."""
+    """Return start and end of the technique's word at `position` in a recipe's text, for marking it in an
+    error.
+    """
     rest = re.match(r"\s*[^\s+]*", text[position:])
     length = len(rest[0]) if rest else 0
     blank = len(text[position : position + length]) - len(text[position : position + length].lstrip())

@@ -193,8 +193,7 @@ def _where(technique: type[Technique]) -> str:
 
 
 def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
-    """Check a technique's name, slot, defaults and other class variables, but not the sentences of its
-    settings."""
+    """Raise `RosterError` if a technique's name, slot, defaults or other class variables break a rule."""
     where = _where(technique)
     if slot not in list(Slot):
         raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
@@ -277,8 +276,8 @@ def foreign_names() -> ForeignNames:
 
 
 def advice(word: str) -> str | None:
-    """Return advice on another library's name `word` in a recipe, as a clause of an error; None for an
-    unknown name.
+    """Return advice for another library's name in a recipe, such as `gradient_checkpointing`, as a clause;
+    None for an unknown name.
     """
     names = foreign_names()
     # Reasons against a technique come before advice for a similar one.

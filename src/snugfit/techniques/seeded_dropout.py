@@ -1,5 +1,4 @@
-"""Detection of seeded dropout: kernels of features that draw it from their own seeds, and not from torch's
-generators."""
+"""Detection of dropout kernels that draw from their own seeds, and not from torch's generators."""
 
 from __future__ import annotations
 
@@ -12,21 +11,23 @@ from snugfit.techniques.wish import used_wishes, wishes
 
 
 def seeds_dropout(setup: Setup) -> bool:
-    """Return whether dropout outside of attention has its own seeds, so that a recomputed layer drops the
-    same elements."""
+    """Return True if dropout outside of attention has its own seeds, so that a recomputed layer drops the
+    same elements.
+    """
     return any(wish.seeded_models for wish in used_wishes(setup))
 
 
 def draws_once(setup: Setup) -> bool:
-    """Return True if these settings' step cannot draw its random numbers a second time, for recomputed
-    layers.
+    """Return True if a step with these settings cannot draw random numbers again when layers are recomputed,
+    as in a CUDA graph.
     """
     return any(wish.draws_once for wish in used_wishes(setup))
 
 
 def may_be_seeded(model_type: object) -> bool:
-    """Return whether some feature can record steps that draw once, and another can seed all dropout of this
-    model type."""
+    """Return True if installed features can record a step as CUDA graphs and seed all dropout of this model
+    type.
+    """
     seeded = any(model_type in wish.seeded_models for wish in wishes())
     # Seeds help only with a step that draws once: elsewhere, checkpointing restores the generators.
     return seeded and any(wish.draws_once for wish in wishes())

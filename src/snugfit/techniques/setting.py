@@ -130,7 +130,9 @@ def describe(annotation: Any) -> str:
 
 
 def _is_element(value: Any, kind: Any) -> bool:
-    """Return True for a value of this kind that may be one of several joined by `|`."""
+    """Return True for a text that may be one of several values joined by `|`, such as `q_proj` in
+    `q_proj|v_proj`.
+    """
     if kind is int:
         return type(value) is int
     if not isinstance(value, str):
@@ -150,8 +152,9 @@ def _fault_of_pattern(text: str) -> str:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union type, (int, NoneType) for `int | None`; of another type the type
-    itself."""
+    """Return the members of a union type: (int, NoneType) for `int | None`. For another type return the type
+    itself.
+    """
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return typing.get_args(annotation)
     return (annotation,)

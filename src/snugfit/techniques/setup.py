@@ -198,7 +198,7 @@ class CoreSetup(JsonFields):
 
     @property
     def has_budget(self) -> bool:
-        """Return whether compiled programs save less for their backward pass than they do by default."""
+        """Return True if compiled programs save fewer activations for their backward pass than by default."""
         lowering = self.lowering
         return lowering is not None and lowering.has_budget
 
@@ -241,7 +241,7 @@ class CoreSetup(JsonFields):
 
     @property
     def saves_memory(self) -> bool:
-        """True if the passes save memory and no time."""
+        """True if the forward and backward passes save memory at a cost of time, as by recomputation."""
         return self.checkpoint is not None or self.logits is not None or self.has_budget
 
     def without_savings(self) -> Self:
@@ -249,14 +249,14 @@ class CoreSetup(JsonFields):
         return self.with_fields(checkpoint=None, logits=None)
 
     def can_follow(self, before: Self) -> bool:
-        """Return whether a live model can go on under this Setup: its layers may be recomputed, and its
+        """Return True if a live model can continue under this Setup. Its layers may be recomputed, and its
         micro-batches split, but not joined.
         """
         alike = self.with_fields(checkpoint=before.checkpoint, micro_batches=before.micro_batches)
         return alike == before and self.micro_batches >= before.micro_batches
 
     def per_piece(self, count: int) -> int:
-        """Return the share of one micro-batch in a batch's count of samples or of kernels."""
+        """Return the fraction of a batch's samples or kernels that one micro-batch has."""
         return count // self.micro_batches
 
     def in_pieces(self, count: int, job: Job) -> tuple[Job, Self]:

@@ -247,7 +247,7 @@ class Technique(ABC):
 
     @classmethod
     def uncertain(cls, job: Job) -> str:
-        """Return an open question about the technique's effect on this job; empty without one."""
+        """Return a sentence on the technique's uncertain effect on this job's results; empty without one."""
         return ""
 
     @classmethod
@@ -259,9 +259,10 @@ class Technique(ABC):
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return this technique with several settings, each with less memory and more time than the one
-        before. They are too many to search one by one, so a plan looks for the least that fits. Empty for a
-        technique that is searched by its `settings`."""
+        """Return this technique with several settings, such as numbers of recomputed layers, in the order of
+        falling memory and rising time. They are too many to search one by one, so a plan looks for the least
+        that fits. Empty for a technique that is searched by its `settings`.
+        """
         return ()
 
     def lesser(self, job: Job) -> Sequence[Self]:
@@ -277,9 +278,9 @@ class Technique(ABC):
         return ()
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """Return whether a step with this technique is never faster or smaller than the same step with
-        `other`, on GPUs of this compute capability. A plan that may choose `other` then skips this
-        technique."""
+        """Return True if a step with this technique is never faster or smaller than with `other`, on GPUs of
+        this compute capability. A plan that may choose `other` then skips this technique.
+        """
         return False
 
     @classmethod

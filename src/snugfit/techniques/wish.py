@@ -40,7 +40,9 @@ class Call:
 
 
 class Lowering(Protocol):
-    """Interface of a field of `Setup` by which a compiler's programs replace the model's code."""
+    """Interface for a field of `Setup` under which compiled programs, as of torch.compile, replace the
+    model's code.
+    """
 
     @property
     def is_one_program(self) -> bool:
@@ -85,7 +87,7 @@ class SeveralProcesses:
         return rank
 
     def counts(self, rank: int) -> float:
-        """Return the weight of this rank's loss in the sum of losses over all ranks."""
+        """Return the weight, from 0 to 1, of this rank's loss in the sum of losses over all ranks."""
         return 1.0
 
     def on(self, gpus: int) -> SeveralProcesses:
@@ -97,7 +99,7 @@ class SeveralProcesses:
 
 @dataclass(frozen=True)
 class Wish(Generic[T]):
-    """A field of the training settings (`Setup`) that a feature adds."""
+    """A field of `Setup` (the training loop's settings) that a feature adds, with its slot and default."""
 
     name: str
     """The field's name, in `Setup` and in its JSON."""

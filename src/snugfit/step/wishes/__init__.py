@@ -1,1 +1,3 @@
-"""One handler for each wish of a `Setup`: its changes to a model, a step, a process or another library."""
+"""Handlers of the fields of a `Setup`: each applies one setting to a model, a step, a process or another
+library.
+"""

@@ -1,5 +1,4 @@
-"""The base class of handlers: the methods through which a field of `Setup` changes a run, for every
-front-end.
+"""Base class of handlers, which apply one field of `Setup` (training settings) in every training loop.
 
 A wish is a field of `Setup`. Its `Handler` has all code for it: for new and live models, steps, the process,
 `TrainingArguments` and exported scripts. A handler overrides the methods that its wish needs, each of which
@@ -70,7 +69,7 @@ class LiveTraining:
         return _technique_for(self.recipe, slot)
 
     def is_plain(self, slot: Slot) -> bool:
-        """Return whether the recipe has the plain technique in this slot."""
+        """Return True if the recipe has the default technique in this slot."""
         return bool(self.recipe[slot] == roster.plain(slot))
 
 

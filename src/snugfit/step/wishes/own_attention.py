@@ -1,7 +1,6 @@
-"""Attention implementations that features add to transformers or install with a package.
-
-The module `attentions.py` of a feature has one object for each. The field `attention` of `Setup` holds its
-name.
+"""Attention implementations that features add to transformers' models, or that a package such as flash-attn
+installs. The module `attentions.py` of a feature has one object for each. The field `attention` of `Setup`
+holds its name.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from snugfit.techniques.wish import Call
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAttention:
-    """An attention of a feature, which transformers does not have, as import paths of its functions."""
+    """A feature's attention function that transformers does not have, given by import paths."""
 
     name: str
     why_no_script: str

@@ -69,8 +69,9 @@ class MicroBatches(Technique):
 
     @classmethod
     def uncertain(cls, job: Job) -> str:
-        """Return a warning that this job's loss may not be a mean over independent samples; empty if it is
-        one."""
+        """Return a warning that micro-batches may change this job's gradients. It is empty if the loss is a
+        mean over independent samples.
+        """
         unknown = mixing_of(job).unknown
         return unknown and f"it is not known whether its loss is a mean over samples: {unknown}"
 

@@ -59,5 +59,7 @@ class EveryNthLayer(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield nothing: the grades of `first_layers` free memory layer by layer, at the same cost."""
+        """Yield no settings for plans: those of `first_layers` free memory layer by layer, at the same
+        cost.
+        """
         return iter(())

@@ -42,7 +42,7 @@ class FirstLayers(Technique):
         return dropped_prefix(job)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Warn if the model has fewer than k layers: then every layer is recomputed."""
+        """Yield a warning if the model has fewer than k layers: then every layer is recomputed."""
         if (layers := job.model.layers) and self.k >= layers:
             yield (
                 f"{job.model.name} has {layers} layers, so every layer is recomputed. Give a smaller "
@@ -60,8 +60,8 @@ class FirstLayers(Technique):
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return first_layers(k) for k from 1 to L - 1, with L layers in the model; each needs less memory
-        than the one before.
+        """Return first_layers(k) for k from 1 to L - 1 in a model with L layers. Each recomputes more and
+        needs less memory than the one before.
         """
         # All layers together are `every_layer`, a technique of its own.
         return [cls(k=k) for k in range(1, job.model.layers)]

@@ -42,8 +42,9 @@ class Segments(Technique):
         return CheckpointWish(layers_per_span=0, spans=self.k)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse prefix tuning, whose keys and values would be dropped, and models whose layers pass on more
-        than the hidden state. A segment calls its layers as one function."""
+        """Yield objections to prefix tuning, whose keys and values would be dropped. Yield them too for
+        models whose layers pass on more than the hidden state, as a segment calls its layers as one function.
+        """
         yield from dropped_prefix(job)
         # A segment's layers are called together and pass on the hidden state alone.
         if job.trains and job.model.architecture in HANDING_ON:

@@ -49,8 +49,9 @@ class Selective(Technique):
         return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Refuse prefix tuning, whose keys and values would be dropped, and unfused attention, whose result
-        cannot be kept."""
+        """Yield objections to prefix tuning, whose keys and values would be dropped, and to unfused
+        attention, whose result cannot be kept.
+        """
         yield from dropped_prefix(job)
         if self.what == "attention" and recipe[Slot.ATTENTION].value == "eager":
             yield (
@@ -59,7 +60,9 @@ class Selective(Technique):
             )
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Warn that attention with dropout is computed again, unless a recorded step has seeded dropout."""
+        """Yield a warning that attention with dropout is computed again, unless a recorded step has seeded
+        dropout.
+        """
         if why := self.planned_without(job, recipe):
             yield f"{why}."
 

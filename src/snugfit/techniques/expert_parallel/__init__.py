@@ -1,1 +1,3 @@
-"""The slot `expert_parallel`: whether GPUs share the experts of each layer. One technique a file."""
+"""The slot `expert_parallel`: the experts of each layer are all on one GPU, or divided over several. One
+technique a file.
+"""

@@ -26,7 +26,7 @@ class AsLoaded(PlainTechnique):
     counterparts: ClassVar = (Counterpart(arguments={"bf16": False, "fp16": False}),)
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Warn on a GPU before Ampere, which emulates bfloat16."""
+        """Yield a warning for bfloat16 on a GPU before Ampere, which emulates it."""
         if job.dtype == "bfloat16" and compute_capability and compute_capability < (8, 0):
             yield (
                 "the weights are loaded in bfloat16, which this GPU emulates slowly. It supports float16 "

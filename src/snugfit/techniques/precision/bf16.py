@@ -34,6 +34,6 @@ class Bf16(Technique):
         return setup.with_precision(products="bfloat16")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Warn on a GPU before Ampere, which emulates bfloat16."""
+        """Yield a warning for a GPU before Ampere, which emulates bfloat16."""
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU does not support bfloat16 and emulates it slowly. Try 'fp16', which it supports."

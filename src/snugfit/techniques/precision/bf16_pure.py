@@ -42,6 +42,6 @@ class Bf16Pure(Technique):
         return ""
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Warn on a GPU before Ampere, which emulates bfloat16."""
+        """Yield a warning for a GPU before Ampere, which emulates bfloat16."""
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU does not support bfloat16 and emulates it slowly. Try 'fp16'."

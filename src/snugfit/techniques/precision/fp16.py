@@ -38,7 +38,9 @@ class Fp16(Technique):
         return setup.with_precision(products="float16", is_scaled=True)
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """Return True if `other` is `bf16` on GPUs that compute it at float16's rate, without a scaler."""
+        """Return True if `other` is `bf16` and the GPU computes it at float16's rate: it needs no gradient
+        scaler.
+        """
         # From Ampere on, both have the same rate, and bfloat16 needs no scaler.
         return other.name == "bf16" and compute_capability is not None and compute_capability >= (8, 0)
 

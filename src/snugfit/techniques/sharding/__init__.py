@@ -1,1 +1,3 @@
-"""Who keeps weights, gradients and optimizer states: the GPU, or DeepSpeed on the host as well."""
+"""The slot `sharding`: weights, gradients and optimizer states on the GPU alone, or by DeepSpeed on the host
+or other GPUs.
+"""

@@ -1,1 +1,3 @@
-"""The slot `tensor_parallel`: whether GPUs share the matrices of each layer. One technique a file."""
+"""The slot `tensor_parallel`: the matrices of each layer are whole on one GPU, or sharded over several. One
+technique a file.
+"""
