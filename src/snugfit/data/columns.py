@@ -1,4 +1,4 @@
-"""The assignment of columns to the roles of a task, by common names or by the names that the user gives.
+"""Assignment of a dataset's columns to the inputs of a task (text, label, ...), by common or given names.
 
 A task takes its input in one of several forms. A classifier takes a text, two texts, or token ids. A form
 matches if all of its columns exist under names that belong together. `question` with `sentence` is a pair

@@ -60,8 +60,7 @@ def class_numbers(
 
 
 def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[str, ...]:
-    """Return the names of the classes in order, from `given` or the dataset's `own`.
-
+    """Return the names of the classes in the order of their numbers, from `given` or the dataset's `own`.
     Raises `UsageError` if the two disagree: the dataset's numbers would mean other classes.
     """
     # A training split with numbers alone has these as names, which contradict no order.
@@ -119,7 +118,7 @@ def _number_or_name(value: Any, where: Where, index: int) -> int | str:
 
 
 def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels: int) -> tuple[str, ...]:
-    """Return the names of the classes in order; empty if all labels are numbers."""
+    """Return the class names among the labels in alphabetical order; empty if all labels are numbers."""
     # Reversed, so that the first index of each kind remains.
     kinds = {type(value): index for index, value in reversed(list(enumerate(known)))}
     if len(kinds) > 1:

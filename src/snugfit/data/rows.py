@@ -203,7 +203,7 @@ class JoinedRows(Rows):
         return self._ends[-1]
 
     def _at(self, index: int) -> tuple[Rows, int]:
-        """Return the file that has this row, and the row's index in that file."""
+        """Return the file that contains the row of this index, and the row's index in that file."""
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 

@@ -148,7 +148,9 @@ def samples_of(
 
 @dataclass(frozen=True, kw_only=True)
 class _RowLabels:
-    """Labels as the rows have them, not yet numbers: one per sequence, or one per word."""
+    """Labels as the dataset has them, before their conversion to class numbers: one per sequence, or one per
+    word.
+    """
 
     values: list[Any]
     rows: array[int]
@@ -307,14 +309,15 @@ class Masking:
         )
 
     def may_be_predicted(self, ids: np.ndarray) -> np.ndarray:
-        """Return True for each token that is not special, in the shape of `ids`."""
+        """Return True for each token of `ids` that masking may select: all but special tokens."""
         ordinary: np.ndarray = self._ordinary[ids]
         return ordinary
 
     @cached_property
     def _ordinary(self) -> np.ndarray:
-        """Return True for every token of the vocabulary that is not special, (vocabulary). A table, because
-        `np.isin` sorts at each call."""
+        """Return a table (vocabulary) with True for every token that is not special. A table, because
+        `np.isin` sorts at each call.
+        """
         import numpy as np
 
         # Ids of a tokenizer's special tokens may lie beyond the embedding.

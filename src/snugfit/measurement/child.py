@@ -191,7 +191,7 @@ def _import_code_of(job: Job, setup: Setup) -> None:
 
 
 class _Context(NamedTuple):
-    """The CUDA context of this process, with its size, and its process group."""
+    """The CUDA context of the measured process, with its bytes, and its process group."""
 
     growth_bytes: int | None
     """Growth of the device's used bytes; None on a CPU, and where NVML does not answer."""
@@ -325,7 +325,7 @@ _BEFORE: dict[str, int] = {}
 
 
 def keep_peaks() -> None:
-    """Patch torch's reset of the peaks so that the values before each reset are stored."""
+    """Patch `torch.cuda.reset_peak_memory_stats` so that the peaks before each reset are stored."""
     import torch
 
     set_back = torch.cuda.reset_peak_memory_stats
@@ -340,7 +340,7 @@ def keep_peaks() -> None:
 
 
 def with_kept(stats: Mapping[str, int]) -> dict[str, int]:
-    """Return the allocator's counters with the peaks of the whole run, including those before resets."""
+    """Return the allocator's statistics with the peaks of the whole run, including those before resets."""
     return {**stats, **{name: max(peak, stats.get(name, 0)) for name, peak in _BEFORE.items()}}
 
 

@@ -98,7 +98,7 @@ def first_reason(
 
 
 def before(card: Card, *, patience: float) -> GpuBaseline:
-    """Wait until no other process uses the GPU, and return its memory and processes. After `patience`
+    """Wait until no other process uses the GPU, and return its used memory and processes. After `patience`
     seconds, return them with the reason why the GPU is not clean.
     """
     return _wait_while_used(partial(_read_baseline, card), lambda baseline: baseline.reason, patience)
@@ -211,8 +211,9 @@ def _compute_processes(card: Card) -> list[GpuProcess]:
 
 
 def _list(processes: list[GpuProcess]) -> str:
-    """Return the processes as text, at most four with their numbers: `process 17 (512 MiB), this process
-    (23)`."""
+    """Return processes as text for a message, at most four with their numbers: `process 17 (512 MiB), this
+    process (23)`.
+    """
     shown = []
     for process in processes:
         name = f"this process ({process.pid})" if process.pid == os.getpid() else f"process {process.pid}"

@@ -138,7 +138,9 @@ def crowding(first: HostLoad | None, last: HostLoad | None, cores: int) -> str |
 
 
 def _number(pattern: str, path: Path) -> int | None:
-    """Return the number that the pattern matches in a file of the system; None without a match."""
+    """Return the number that a pattern matches in a system file such as `/proc/vmstat`; None without a
+    match.
+    """
     match = re.search(pattern, _read(path), re.MULTILINE)
     return int(match[1]) if match else None
 

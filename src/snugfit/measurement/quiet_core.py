@@ -77,7 +77,7 @@ class QuietCore:
             self.disturbed_samples += self._time_loop() > DISTURBED_RATIO * self._best
 
     def rebalance(self) -> None:
-        """Check the core if a check is due, and move away from a disturbed one."""
+        """Time the CPU core if a check is due, and move the thread away from a disturbed one."""
         if time.perf_counter() < self._next_check or len(self._candidates) < 2:
             return
         seconds = self._time_core()

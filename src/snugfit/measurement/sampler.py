@@ -36,7 +36,7 @@ lost."""
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """The processes with a context on the GPU at one moment."""
+    """The processes with a CUDA context on the GPU at one moment, and their bytes."""
 
     used_bytes: int
     """Bytes in use on the device by all of them."""
@@ -109,7 +109,7 @@ class Sampler:
         return max(rises, default=None)
 
     def count(self) -> None:
-        """Take one census; no effect where the driver hides the processes."""
+        """Record the processes on the GPU once; no effect where the driver hides them."""
         try:
             processes = self._card.compute_processes()
             used = self._card.memory().used_bytes

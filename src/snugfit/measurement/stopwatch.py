@@ -143,7 +143,9 @@ class Stopwatch(Observer):
         )
 
     def _between(self, marks: Sequence[Any]) -> list[float]:
-        """Return the seconds from each mark to the next."""
+        """Return the seconds from each time mark to the next: differences of CUDA events, or of the CPU's
+        clock.
+        """
         pairs = pairwise(marks)
         if self._device.type != "cuda":
             return [end - begin for begin, end in pairs]

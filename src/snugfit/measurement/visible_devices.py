@@ -61,7 +61,9 @@ def visible_cards(nvml: Nvml, environment: Mapping[str, str]) -> list[Card]:
 
 
 def _numbers(value: str, count: int) -> list[int]:
-    """Return the indices of the list, up to the first without a GPU; empty after a repeated index."""
+    """Return the GPU indices in CUDA_VISIBLE_DEVICES, up to the first without a GPU; empty after a repeated
+    index.
+    """
     numbers: list[int] = []
     for entry in value.split(","):
         # As in CUDA, only the beginning of an entry must be a number.
@@ -75,7 +77,9 @@ def _numbers(value: str, count: int) -> list[int]:
 
 
 def _by_uuid(nvml: Nvml, entries: list[str]) -> list[Card]:
-    """Return the cards of a list of UUIDs, up to the first without a card; empty after a repeated one."""
+    """Return the cards of the UUIDs in CUDA_VISIBLE_DEVICES, up to the first without a card; empty after a
+    repeated one.
+    """
     every_card = nvml.cards()
     cards: list[Card] = []
     for entry in entries:

@@ -177,14 +177,14 @@ class Stops:
 
     @property
     def flags(self) -> list[float]:
-        """The signals and requests that this process has received, as numbers to be summed over processes.
+        """The signals and requests that this process has received, as numbers that are summed over processes.
         Reading it consumes a checkpoint request.
         """
         own = self._own.stopping
         return [float(number == own) for number in _SIGNALS] + [float(self._own.wants_checkpoint())]
 
     def hear(self, summed: Sequence[float]) -> None:
-        """Store the signals of all processes, given the sums of the processes' flags."""
+        """Set the signals on which all processes act, from the sums of the processes' flags."""
         *signals, wants = summed
         # Processes may have received different signals; all take the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)

@@ -31,7 +31,9 @@ again."""
 
 @dataclass(frozen=True, kw_only=True)
 class Unplanned:
-    """The result of a recovery without a plan: the recipe to continue with, if any, and the reason."""
+    """Result of looking for a recipe with less memory without a plan: the recipe to continue with, if any,
+    and the reason.
+    """
 
     recipe: Recipe | None
     why: str
@@ -84,7 +86,9 @@ class Exhausted:
 
 
 def short_of_memory() -> Exhausted:
-    """Return a record of exhausted memory for steps that are slow because the allocator retries."""
+    """Return an `Exhausted` record for steps that are slow because the allocator frees its cache and
+    retries.
+    """
     return Exhausted(cause=THRASHING, phase=STEP_BOUNDARY, message=f"{RETRIES_IN_A_ROW} steps in a row")
 
 

@@ -115,7 +115,9 @@ class StepLogger:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def note(self, *, step: int, seconds: float, samples: int, tokens: int, **fields: Any) -> None:
-        """Store the figures of a finished step (numbered from 1), until `write` adds the gradients' norm."""
+        """Store loss, seconds and other values of a finished step (numbered from 1), until `write` adds the
+        gradients' norm.
+        """
         # The prediction is computed while the run trains, and no step waits for it.
         if self._awaited is not None and self._awaited.done():
             self._log_prediction(self._awaited.result())

@@ -207,7 +207,9 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
 
 
 def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | None:
-    """Return the first of the ranks' reasons, with the rank's GPU if there are several; None without any."""
+    """Return the first reason of any rank why a GPU was shared, with the rank's GPU if there are several.
+    Return None without any.
+    """
     if len(runs) == 1:
         return reasons[0]
     return next((f"GPU {runs[rank].target.index}: {why}" for rank, why in enumerate(reasons) if why), None)

@@ -51,7 +51,9 @@ def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Code:
-    """Collects the user's own code that one callable runs, for a digest."""
+    """Collects the code that one callable runs, including the user's functions that it calls, for a
+    digest.
+    """
 
     def __init__(self, given: Any) -> None:
         self.values: dict[str, Any] = {}

@@ -243,7 +243,7 @@ def flatten(prefix: str, settings: Mapping[Any, Any]) -> Facts:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as JSON: a number, text, or a list of them; `_NO_FACT` for any other."""
+    """Return a value in JSON form: a number, text, or a list of them; `_NO_FACT` for any other type."""
     if getattr(value, "ndim", 1) == 0:  # a tensor or a number of numpy's
         value = value.item()
     if isinstance(value, str):

@@ -54,7 +54,7 @@ class Writable(Protocol):
 
 @runtime_checkable
 class WrittenByAll(Writable, Protocol):
-    """A snapshot of a run that several processes write, each its own files."""
+    """A snapshot of a run that several processes write into one checkpoint, each its own files."""
 
     def write_share(self) -> None:
         """Write the checkpoint's files of a process other than the first, while the first runs `write`."""
@@ -158,7 +158,7 @@ class CheckpointManager:
         self._staging.prepare(tensor_bytes(state))
 
     def save(self, step: int, take: Callable[[Staging], Writable | None], *, best: int | None = None) -> None:
-        """Take a snapshot of this boundary after the previous one is written, and start to write it.
+        """Take a snapshot of the run's state after the previous one is written, and start to write it.
 
         Nothing happens if this step has a snapshot already. The checkpoint of step `best` stays. The first of
         several processes owns the store. In another, `take` returns that process's part, or None.
@@ -235,10 +235,8 @@ class CheckpointManager:
                 snapshot.close()
 
     def _retain(self, keep: frozenset[int]) -> str:
-        """Remove the checkpoints beyond the limit. Return the reason why one could not be removed, or an
-        empty text.
-
-        A refusal does not make the save itself a failure.
+        """Remove the oldest checkpoints beyond the limit. Return the reason why one could not be removed, or
+        an empty text. A refusal does not make the save itself a failure.
         """
         try:
             self.store.retain(self._limit, keep)
@@ -322,8 +320,7 @@ class CheckpointManager:
         *,
         cure: str = "",
     ) -> None:
-        """Raise `UsageError` if a list of errors against resuming from this checkpoint is not empty.
-
+        """Raise `UsageError` if there are reasons against resuming from this checkpoint, such as another job.
         Each entry of `changed` becomes a warning: it only prevents numbers that are identical bit for bit.
         """
         if wrong:

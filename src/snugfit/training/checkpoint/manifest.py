@@ -87,9 +87,8 @@ class Checkpoint:
 
 
 def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], bool]) -> dict[str, Contents]:
-    """Sync every file in `folder` to the disk, and write the manifest last.
-
-    Raises `OSError` with the file's name if the disk refuses, and `SaveStopped` if `stop` returns True.
+    """Complete a checkpoint: sync every file in `folder` to the disk, and write the manifest last. Raises
+    `OSError` with the file's name if the disk refuses, and `SaveStopped` if `stop` returns True.
     """
     folders, names = [folder], []
     for entry in _entries(folder):
@@ -159,7 +158,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Context in which the system's errors get the name of this file."""
+    """Context that adds this file's name to system errors (`OSError`)."""
     try:
         yield
     except OSError as refusal:
@@ -191,7 +190,9 @@ def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) 
 
 
 def _plain(folder: Path, name: str) -> os.stat_result:
-    """Return the `stat` of a file. Raises `BrokenCheckpoint` unless it is a plain file in plain folders."""
+    """Return the `stat` of a checkpoint's file. Raises `BrokenCheckpoint` unless it is a regular file in
+    regular folders.
+    """
     parent = folder
     for part in name.split("/")[:-1]:
         parent /= part

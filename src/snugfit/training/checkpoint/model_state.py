@@ -224,7 +224,9 @@ def has_model_state(folder: Path) -> bool:
 
 
 def names_kept_beside(folder: Path) -> set[str]:
-    """Return the names of a model's tensors that a checkpoint has outside of the libraries' files."""
+    """Return the names of a model's tensors that a checkpoint stores outside of `model.safetensors` and
+    peft's files.
+    """
     return set(_read(folder)["kept_in"]) if has_model_state(folder) else set()
 
 
@@ -350,7 +352,9 @@ autocast.
 
 
 def _is_memory(name: str) -> bool:
-    """Return True if a module's attribute of this name may be state."""
+    """Return True if a module's attribute of this name may be state that a step changes, and so belongs into
+    a checkpoint.
+    """
     return name not in _SWITCHES and not name.startswith(_MARKS)
 
 

@@ -129,7 +129,9 @@ def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
 
 
 def _argument_of_step(owner: Any) -> str | None:
-    """Return the first required argument of the owner's `step`, or None."""
+    """Return the name of the first required argument of an optimizer's or a schedule's `step`; None without
+    one.
+    """
     try:  # of the class: schedules wrap the method of an optimizer
         parameters = list(inspect.signature(type(owner).step).parameters.values())[1:]
     except (AttributeError, TypeError, ValueError):

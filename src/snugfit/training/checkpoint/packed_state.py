@@ -101,8 +101,9 @@ class _Packer:
         return _plain(value)
 
     def _each(self, values: Sequence[Any]) -> list[Any]:
-        """Return the JSON node of each value, fast for ints: generators' states have hundreds, and training
-        waits."""
+        """Return the JSON node of each value of a list, fast for ints: generators' states have hundreds, and
+        training waits.
+        """
         return list(values) if set(map(type, values)) == {int} else [self.tree(value) for value in values]
 
 

@@ -24,11 +24,11 @@ class StateParts:
     `state` is a `TrainState`."""
 
     def is_spread(self, state: Any) -> bool:
-        """Return whether this process has only parts of the weights, layers or optimizer states."""
+        """Return True if this process has only parts of the weights, layers or optimizer states."""
         return False
 
     def lacks_layers(self, model: torch.nn.Module) -> bool:
-        """Return whether other processes have other layers of this model."""
+        """Return True if other processes have other layers of this model (pipeline stages)."""
         return False
 
     def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -36,8 +36,9 @@ class StateParts:
         return optimizer
 
     def loads_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether saved states are first read to the host, before `restore` moves them to their
-        devices."""
+        """Return True if saved states are first read to the host, before `restore` moves them to their
+        devices.
+        """
         return False
 
     def own_states(
@@ -85,7 +86,7 @@ def state_parts() -> StateParts:
 
 
 def updated_elsewhere(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return the weights whose states and updates belong to other processes."""
+    """Return the weights whose optimizer states and updates belong to other processes."""
     inside = state_parts().local_optimizer(optimizer).param_groups
     own = {id(weight) for group in inside for weight in group["params"]}
     return [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]

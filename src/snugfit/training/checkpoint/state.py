@@ -211,10 +211,9 @@ def snapshot(
 
 
 def check_packable(state: TrainState) -> None:
-    """Raise `SnugfitError` for a state that no checkpoint can contain.
-
-    It is called before the first step and after the first update, long before the first checkpoint. It also
-    records the model's initial state.
+    """Raise `SnugfitError` for a training state that no checkpoint can contain. It is called before the first
+    step and after the first update, long before the first checkpoint. It also records the model's initial
+    state.
     """
     beginning_of(state.model)
     refuse_unpackable("optimizer", state.optimizer, optimizer_state(state.optimizer), state.optimizer)
@@ -252,7 +251,7 @@ def tensor_bytes(state: TrainState) -> list[int]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return the shard of a tensor that this process has."""
+    """Return this process's local shard of a tensor, or an ordinary tensor itself."""
     held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return held
 
@@ -293,7 +292,7 @@ def _optimized_names(state: TrainState) -> list[str]:
 
 @contextlib.contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """Context for reading a checkpoint's files, in which errors name their content as foreign.
+    """Context that turns errors of reading a checkpoint into a `SnugfitError`: its content is not snugfit's.
 
     Raises `SnugfitError` for content that snugfit does not write: the checksums are right, so another program
     has made it.

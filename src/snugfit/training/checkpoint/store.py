@@ -156,7 +156,9 @@ class Store:
         return Checkpoint(folder=self._folder(step), step=step, files=files, about=about)
 
     def _show(self, draft: Path, step: int) -> None:
-        """Rename a finished draft to its final name. A checkpoint with that name is kept until then."""
+        """Rename a finished draft of a checkpoint to its final name. A checkpoint with that name is kept
+        until then.
+        """
         final, before = self._folder(step), self._hidden_name("replaced", step)
         if os.path.lexists(final):
             # No folder can be renamed to the name of a folder with files.

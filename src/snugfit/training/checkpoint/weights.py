@@ -189,7 +189,9 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def held_parts(optimizer: Any) -> Mapping[torch.Tensor, torch.Tensor]:
-    """Return the low halves of weights that the optimizer holds, by weight; empty if it holds none."""
+    """Return the low halves of split fp32 weights, which the optimizer stores, by weight; empty if it stores
+    none.
+    """
     parts: Mapping[torch.Tensor, torch.Tensor] = getattr(optimizer, "held_parts", dict)()
     return parts
 
@@ -303,7 +305,7 @@ def _load_pretrained(model: Any, folder: Path) -> None:
 
 
 def _is_rounded(saved: torch.Tensor, loaded: torch.Tensor) -> bool:
-    """Return True if `loaded` is `saved` in another dtype."""
+    """Return True if the tensor `loaded` has the values of `saved`, rounded to another dtype."""
     import torch
 
     return saved.dtype != loaded.dtype and torch.equal(saved.to(loaded.dtype), loaded.to(saved.device))

@@ -192,7 +192,9 @@ class ActiveRun:
         self._logger.write(self.step.norm)
 
     def _keeps_whole(self) -> bool:
-        """Return True if a checkpoint at this step has the whole model, even of a sharded one."""
+        """Return True if the checkpoint of this step must contain the whole model, even if its weights are
+        sharded.
+        """
         return self._is_ended or self.progress.step == self.steps
 
     def save_end(self) -> None:

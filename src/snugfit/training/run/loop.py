@@ -124,7 +124,7 @@ class PhaseTracker(Observer):
 
 
 def _nothing() -> None:
-    """Do nothing: the default of callbacks of a training step."""
+    """Do nothing: the default callback of a training step."""
 
 
 class TrainingStep(PlainStep):
@@ -283,10 +283,9 @@ class TrainingStep(PlainStep):
         return self._update(state, trained, norm)
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """Return the weights of the micro-batches' losses among the counted items of all processes.
-
-        Labels of a micro-batch without counted items are overwritten, because a mean over nothing is NaN,
-        even times 0.
+        """Return the factors of the micro-batches' losses: each one's share of the counted items of all
+        processes. Labels of a micro-batch without counted items are overwritten, because a mean over nothing
+        is NaN, even times 0.
         """
         if self._exchange is None or not self._exchange.ranks.are_many:
             return super()._weights_of(pieces)

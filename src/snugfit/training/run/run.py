@@ -296,7 +296,7 @@ def _on_another_mesh(before: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _shared_as(recipe: Recipe, other: Recipe) -> Recipe:
-    """Return the recipe with the distribution over GPUs of another recipe."""
+    """Return the recipe with another recipe's techniques for several GPUs."""
     for slot in roster.slots_of_several_gpus():
         recipe = recipe.with_(other[slot])
     return recipe

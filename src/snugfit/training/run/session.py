@@ -124,7 +124,9 @@ class Session:
             raise not_built(self._run, recipe, cause) from fault
 
     def _open_after(self, ran_out: Any, checkpoint: Checkpoint | None) -> None:
-        """Build the run in all processes under another recipe, after memory ran out in one of them."""
+        """Build model and optimizer again in all processes under another recipe, after memory ran out in one
+        of them.
+        """
         self._ran_out, ranks, before = ran_out, self._run.ranks, ran_out.recipe
         mixes = True
         while mixes:
@@ -161,7 +163,9 @@ class Session:
         return after
 
     def _cuts_alone(self) -> bool:
-        """Return True if this process alone may change its micro-batches, since no other waits for it."""
+        """Return True if this process may change its number of micro-batches, since no other process waits
+        for it.
+        """
         active = self._active
         return active.order.micro_batches > 1 and active.step.passes is None and not self._run.ranks.are_many
 
@@ -284,9 +288,7 @@ class Session:
             self._logger.write(self._active.step.norm)
 
     def _next(self, prefetcher: Prefetcher[MicroBatches | None]) -> MicroBatches | None:
-        """Return the next step's micro-batches from the loader. If loading fails, save the trained steps
-        first.
-        """
+        """Return the next step's micro-batches from the loader. If loading fails, save a checkpoint first."""
         try:
             return prefetcher.take()
         except Exception:
@@ -297,7 +299,9 @@ class Session:
             raise
 
     def _meanwhile(self, prefetcher: Prefetcher[MicroBatches | None]) -> None:
-        """During the device's backward pass, write the previous step's events and fetch the next batch."""
+        """During the device's backward pass, write the previous step to the journal and fetch the next
+        batch.
+        """
         self._logger.write(self._active.step.norm)
         prefetcher.fetch()
 
