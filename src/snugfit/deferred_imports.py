@@ -128,10 +128,9 @@ class _PutOffModule(ModuleType):
 
 
 class _AsItIs:
-    """A wrapper of a function that is excluded from compilation.
-
-    The reference to it is weak. The function refers to this object, so a strong one would make a cycle that
-    keeps its objects alive.
+    """Wrapper of a function that torch's compiler must not compile, before the compiler is imported. The
+    reference to it is weak. The function refers to this object, so a strong one would make a cycle that keeps
+    its objects alive.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -217,7 +216,9 @@ def _real(stand_in: PutOffName) -> Any:
 
 
 class _Deferral:
-    """The deferral: it replaces `__import__` of the process, and as a finder detects real imports."""
+    """Deferral of imports: it replaces `__import__` of the process, and detects real imports as an import
+    finder.
+    """
 
     def __init__(self) -> None:
         self.active = False
@@ -334,7 +335,9 @@ def defer_imports() -> None:
 
 
 def are_put_off() -> bool:
-    """Return whether imports are deferred now. A simulation during which the deferral ended is repeated."""
+    """Return True while imports of rarely used modules are deferred. A simulation during which the deferral
+    ended is repeated.
+    """
     return _DEFERRAL.active
 
 
@@ -345,7 +348,7 @@ def complete_imports() -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether this is a number, a tuple of numbers or a tensor, without symbolic sizes."""
+    """Return True if a value is a number, a tuple of numbers or a tensor, without symbolic sizes."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -101,7 +101,7 @@ NEAR_MISS = 0.75
 
 
 def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = NEAR_MISS) -> list[str]:
-    """Return the legal words most like `word`, best first; empty if none reaches `cutoff` (1 is equal)."""
+    """Return the allowed words most like `word`, best first; empty if none reaches `cutoff` (1 is equal)."""
     choices = list(legal)
     lowered = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=cutoff)
@@ -133,7 +133,7 @@ def lacks_package(name: str, error: BaseException) -> str | None:
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """Return `a, b, c and 2 more`: the first few of these names, and the number of the rest."""
+    """Return names as text, `a, b, c and 2 more`: the first few of them, and the number of the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 

@@ -133,7 +133,7 @@ def _package_at(folder: Path) -> ModuleType:
 
 
 def _digest(folder: Path) -> str:
-    """Return eight digits that differ between states of a package's source."""
+    """Return eight digits of a checksum of a package's source files."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
 
@@ -179,7 +179,9 @@ def feature_files(folder: str) -> Iterator[Traversable]:
 
 
 def feature_objects(module: str, kind: type[T], *, only: str = "") -> list[T]:
-    """Return the objects of this kind in the module of this name of each feature that has one, or of one."""
+    """Return the objects of this class that features' modules of this name define, of all features or of
+    one.
+    """
     modules = [f"{package}.{module}" for name, package in feature_packages().items() if only in ("", name)]
     return [
         value

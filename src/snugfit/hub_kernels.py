@@ -59,10 +59,8 @@ def quiet(*names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_errors(once: Hashable = None) -> Iterator[None]:
-    """Context that suppresses all logs below errors of bitsandbytes, torchao and the torch module that logs
-    for torchao.
-
-    A `once` key that was used before changes nothing, since a simulation requests the class of a model often.
+    """Context in which bitsandbytes, torchao and the torch module that logs for torchao log only errors. A
+    `once` key that was used before changes nothing, since a simulation requests the class of a model often.
     """
     if once in _IMPORTED:
         yield

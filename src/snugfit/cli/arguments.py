@@ -27,7 +27,7 @@ JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
 def option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    """Return typer's option in one panel of the help."""
+    """Return a typer option, shown in a named panel of the help."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
@@ -294,7 +294,9 @@ def feature_parameters(command: str) -> list[inspect.Parameter]:
 
 
 def job_options(command: str) -> list[str]:
-    """Return the names of the options of features that describe a job, so that no model is needed."""
+    """Return the names of features' options that describe a job themselves, so that `--model` is not
+    needed.
+    """
     declared = {
         one.name: next(iter(getattr(one.annotation, "__metadata__", ())), one.default)
         for one in feature_parameters(command)
@@ -320,6 +322,6 @@ def read_request(given: Mapping[str, Any], command: str) -> Request:
 
 
 def hand_over(flags: Mapping[str, Any], answer: object) -> None:
-    """Pass the answer of a command with these options to features."""
+    """Pass a command's answer and these options to features, which may write or draw it."""
     for take in hooks("take_answer"):
         take(flags, answer)

@@ -160,7 +160,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
 
 
 def _refuse(request: Request, asked: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for keys of a job file that plans for many GPUs do not take."""
+    """Raise `UsageError` for keys of a job file that do not apply to plans for many GPUs."""
     request.refuse_loop()
     if _fixed_recipe(request, asked) and (request.keep or request.free):
         raise UsageError(

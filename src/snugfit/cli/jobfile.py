@@ -88,10 +88,8 @@ def read_setting(text: str) -> tuple[str, Any]:
 
 @cache
 def kinds() -> dict[str, type]:
-    """Return every legal key with the type of its value.
-
-    The keys are the job's fields, further options of a command, and those of training alone. One file serves
-    predict, plan and train.
+    """Return every key that a job file may have, with the type of its value. The keys are the job's fields,
+    further options of a command, and those of training alone. One file serves predict, plan and train.
     """
     of_job = _kinds_of(Job)
     # Each setting of a phase is a key of its own.
@@ -154,7 +152,9 @@ def _may_be_none(key: str) -> bool:
 
 
 def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
-    """Return a line about an unknown key: another trainer's, a typing mistake, or neither."""
+    """Return an error line about an unknown key of a job file: another trainer's key, a typing mistake, or
+    neither.
+    """
     if not isinstance(key, str):
         return f"the key {key!r} is not text. Put it in quotes."
     if key in advice:
@@ -166,7 +166,9 @@ def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
 
 
 def _whose(document: dict[Any, Any]) -> list[str]:
-    """Return a line about a file that belongs to another library, in a list; empty for other files."""
+    """Return, in a list, a sentence on a file of another library in the place of a job file; empty for other
+    files.
+    """
     strange = {key: value for key, value in document.items() if key not in kinds()}
     return [advice for of in hooks("advice_on_file") if (advice := of(strange))]
 

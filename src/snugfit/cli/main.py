@@ -130,7 +130,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def prints_document(arguments: Sequence[str]) -> bool:
-    """Return whether this command line requests JSON."""
+    """Return True if this command line requests JSON output."""
     return bool({"--json", "--format=json"}.intersection(arguments)) or ("--format", "json") in pairwise(
         arguments
     )

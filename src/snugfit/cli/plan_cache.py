@@ -56,7 +56,7 @@ LARGEST_FOLDER = 64 << 20
 
 
 def folder() -> Path:
-    """Return the folder of all answers."""
+    """Return the cache folder in which answers of commands are stored."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification ignores a relative path.
     root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -160,8 +160,9 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
 
 
 def remember(key: str, answer: Storable) -> None:
-    """Store the answer under this key, whole or not at all, and delete old ones if the folder is too
-    large."""
+    """Store a command's answer under this key, whole or not at all, and delete old ones if the folder is too
+    large.
+    """
     with contextlib.suppress(OSError, ValueError):
         folder().mkdir(parents=True, exist_ok=True)
         write_document(folder() / f"{key}.json", answer.to_json())
@@ -181,7 +182,9 @@ def _prune(limit: int) -> None:
 
 
 def _rates(gpu: Gpu, gpus: int) -> Any:
-    """Return the rates of this GPU while so many work, or the reason for which they are unknown."""
+    """Return this GPU's speed rates while `gpus` of them work, or why they are unknown, as a part of a cache
+    key.
+    """
     try:
         return rates_for(gpu, gpus).to_json()
     except GpuError as unknown:
@@ -189,7 +192,7 @@ def _rates(gpu: Gpu, gpus: int) -> Any:
 
 
 def _source() -> str:
-    """Return a digest of snugfit's own files. Another version of them has its own answers."""
+    """Return a digest of snugfit's own source files, as a part of a cache key."""
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json"))
     # Sizes and times are read much faster than the contents.

@@ -29,7 +29,7 @@ def without_plugins(arguments: Sequence[str]) -> list[str]:
 
 
 def words_in(text: str) -> list[str]:
-    """Return the plugins in the value of a job file's key."""
+    """Return the names and paths of plugins in the value of a job file's key `plugin`."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 

@@ -202,7 +202,7 @@ class Request:
 
     @property
     def stands_for_another(self) -> bool:
-        """True if the job has the sizes of a preset that is not the named model."""
+        """True if the model was found only as a preset with the same sizes as the named model."""
         from snugfit.job.find import preset_named
 
         return self.job.model.origin == "preset" and not preset_named(self.model_name)
@@ -314,8 +314,9 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
 
 
 def _rows(model: Model, text: str) -> int:
-    """Return the rows of an embedding from the user's text: a number, or the model's own rounded up to a
-    multiple (`x64`)."""
+    """Return an embedding's number of rows from the user's text. The text is a number, or `x64` for the
+    model's own rounded up to a multiple.
+    """
     match = re.fullmatch(r"(x?)([1-9]\d{0,7})", text)
     if match is None or not model.vocabulary:
         why = "a whole number of rows, or x64 for a multiple" if model.vocabulary else "for models of tokens"
@@ -325,7 +326,9 @@ def _rows(model: Model, text: str) -> int:
 
 
 def _may_ask_hub(flags: Mapping[str, Any]) -> bool:
-    """Return True if a config may come from the hub. Raises `UsageError` for contradicting flags."""
+    """Return True if a model's config may be downloaded from the Hugging Face hub. Raises `UsageError` for
+    contradicting flags.
+    """
     if flags.get("online") and flags.get("offline"):
         raise UsageError(
             "--online and --offline contradict each other. Give one of them, or neither: then the hub "

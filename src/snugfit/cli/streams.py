@@ -85,7 +85,7 @@ class StandardError(StandardOutput):
 
 
 def forget(stream: TextIO) -> None:
-    """Point the stream at /dev/null, so that no later flush fails."""
+    """Redirect a broken stream to /dev/null, so that no later flush fails."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)

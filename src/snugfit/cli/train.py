@@ -210,7 +210,7 @@ def _show_run(request: Request, run: Run, start: Path | None) -> int:
 
 
 def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: int) -> bool | None:
-    """Print the prediction of a run on this GPU, and return whether it fits."""
+    """Print the prediction of a run on this GPU, and return True if it fits."""
     from snugfit.prediction.predict import predict
     from snugfit.units import show_bytes, show_seconds
 

@@ -25,7 +25,7 @@ COMPARED = ("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes"
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorLine:
-    """One predicted and measured figure, in bytes or seconds."""
+    """One predicted and measured quantity with its error, in bytes or seconds."""
 
     figure: str
     """The footprint's field, or `step_seconds`."""

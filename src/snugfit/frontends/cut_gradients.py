@@ -52,7 +52,7 @@ of the loss, a scalar tensor; None for a piece without counted items."""
 
 
 class Taken(NamedTuple):
-    """Loss and gradients summed over some pieces of a batch."""
+    """Loss and gradients, each summed over some pieces of a batch."""
 
     loss: float
     gradients: Sequence[torch.Tensor]
@@ -86,10 +86,9 @@ class CutRuns:
         return bool(self._parameters) and not any(map(tensor_parts().is_part, self._model.parameters()))
 
     def take(self, *orders: Sequence[Sequence[int]], gradients: bool = True) -> list[Taken]:
-        """Compute loss and gradients for each order of samples, given as a list of pieces.
-
-        Without `gradients`, only losses are computed, under other weights. Model, gradients and random
-        generators are restored afterwards.
+        """Compute loss and gradients of the samples for each division into pieces. Without `gradients`, only
+        losses are computed, under other weights. Model, gradients and random generators are restored
+        afterwards.
         """
         import torch
 
@@ -166,7 +165,7 @@ def distances(one: Taken, other: Taken) -> list[tuple[float, float]]:
 
 
 def is_number(taken: Taken) -> bool:
-    """Return True if the loss and all gradients are finite."""
+    """Return True if the loss and all gradients are finite numbers."""
     return math.isfinite(taken.loss) and all(bool(value.isfinite().all()) for value in taken.gradients)
 
 
@@ -209,7 +208,9 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _drop_nothing(module: torch.nn.Module) -> None:
-    """Set the drop rates of a module to 0, by attributes that recomputed layers and our kernels read too."""
+    """Set the dropout rates of a module to 0, by attributes that recomputed layers and our kernels read
+    too.
+    """
     is_layer = any(name in type(module).__name__ for name in DRAWS)
     if is_layer:
         module.training = False

@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
 
 
 def weighed_by_items(loss_of: LossOf, items_of: ItemsOf) -> PieceLoss:
-    """Return a function that weights the loss of a piece by its share of the items."""
+    """Return a loss function for a piece of a batch, weighted by its share of the counted items."""
 
     def piece_loss(model: Any, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
         items = items_of(piece)
@@ -154,8 +154,9 @@ def _verdict(
 
 
 def _of_either_parts(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare gradients of the two pieces with those of the whole; in halves if the loss fails for one
-    sample. Raises `MemoryError` when memory ran out."""
+    """Compare gradients of two pieces of a batch with those of the whole; use halves if the loss fails for
+    one sample. Raises `MemoryError` when memory ran out.
+    """
     for attempt in (parts, evenly(parts)):
         try:
             return _of_gradients(runs, attempt)
@@ -209,7 +210,7 @@ def _what(parts: Parts) -> str:
 
 
 def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare losses of the pieces and the whole, for cases without gradients."""
+    """Compare losses of the pieces with the loss of the whole batch, where gradients are not available."""
     samples = [*parts[0], *parts[1]]
     orders = runs.take([samples], [samples[::-1]], parts, gradients=False)
     whole, reverse, cut = (taken.loss for taken in orders)
@@ -248,7 +249,7 @@ def chosen_samples(batch: Mapping[str, Any], layout: BatchLayout, most: int) -> 
 
 
 def evenly(parts: Parts) -> Parts:
-    """Divide the same samples into halves."""
+    """Divide the same samples into two halves."""
     samples = [*parts[0], *parts[1]]
     half = len(samples) // 2
     return tuple(samples[:half]), tuple(samples[half:])
@@ -269,7 +270,9 @@ def divide(traits: Traits, chosen: Sequence[int], size: int) -> Parts:
 
 
 def _unlike(traits: Traits, count: int) -> list[int]:
-    """Return the indices of `count` samples that differ most from each other by their traits."""
+    """Return the indices of `count` samples that differ most from each other in their labels, lengths and
+    other traits.
+    """
     chosen = [0]
     nearest = [_distance(traits[0], other) for other in traits]
     while len(chosen) < count:

@@ -1,6 +1,5 @@
-"""A user's batch: its count of items for the loss, its pieces, and a file of it.
-
-A micro-batch has the weight of its share of the whole batch's items.
+"""Operations on a user's batch: counting the items of its loss, splitting it into pieces, and writing it to a
+file. A micro-batch has the weight of its share of the whole batch's items.
 """
 
 from __future__ import annotations

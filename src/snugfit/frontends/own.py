@@ -158,7 +158,7 @@ def make_run(
 
 
 def _nobody(event: Event) -> None:
-    """Ignore events: the `watch` of a process other than the first."""
+    """Ignore events of a run: the callback `watch` in processes other than the first."""
 
 
 def compare_cut(

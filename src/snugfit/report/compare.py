@@ -92,8 +92,9 @@ _PACE = ("ms a step>", "likely>", "samples/s>", "tokens/s>", "MFU>")
 
 
 def _pace(prediction: Prediction) -> tuple[str, ...]:
-    """Return the seconds and the throughput of a prediction as table cells; empty cells if they are not
-    predicted."""
+    """Return seconds per step and throughput of a prediction as table cells; empty cells if they are not
+    predicted.
+    """
     speed = prediction.speed
     if speed is None:
         return ("",) * len(_PACE)
@@ -137,7 +138,7 @@ def _missing(prediction: Prediction) -> str:
 
 
 def beside(comparison: Comparison) -> RenderableType:
-    """Return a report that compares a prediction with its measurement, figure by figure."""
+    """Return a report that lists predicted and measured bytes and seconds next to each other, with errors."""
     rows = [
         (
             FIGURES[line.figure],

@@ -31,7 +31,7 @@ class _GpuTable:
 
 
 def render(gpus: Sequence[Gpu]) -> RenderableType:
-    """Return a table of these GPUs; a missing figure is an empty cell."""
+    """Return a table of these GPUs for a terminal; a missing figure is an empty cell."""
     note = (
         "GiB: memory that processes can use. fp32 to bf16: dense TFLOP/s from the data sheet. For one GPU "
         "with its sources: snugfit gpus NAME"

@@ -123,7 +123,7 @@ def part_of(module: str) -> str:
 
 
 def _notable(by_dtype: Counter[str]) -> Iterator[str]:
-    """Yield the dtypes with a notable share of these bytes."""
+    """Yield the dtypes that hold a notable share of these bytes, for an item's name."""
     for dtype, size in by_dtype.most_common():
         if dtype and size >= NOTABLE * by_dtype.total():
             yield dtype

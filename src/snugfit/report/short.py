@@ -71,7 +71,9 @@ def verdict(prediction: Prediction) -> Sentence:
 
 
 def _limit(prediction: Prediction) -> str:
-    """Return the beginning of a clause on the memory limit: the GPU or the user's limit, with its verb."""
+    """Return the beginning of a clause on the memory limit, with its verb: `the card has`, or `the limit
+    is`.
+    """
     gpu = prediction.gpu
     if gpu is None or gpu.memory_bytes != prediction.memory_bytes:
         return "the limit is"
@@ -87,7 +89,9 @@ def _role(prediction: Prediction) -> str:
 
 
 def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield the memory on the GPU and its parts, and the seconds and throughput of a step that fits."""
+    """Yield labelled lines with the memory on the GPU and its parts, and seconds and throughput of a step
+    that fits.
+    """
     footprint = prediction.footprint
     per_gpu = " on each GPU" if prediction.gpus > 1 else ""
     parts = [
@@ -154,7 +158,7 @@ def show_phases(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def note(prediction: Prediction) -> list[str]:
-    """Return a sentence on a step without an update, in a list; empty for training."""
+    """Return a sentence, in a list, that the job only evaluates or generates; empty for training."""
     if prediction.job.trains:
         return []
     added = prediction.job.added_phase

@@ -37,7 +37,7 @@ def _renderers() -> dict[type, Callable[[Any], RenderableType]]:
 
 
 def render(result: object) -> Any:
-    """Return the report of a result."""
+    """Return the report of a result, such as a prediction or a plan, as a `Page`."""
     return _renderers()[type(result)](result)
 
 

@@ -30,8 +30,9 @@ STALLED = 0.1
 
 
 class Watching:
-    """Prints a run's events as they happen. Without a `started` event, in a hand-written loop, the last step
-    is unknown."""
+    """Prints the events of a running training as they happen. Without a `started` event, in a hand-written
+    loop, the last step is unknown.
+    """
 
     def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
         self._out = out or sys.stderr

@@ -16,7 +16,7 @@ from snugfit.documents import JsonFields
 
 
 class Kind(StrEnum):
-    """Use of bytes on the device, such as weights, gradients or activations."""
+    """Purpose of bytes on the device, such as weights, gradients or activations."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"

@@ -52,8 +52,9 @@ class GpuClock:
 
     @property
     def fall(self) -> str | None:
-        """Sentence on a lowered clock and its reasons; None if the mean reaches `LOWERED` of the highest
-        clock, or NVML gives no reason."""
+        """Sentence on a GPU clock that was lowered during the timed steps, with the reasons. None if the mean
+        reaches `LOWERED` of the highest clock, or NVML gives no reason.
+        """
         if not self.reasons or self.mean_mhz >= LOWERED * self.highest_mhz:
             return None
         why = ", ".join(

@@ -19,7 +19,7 @@ from snugfit.techniques.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class KindLine:
-    """Bytes of one kind at the peak, with the reason for them."""
+    """Bytes of one kind (weights, activations, ...) at the peak of a step, with the reason for them."""
 
     kind: str
     bytes: int
@@ -43,7 +43,7 @@ class TensorLine:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """Bytes after one event of the steady step."""
+    """Live bytes by kind after one event (allocation or free) of the steady step."""
 
     position: float
     """Share of the step's events up to this one, in [0, 1]."""

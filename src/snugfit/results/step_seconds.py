@@ -18,7 +18,7 @@ LINK = "link"
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSeconds:
-    """Seconds of one operator group in one phase of the steady step."""
+    """Seconds of one group of operators, such as matrix products, in one phase of the steady step."""
 
     phase: str
     """`load`, `forward`, `backward`, `clip` or `update`."""

@@ -44,7 +44,7 @@ def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
 
 
 def question(plans: GpuPlans) -> str:
-    """Return a line with the job, the number of GPUs, the fidelity and the objective."""
+    """Return the report's first line: the job, the number of GPUs, the fidelity and the objective."""
     asked = f"fidelity {plans.fidelity} · objective {plans.objective}"
     return f"{job_line(plans.job)} · {len(plans.answers)} GPUs · {asked}"
 
@@ -123,7 +123,7 @@ def _nearest(plans: GpuPlans) -> str:
 
 
 def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
-    """Yield a sentence about the seconds and cost of the whole run if its length was given."""
+    """Yield a sentence on the seconds and cost of the whole training run if its length was given."""
     if plans.steps:
         samples = plans.steps * plans.job.batch_size
         yield (
@@ -216,8 +216,9 @@ def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
 
 
 def unknown(plans: GpuPlans) -> list[Grid]:
-    """Return a table of the GPUs without a prediction, with the reason; GPUs with the same reason share a
-    line."""
+    """Return a table of the GPUs that cannot be predicted, with the reason; GPUs with the same reason share a
+    line.
+    """
     reasons: dict[str, list[OnGpu]] = {}
     for answer in plans.answers:
         if answer.why:
@@ -235,7 +236,9 @@ def doubts(plans: GpuPlans) -> dict[str, None]:
 
 
 def looked_at(plans: GpuPlans) -> Iterator[str]:
-    """Yield a sentence about the number of searched recipes, and about the check of the answers."""
+    """Yield a sentence on the number of recipes that the search considered, and on the check of the
+    answers.
+    """
     if plans.counts:
         recipes, searches = max(counts.recipes for counts in plans.counts), len(plans.counts)
         judged = sum(counts.replayed for counts in plans.counts)

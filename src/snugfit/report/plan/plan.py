@@ -46,14 +46,14 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
 
 
 def question(plan: Plan) -> str:
-    """Return a line with the job, the GPU, its memory and the fidelity."""
+    """Return the report's first line: the job, the GPU, its memory and the fidelity."""
     where = plan.gpu.name if plan.gpu else "no GPU named"
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
     return f"{job_line(plan.job)} · {where}{memory} · fidelity {plan.fidelity}"
 
 
 def answer(plan: Plan) -> str:
-    """Return a line with the best recipe and its figures."""
+    """Return the line with the plan's best recipe, its memory and its speed."""
     shown = plan.best_or_nearest
     figures = f"{show_bytes(shown.needed_bytes)}, a step takes {pace(plan.timed(shown))}"
     if plan.best is None:
@@ -74,8 +74,9 @@ def headroom(plan: Plan) -> Iterator[str]:
 
 
 def because(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each slot on the best recipe's technique, with its bytes and seconds against
-    another's."""
+    """Yield a sentence for each slot with the reason for the best recipe's technique: its bytes and seconds
+    against another's.
+    """
     for reason in plan.reasons:
         yield _sentence(plan.best_or_nearest, reason)
 
@@ -127,7 +128,7 @@ def about_cost(plan: Plan) -> Iterator[str]:
 
 
 def changes(plan: Plan) -> list[Grid]:
-    """Return a table of the plan's changes to the user's own recipe."""
+    """Return a table of the changes that the plan makes to the user's own recipe."""
     start = plan.start
     if start is None:
         return []
@@ -218,7 +219,7 @@ def refusals(plan: Plan) -> Grid:
 
 
 def looked_at(plan: Plan) -> str:
-    """Return a sentence on the size of the search, and on the check of the answer."""
+    """Return a sentence on how many recipes the search considered, and on the check of the answer."""
     counts = plan.counts
     text = (
         f"{counts.recipes:,} valid recipes, {counts.tapes:,} of them distinct, with {counts.footprints:,} "

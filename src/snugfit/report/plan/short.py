@@ -120,8 +120,9 @@ class Gain(NamedTuple):
 
 
 def _gains(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the techniques that gain the most, each alone, against the user's or the plain ones, as labelled
-    lines."""
+    """Yield labelled lines on the techniques that gain the most bytes or seconds, each alone, against the
+    user's or the default ones.
+    """
     gains = sorted(_all_gains(plan), key=lambda gain: -sum(max(0.0, share) for share in gain.shares))
     label = "gains"
     for gain in [gain for gain in gains if max(gain.shares) >= LEAST_GAIN][:GAINS]:

@@ -160,8 +160,9 @@ def objects(roots: Iterable[type]) -> Iterator[type]:
 
 
 def parts(kind: Any) -> tuple[Any, ...]:
-    """Return the types inside of a type: those of a list's entries, of a mapping's values, of a union's
-    members."""
+    """Return the types inside of a generic type: of a list's entries, a mapping's values, a union's
+    members.
+    """
     return tuple(one for one in typing.get_args(kind) if one not in (type(None), Ellipsis))
 
 
@@ -180,12 +181,14 @@ def described_class(kind: Any) -> type | None:
 
 
 def title(owner: type) -> str:
-    """Return the name of an object's definition: that of its class in small letters, joined by dashes."""
+    """Return the name of a class's definition in a JSON Schema: its words in small letters, joined by
+    dashes.
+    """
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", owner.__name__).lower()
 
 
 def unit(name: str, kind: Any) -> str:
-    """Return the unit of a number by its name, or an empty text."""
+    """Return the unit of a JSON number by the end of its key, such as bytes for `_bytes`; empty for none."""
     numbers = {int, float} & {kind, *parts(kind), *(one for part in parts(kind) for one in parts(part))}
     ending = next((end for end in UNITS if name == end or (end[0] == "_" and name.endswith(end))), "")
     return UNITS.get(ending, "") if numbers else ""

@@ -95,7 +95,7 @@ def show_gib(size: int, digits: int = 1) -> str:
 
 
 def show_apart(one: int, other: int) -> tuple[str, str]:
-    """Return both sizes as text, with enough digits to show their difference."""
+    """Return two sizes in bytes as text, with enough digits to show their difference."""
     for digits in (1, 2, 3):
         shown = show_gib(one, digits), show_gib(other, digits)
         if shown[0] != shown[1]:
@@ -121,7 +121,7 @@ def four_numbers(
 
 
 def uncertain(doubts: Sequence[str], shown: str) -> Iterator[Sentence]:
-    """Yield the warning that is `shown`, the most important, and the number of further ones."""
+    """Yield labelled lines with the most important warning, `shown`, and the number of further ones."""
     if doubts:
         more = f" ({len(doubts) - 1} more: --details)" if len(doubts) > 1 else ""
         text = (first_sentence(shown) or shown).rstrip(".")

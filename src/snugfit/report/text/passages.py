@@ -11,7 +11,7 @@ from snugfit.results.prediction import CurvePoint
 
 
 class Passage(NamedTuple):
-    """A contiguous part of the step."""
+    """A contiguous part of a step, such as a phase or a micro-batch, by its begin and end on the curve."""
 
     name: str
     """A phase, a micro-batch's number, or the number of micro-batches."""

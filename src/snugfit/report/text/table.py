@@ -179,7 +179,7 @@ def _one_row(columns: Sequence[_Column], widths: Sequence[int], number: int | No
 
 
 def _fill(columns: Sequence[_Column], number: int, width: int) -> Iterator[Text]:
-    """Yield the row's cells in these columns as lines, each after its head."""
+    """Yield a row's remaining cells as lines, each after the head of its column."""
     line = Text()
     for column in sorted(columns, key=lambda one: one.recipe):
         cell = column.cells[number]

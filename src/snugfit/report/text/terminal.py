@@ -24,7 +24,7 @@ PIPE_WIDTH = 120
 
 
 def words(value: object, style: str = "") -> Text:
-    """Return words from foreign files as data: no markup, and no control characters."""
+    """Return text from foreign files as rich's `Text`: no markup, and no control characters."""
     return Text(harmless(str(value)), style=style)
 
 
