@@ -182,7 +182,7 @@ class ContextNeeds(NamedTuple):
 def graphs_bytes(kernels: Iterable[Kernel]) -> int:
     """Return the driver's bytes for the CUDA graphs of a step's kernels, without graphs of compiled programs.
 
-    Among the passes of many micro-batches only the first two are different graphs.
+    Among the forward and backward passes of many micro-batches only the first two are different graphs.
     """
     played: dict[str, list[int]] = {}
     for kernel in kernels:
@@ -230,7 +230,7 @@ def context_for(
     name = gpu.name if gpu else "an unnamed GPU"
     return total, [
         f"The CUDA context of {name} is estimated ({show_mib(total)} MiB with its libraries, plus or minus "
-        f"{show_mib(CONTEXT_ERROR)}); it was not measured."
+        f"{show_mib(CONTEXT_ERROR)}); it was not measured. The default headroom covers that."
     ]
 
 
@@ -254,5 +254,5 @@ def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]
     return [
         *([build] if older else []),
         f"Workspaces of kernels were measured only on compute capability 9.0. On {gpu.name} the reserved "
-        "bytes may differ by a few per cent.",
+        "bytes may differ by a few per cent. Leave so much free (--headroom).",
     ]

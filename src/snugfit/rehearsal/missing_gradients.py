@@ -49,7 +49,7 @@ class MissingGradients:
         count, of = (sum(parameter.numel() for parameter in some) for some in (missing, trained))
         return (
             f"{count:,} of {of:,} trainable parameters get no gradient from this batch: {some_of(names)}. "
-            "Batches that use them need more memory and time."
+            "Batches that use them need more memory and time. To exclude that, freeze these parameters."
         )
 
     def _modules(self, module: torch.nn.Module, name: str) -> Iterator[str]:

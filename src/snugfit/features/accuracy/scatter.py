@@ -22,7 +22,7 @@ def draw(results: Sequence[Accuracy], form: str) -> bytes:
     for run in (run for result in results for run in result.runs if run.seconds):
         groups.setdefault("host" if run.bound == "host" else "device", []).append(run)
     if not groups:
-        raise UsageError("--plot: no run of these results has seconds on both sides.")
+        raise UsageError("--plot: no run of these results has seconds on both sides. Try --measure.")
     pairs = [run.seconds or (0.0, 0.0) for runs in groups.values() for run in runs]
     ends = [min(map(min, pairs)) / 1.3, max(map(max, pairs)) * 1.3]
     with drawing(form, width=11, height=5) as drawn:

@@ -26,14 +26,15 @@ took 66 s, and 4 layers 16 s. A Llama's 4 layers took 19 s (2026-11-22, `tests/d
 
 COMPILED_SECONDS = (
     "Seconds of compiled layers rest on eleven runs on one H200. Steps that the GPU bounds took 2 to 12 % "
-    "longer than predicted, others up to 30 %. First steps without a cache took 6 to 15 s."
+    "longer than predicted, others up to 30 %. First steps without a cache took 6 to 15 s. "
+    "snugfit measure shows yours."
 )
 
 
 WHOLE_SECONDS = (
     "Seconds of a model that is compiled whole rest on four runs on H200s. Two that the GPU bounds took 11 "
     "and 12 % longer than predicted. The launches are fitted to two that the host bounds. First steps "
-    "took 16 to 66 s."
+    "took 16 to 66 s. snugfit measure shows yours."
 )
 
 

@@ -197,7 +197,8 @@ def _refuse(text: str) -> None:
     """Raise `UsageError` for a text without an error about the memory of PyTorch or the host."""
     if FOREIGN.search(text):
         raise UsageError(
-            "This is an error of JAX or TensorFlow. snugfit reads errors of PyTorch and of the host only."
+            "This is an error of JAX or TensorFlow. snugfit reads errors of PyTorch and of the host only. "
+            "Give such a log."
         )
     if KERNEL_LIMIT.search(text):
         raise UsageError(

@@ -22,7 +22,8 @@ class AdamW4bit(Technique):
 
     fidelity: ClassVar = Fidelity.LEARNS
     caveat: ClassVar = (
-        "the seconds of its update were measured on no GPU: they follow from the bytes it moves."
+        "the seconds of its update were measured on no GPU: they follow from the bytes it moves. "
+        "snugfit measure shows yours."
     )
     # The HF Trainer has no name for it.
     value: ClassVar = OptimizerWish(

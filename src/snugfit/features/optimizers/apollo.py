@@ -22,7 +22,8 @@ class Apollo(Projected):
     """Gradients scaled as AdamW scales a small projection of them; AdamW for all but hidden matrices."""
 
     caveat: ClassVar = (
-        "the seconds of its update were measured on no GPU: they follow from its kernels' sizes."
+        "the seconds of its update were measured on no GPU: they follow from its kernels' sizes. "
+        "snugfit measure shows yours."
     )
     source: ClassVar = "Zhu et al., arXiv 2412.05270; written from the paper"
     advice: ClassVar = dict.fromkeys(

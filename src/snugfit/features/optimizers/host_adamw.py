@@ -23,7 +23,8 @@ class HostAdamW(Technique):
     unplanned: ClassVar = "plans leave it out, because it makes no step faster (--keep host_adamw allows it)"
     caveat: ClassVar = (
         "the seconds of its update are by hosts of one kind, whose eight threads updated 3.2e9 weights "
-        "in a second in fp32 and 4.5e9 in bfloat16; with fewer threads or slower memory it takes longer."
+        "in a second in fp32 and 4.5e9 in bfloat16; with fewer threads or slower memory it takes longer. "
+        "snugfit measure shows yours."
     )
     # The HF Trainer has no name for it.
     value: ClassVar = OptimizerWish(factory=Call(path="snugfit.features.optimizers.updates.host:AdamWOnHost"))

@@ -49,7 +49,8 @@ class Quantized(Feature):
             return ()
         return (
             "One step with weights in 8 bits was measured, on an H200. It took 1.8 times the predicted "
-            "seconds, and 1.2 % more bytes: columns of outliers, whose number depends on the data.",
+            "seconds, and 1.2 % more bytes: columns of outliers, whose number depends on the data. "
+            "snugfit measure shows yours.",
         )
 
     def packed_dtype(self, tensor: Any) -> str:

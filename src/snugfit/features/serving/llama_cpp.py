@@ -99,7 +99,7 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
         sequences=largest(MOST_SLOTS, lambda count: fits(tokens, count)),
         most_sequences=slots, longest=longest, max_model_len=length, block_size=PADDING,
         doubts=(
-            "Only the graph's buffer was compared with published logs of llama.cpp.",
+            "Only the graph's buffer was compared with published logs of llama.cpp. Compare with yours.",
             "Builds of June 2026 and later have a smaller buffer.",
         ),
     )  # fmt: skip

@@ -85,8 +85,13 @@ def predict_sglang(
     graph_bytes = graphs * PER_GRAPH_MIB * MIB if request.cuda_graphs else 0
     spare = free - int(free * share) - graph_bytes
     refusal = _refusal(request, sizes, length, held_tokens, spare)
-    doubts = ["sglang profiles no forward pass: a long prompt may still run out of memory."]
-    doubts.append("The formulas of sglang were compared with one published start only.")
+    doubts = [
+        "sglang profiles no forward pass: a long prompt may still run out of memory. "
+        "Then lower --mem-fraction-static."
+    ]
+    doubts.append(
+        "The formulas of sglang were compared with one published start only. Compare with the start's log."
+    )
     return ServingAnswer(
         model=request.model.name, gpu=request.gpu.name, engine="sglang", version=request.known_version,
         tensor_parallel=request.tensor_parallel, starts=refusal is None, refusal=refusal, total_bytes=total,

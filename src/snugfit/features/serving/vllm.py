@@ -120,7 +120,9 @@ def predict_vllm(
     tokens = request.tokens or options.length
     doubts = list(_doubts(request, sizes, layout))
     if graphs and not reduces and graphs > total - CONTEXT - usable:
-        doubts.append("CUDA graphs are captured in the memory beyond the share, which may be too small.")
+        doubts.append(
+            "CUDA graphs are captured in the memory beyond the share. Lower --utilization if it fails."
+        )
     return ServingAnswer(
         model=_name(request), gpu=request.gpu.name, engine="vllm", version=request.known_version,
         tensor_parallel=request.tensor_parallel, starts=refusal is None, refusal=refusal, total_bytes=total,
@@ -284,13 +286,19 @@ def _doubts(request: ServingRequest, sizes: ModelSizes, layout: LinearLayout | N
     """Return warnings about options and GPUs that no published start confirms."""
     doubts = []
     if request.gpu.key != "H100-SXM":
-        doubts.append("Non-torch memory and the sizes of CUDA graphs are those of an H100.")
+        doubts.append(
+            "Non-torch memory and the sizes of CUDA graphs are those of an H100. Leave some memory free."
+        )
     if request.minor > 19:
-        doubts.append("Formulas are compared with vLLM 0.19. Later versions may use more or less.")
+        doubts.append(
+            "Formulas are compared with vLLM 0.19. Later versions may use more or less: see the start's log."
+        )
     if layout and layout.name in NO_WORKSPACE:
-        doubts.append("Kernels for mxfp4 pad the experts, so weights may be 5 to 10 % larger.")
+        doubts.append(
+            "Kernels for mxfp4 pad the experts, so weights may be 5 to 10 % larger. Leave so much free."
+        )
     if any(layer.state_numbers for layer in sizes.layers):
-        doubts.append("Caches with states were not compared with a published start.")
+        doubts.append("Caches with states were not compared with a published start: see the start's log.")
     return tuple(doubts)
 
 

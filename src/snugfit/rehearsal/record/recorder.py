@@ -68,7 +68,7 @@ aten = torch.ops.aten
 
 STEPS_DIFFER = (
     "The allocations of a step depend on the values in its batches, so they differ from step to step. "
-    "The figures are for the third step on synthetic batches."
+    "The figures are for the third step on synthetic batches. snugfit measure shows further steps."
 )
 
 

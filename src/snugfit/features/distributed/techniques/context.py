@@ -46,7 +46,7 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "
 HOW_MEASURED = (
     "On two H100s three steps with it were measured. Bytes were exact; steps took 14 and 9 % longer "
     "and 3 % less than predicted. One step with fsdp on four H200s had exact bytes again. Groups of "
-    "more than two GPUs were not measured."
+    "more than two GPUs were not measured. snugfit measure --gpus shows yours."
 )
 
 

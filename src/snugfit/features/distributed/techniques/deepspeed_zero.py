@@ -39,12 +39,12 @@ UNCERTAIN = (
     "seconds of zero3's hooks are fitted to its two steps, which took 2 % less and 8 % more than "
     "predicted. Other steps that such a host bounds took up to 60 % longer there. On several GPUs no "
     "step of ours was measured; the memory that was published of DeepSpeed's own example is predicted "
-    "within 0.01 GiB."
+    "within 0.01 GiB. snugfit measure shows yours."
 )
 
 OF_DISKS = (
     "The disk is taken to read and write 3 GB/s, one file after the other while the host waits. No disk was "
-    "measured."
+    "measured. snugfit measure shows yours."
 )
 
 TREE = (

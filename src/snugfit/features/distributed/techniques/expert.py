@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 HOW_MEASURED = (
     "Each GPU is taken to compute an even part of the tokens. One step was measured, on two H100s: its "
-    "requested bytes were exact."
+    "requested bytes were exact. snugfit measure --gpus shows yours."
 )
 
 

@@ -38,7 +38,8 @@ HOW_MEASURED = (
     "exact or up to 0.3 % more than predicted. In two of them one GPU reserved 2,004 and 1,002 MiB "
     "more than predicted (7.4 and 6.0 %). Another GPU with the same stage reserved the predicted "
     "bytes. A sent tensor is free again after its arrival, and earlier requests take other memory. "
-    "Steps took from 13 % less to 41 % longer, with tensor and with zero_bubble up to 50 % longer."
+    "Steps took from 13 % less to 41 % longer, with tensor and with zero_bubble up to 50 % longer. "
+    "snugfit measure --gpus shows yours."
 )
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 SHARDS_ON_HOST = (
     "The host keeps and updates weights: in one run on two H200s the GPU's bytes were as predicted. The "
-    "seconds of its copies and updates were measured nowhere, nor was its memory."
+    "seconds of its copies and updates were measured nowhere, nor was its memory. "
+    "snugfit measure --gpus shows yours."
 )
 
 KNOW_SHARDS = ("torch.optim:AdamW", "torch.optim:SGD")

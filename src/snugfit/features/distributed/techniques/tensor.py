@@ -32,7 +32,7 @@ HOW_MEASURED = (
     "Five steps with it were measured, on two H100s: requested bytes were exact. The host's seconds of "
     "DTensor are fitted to four of them; the fifth took 11 % longer than forecast. Two more ran on "
     "four H200s, with fsdp and with pipeline(2), on a host that was not calibrated. Groups of more "
-    "than two GPUs were not measured."
+    "than two GPUs were not measured. snugfit measure --gpus shows yours."
 )
 
 
