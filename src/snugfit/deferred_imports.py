@@ -7,7 +7,7 @@ receive placeholders for the modules and names of `PUT_OFF`.
 
 The first use of a placeholder, or any other import of its module, ends the deferral. All modules are imported
 then, and each name that refers to a placeholder is rebound to the real object. Until then no object of a real
-class exists, so `isinstance` with a placeholder is False. A rehearsal that is running does not record these
+class exists, so `isinstance` with a placeholder is False. A simulation that is running does not record these
 imports.
 
 The compiler has a placeholder of its own. Functions that are excluded from compilation run unchanged. Calls

@@ -3,7 +3,7 @@
 An answer (a prediction, a plan, the plans for many GPUs) is one JSON file in the user's cache folder. That is
 `$XDG_CACHE_HOME/snugfit/answers`, or `~/.cache/...`. A digest of all its inputs is the file's name. The
 inputs are the job, every other argument, and the GPUs and their rates, which a calibration changes. They also
-include the versions of the packages of the rehearsal, and the source files of snugfit itself.
+include the versions of the packages of the simulation, and the source files of snugfit itself.
 
 A file that is damaged, or that another version wrote, is ignored. A folder that cannot be written is no
 error: each answer is then computed again. The least recently used answers are deleted when the folder grows

@@ -151,7 +151,9 @@ def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[s
 
 
 def step_seconds_line(predicted: float | None, measured: float | None) -> ErrorLine | None:
-    """Compare the seconds of a step; None when one of the two is not known."""
+    """Return the predicted and measured seconds of a step, to be compared; None when one of the two is not
+    known.
+    """
     if not predicted or not measured:
         return None
     return ErrorLine(figure="step_seconds", predicted=predicted, measured=measured)

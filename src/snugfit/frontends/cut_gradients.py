@@ -81,8 +81,9 @@ class CutRuns:
 
     @property
     def can_take_gradients(self) -> bool:
-        """Return True for parameters without sharding; the hooks of shards expect the passes of a full
-        step."""
+        """Return True for parameters without sharding; the hooks of shards expect the forward and backward
+        passes of a full step.
+        """
         return bool(self._parameters) and not any(map(tensor_parts().is_part, self._model.parameters()))
 
     def take(self, *orders: Sequence[Sequence[int]], gradients: bool = True) -> list[Taken]:

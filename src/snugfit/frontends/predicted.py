@@ -3,9 +3,9 @@
 It is computed once for each recipe of a run, before the build, and takes some seconds. On the CPU, only bytes
 of the host could be predicted, so there is no prediction.
 
-The rehearsal of one of several ranks replaces torch's default process group by a fake one, as does that of
+The simulation of one of several ranks replaces torch's default process group by a fake one, as does that of
 DeepSpeed's engine. In a process that trains with several ranks or an engine, this is the real group. Another
-process rehearses there, while this one builds and trains, since the other ranks would wait for it.
+process simulates there, while this one builds and trains, since the other ranks would wait for it.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
     """Raise `ModelError` that names the model's config, on which a constructor of transformers failed.
 
     Out of memory, whose errors are subclasses of `RuntimeError`, passes unchanged. So do our own errors and
-    our own mistakes, because a rehearsal runs our code while a model is built.
+    our own mistakes, because a simulation runs our code while a model is built.
     """
     # Subclasses are errors of the device, such as torch's out of memory.
     narrower = isinstance(error, RuntimeError) and type(error) is not RuntimeError

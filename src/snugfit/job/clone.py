@@ -107,7 +107,7 @@ def _rebind(value: Any, clones: dict[int, Any]) -> Any:
 def _meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor or parameter of the same shape on `meta`.
 
-    The values of a buffer are copied, since a rehearsal reads them.
+    The values of a buffer are copied, since a simulation reads them.
     """
     import torch
     from torch import nn

@@ -237,8 +237,8 @@ def _outside_code(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Iterator[str]:
-    """Yield an error message unless a size in the config is absent (null), a whole number in [lowest, limit],
-    or a list of these.
+    """Yield an error message unless a config's size is absent (null), a whole number in [lowest, limit], or a
+    list of these.
     """
     for number in value if isinstance(value, list) else (value,):
         if number is None:

@@ -255,7 +255,7 @@ class Job:
 
     def config_to_read(self) -> Any:
         """Return the transformers config of the job's model as one shared, read-only object, since a
-        rehearsal reads it often.
+        simulation reads it often.
         """
         return _config_to_read(self.model, self.task, self.labels)
 

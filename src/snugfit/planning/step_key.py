@@ -1,12 +1,12 @@
 """Keys that are equal for recipes with the same passes, update, trace or seconds, so that each is simulated
 once.
 
-A recipe's Setup determines its whole step. Most recipes of a space share most of it: the same passes with
-another optimizer, or the same trace with another loader. `StepKey` sorts a Setup's fields by the parts of
-a step that they change (`TOUCHES`). Each shared part is thus rehearsed once.
+A recipe's Setup determines its whole step. Most recipes of a space share most of it: the same forward and
+backward passes with another optimizer, or the same trace with another loader. `StepKey` sorts a Setup's
+fields by the parts of a step that they change (`TOUCHES`). Each shared part is thus simulated once.
 
-The fields come from the Setup itself. A field without a row in the table changes passes and update alike.
-A new wish without a row may slow a search down, but two recipes never share a trace by mistake.
+The fields come from the Setup itself. A field without a row in the table changes passes and update alike. A
+new wish without a row may slow a search down, but two recipes never share a trace by mistake.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from snugfit.techniques.wish import wishes
 
 
 class StepKey(NamedTuple):
-    """The fields of a Setup that determine its trace, its allocator and its seconds.
+    """Cache key of a step: the fields of a Setup that determine its trace, its allocator and its seconds.
 
-    The order makes shared parts a common prefix. The first part identifies the kind of passes, the first
-    two the passes of one size, and the first three the trace.
+    The order makes shared parts a common prefix. The first part identifies forward and backward of any
+    micro-batch size. The first two add the size, and the first three identify the trace.
     """
 
     passes: tuple[Hashable, ...]
@@ -88,7 +88,9 @@ def trace_key(setup: Setup) -> tuple[Hashable, Hashable, Hashable]:
 
 
 def passes_key(setup: Setup) -> Hashable:
-    """Return the fields of a Setup that determine its passes, except for the size of a micro-batch."""
+    """Return the fields of a Setup that determine its forward and backward passes, except for the size of a
+    micro-batch.
+    """
     return _values(setup, "passes")
 
 
@@ -125,14 +127,16 @@ def as_rehearsed(setup: Setup) -> Setup:
 
 
 def as_written(setup: Setup, *, padded: bool) -> Setup:
-    """Return the Setup without CUDA graphs with which the passes of `setup` are simulated. Batches keep their
-    padding.
+    """Return the Setup without CUDA graphs with which the forward and backward passes of `setup` are
+    simulated. Batches keep their padding.
     """
     return parts_of(setup).as_written(as_rehearsed(setup), padded=padded)
 
 
 def with_update_of(setup: Setup, other: Setup) -> Setup:
-    """Return `setup` with the fields of `other` that change the update and not the passes."""
+    """Return `setup` with the fields of `other` that change the update and not the forward and backward
+    passes.
+    """
     names = _names_by_part(setup)
     own = [name for name in names["update"] if name not in names["passes"]]
     return setup.with_fields(**{name: getattr(other, name) for name in own})

@@ -2,8 +2,8 @@
 
 Two shallow models differ by one period of layers. The moves of that period are repeated (`trace/deepen.py`).
 In the plain loop, the update is simulated at full depth and spliced. In other loops, whose update is not
-simulated alone, it is extended with the passes. A model compiled as one program gains most, because
-Inductor takes one or two seconds per layer.
+simulated alone, it is extended with the forward and backward passes. A model compiled as one program gains
+most, because Inductor takes one or two seconds per layer.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[Shar
 
 
 def _trained_parameters(part: Part) -> list[Entry]:
-    """Return the trainable parameters of recorded passes, each with a flag for its gradient, as entries to
-    extend by depth.
+    """Return the trainable parameters of recorded forward and backward passes, each with a flag for its
+    gradient, as entries to extend by depth.
     """
     return [
         Entry((without_layer_numbers(name), part.has_gradient(number)), numbers_of(name))

@@ -1,10 +1,11 @@
-"""Splicing: the trace of a step from its passes and its update, which were recorded alone (law 5).
+"""Splicing: the trace of a step from its forward and backward passes and its update, which were recorded
+alone (law 5).
 
-A training step consists of its passes and its update. The passes are forward and backward, one micro-batch
-after the other. The update is clipping, the optimizer, and dropping the gradients. The passes depend on
-precision, attention, adapters, checkpointing and the size of a micro-batch. The update depends on the
-optimizer, the precision of the updated weights, the adapters and clipping. Only the gradients connect the
-two: the passes allocate them, the update frees them.
+A training step consists of its forward and backward passes and its update. The passes are forward and
+backward, one micro-batch after the other. The update is clipping, the optimizer, and dropping the gradients.
+The passes depend on precision, attention, adapters, checkpointing and the size of a micro-batch. The update
+depends on the optimizer, the precision of the updated weights, the adapters and clipping. Only the gradients
+connect the two: the passes allocate them, the update frees them.
 
 So each part is recorded once with a placeholder for the other. The passes get an optimizer without effect,
 the update gets empty gradients. A planner that evaluates every pair records the sum of the parts, not their
@@ -171,7 +172,7 @@ def rehearse_update(
 
 
 def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """Return the run of whole steps, joined from simulated passes and an update, or None if the two do not
+    """Return the run of whole steps, joined from simulated passes and an update, or None if they do not
     match. Its trace equals that of `rehearse`.
     """
     # The update frees the gradients in this order, so both parts need the same ones.

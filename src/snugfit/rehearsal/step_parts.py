@@ -1,4 +1,5 @@
-"""The two parts of a simulated step, its passes and its update, which are recorded apart and joined.
+"""The two parts of a simulated step, its forward and backward passes and its update, which are recorded apart
+and joined.
 
 A feature whose steps are joined otherwise names a subclass in its field of `Setup` (`Wish.parts`).
 """
@@ -47,8 +48,8 @@ class StepParts:
         return rehearse_update(job, setup, *asked)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-        """Return the run of whole steps, joined from simulated passes and an update; None if the two do not
-        match.
+        """Return the run of whole steps, joined from simulated forward and backward passes and an update;
+        None if the two do not match.
         """
         return splice(passes, update, micro_batches=micro_batches)
 

@@ -1,4 +1,6 @@
-"""A prediction in a terminal: its bytes and seconds, its verdict on the fit, and its bytes by kind."""
+"""The long report of a prediction for a terminal: its bytes and seconds, its verdict on the fit, and its
+bytes by kind.
+"""
 
 from __future__ import annotations
 

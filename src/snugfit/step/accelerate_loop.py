@@ -3,7 +3,7 @@
 It follows Hugging Face's "Efficient training on a single GPU". The loss of each micro-batch is divided by
 their number, and the optimizer steps after the last one. If the job clips, accelerate clips.
 `Accelerator.prepare` itself changes the model (autocast around forward, outputs back to fp32), the optimizer
-and the loader, in a rehearsal too.
+and the loader, in a simulation too.
 
 Each of several processes runs the same loop on its part of the batch. `prepare` wraps the model in DDP or
 shards it with FSDP2. For FSDP2 the model is built on the host, as accelerate's documentation recommends.
@@ -11,7 +11,7 @@ shards it with FSDP2. For FSDP2 the model is built on the host, as accelerate's 
 micro-batch (`Accelerator.no_sync` before it, as `accumulate` does).
 
 The plain loop makes NCCL release DDP's first buckets; this loop does not, since no user's loop does
-(`features/distributed/apply/parallel.py`). So a rehearsal keeps them as long as NCCL may.
+(`features/distributed/apply/parallel.py`). So a simulation keeps them as long as NCCL may.
 """
 
 from __future__ import annotations

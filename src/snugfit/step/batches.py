@@ -1,6 +1,6 @@
 """A step's batches: synthetic samples through torch's own DataLoader, cut into micro-batches.
 
-A rehearsal needs no workers and no pinned memory, since its batches are never copied. It reads little of
+A simulation needs no workers and no pinned memory, since its batches are never copied. It reads little of
 their content either, so one sample represents all: a batch is that sample, expanded. Thus the planner can
 simulate batches that would not fit on the host. A batch records the samples that it represents, and
 `REAL_VALUES` of its tensors returns their content. Every other batch comes from the loader that the Setup
@@ -99,8 +99,8 @@ def collate(samples: list[Any]) -> Any:
 def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Callable[[list[Any]], Any]:
     """Return the function that joins samples into a batch.
 
-    In a rehearsal it repeats the first sample, in the memory of one. A user's example is unchanged, since its
-    content may decide the work of a step. `always_mask` adds an attention mask of ones to batches without
+    In a simulation it repeats the first sample, in the memory of one. A user's example is unchanged, since
+    its content may decide the work of a step. `always_mask` adds an attention mask of ones to batches without
     padding.
     """
     if always_mask:

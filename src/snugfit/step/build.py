@@ -42,7 +42,7 @@ def build_model(
     those of the folder `weights`; `on_loaded` receives the names that the folder is missing.
 
     A model that is built on the host and then moved makes its device tensors in the order of its modules. A
-    rehearsal has no host: it builds while its recorder is off, and then moves. A feature makes its own kind
+    simulation has no host: it builds while its recorder is off, and then moves. A feature makes its own kind
     of weights on the device.
 
     Three kinds of models are built on the host and not moved here. If the host keeps the weights, the model

@@ -211,8 +211,9 @@ class PlainStep(OptimizerLoop):
         again: bool = False,
     ) -> torch.Tensor | None:
         """Run forward and backward passes of these host micro-batches without a `StepRunner`, each loss times
-        its weight. Return the losses' sum if losses are kept; None if the passes repeat earlier ones
-        (`again`)."""
+        its weight. Return the losses' sum if losses are kept; None if the forward and backward passes repeat
+        earlier ones (`again`).
+        """
         model, observer = built.runs, built.observer
         total: torch.Tensor | None = None
         is_alone = ranks_of(self.setup) == 1

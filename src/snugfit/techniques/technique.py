@@ -1,7 +1,7 @@
 """A technique: one way to make a job fit or run faster, in one slot of the recipe.
 
 A technique is defined by its effect: `install` takes the `Setup` of a training loop and returns a changed
-one. No technique declares its cost; the cost is the result of rehearsing that Setup. Here are the slots in
+one. No technique declares its cost; the cost is the result of simulating that Setup. Here are the slots in
 the order of a recipe, the three degrees of fidelity, and the base class of all techniques.
 """
 

@@ -197,7 +197,7 @@ def _compare(
 def rank_by_plan(
     gpu: Gpu, count: int, workers: int, tell: Callable[[str], None]
 ) -> Callable[[Job], list[PlannedRecipe]]:
-    """Return a function that returns a job's best recipes by its plan."""
+    """Return a function from a job to the best recipes of its plan."""
     from snugfit.features.accuracy.predict_runs import PlannedRecipe
     from snugfit.planning.search.search import plan
 

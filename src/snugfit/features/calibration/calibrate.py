@@ -13,7 +13,7 @@ corrects nothing.
 
 The order of correction matters: each probe is predicted with the rates that earlier probes corrected. The
 order of measurement differs. The update of many parameters is measured first, since its seconds are the
-device's alone. The probes are rehearsed meanwhile, and a rehearsal takes a core.
+device's alone. The probes are simulated meanwhile, and a simulation takes a core.
 
 One GPU is probed for the host, the bandwidth and matrix products. Several GPUs of a host are probed for the
 host while all of them work. Concurrent processes took up to 1.5 times as long to launch kernels as one alone.

@@ -96,8 +96,8 @@ class CompiledKinds(LoweredKinds):
         return self._uncompiled[number].alike if number in self else None
 
     def bare(self, number: int) -> int:
-        """Return the index of the counterpart without compilation, without recomputation and with whole
-        logits.
+        """Return the index of a compiled recipe's counterpart without compilation and recomputation, and with
+        whole logits.
         """
         return self._uncompiled[number].bare
 

@@ -18,11 +18,11 @@ A graph cannot read the device. So code that reads a number from it, as many rou
 recorded. Such a step runs without graphs, with a message. Nor can a layer that draws random numbers be
 recomputed, since a graph cannot reset the state of a GPU's generator. With checkpointing, models without
 dropout are recorded. Models with dropout are recorded if `selective` keeps attention and the kernels seed
-each other dropout. For optimizers that compute on the host (bitsandbytes', Adafactor, Muon) the passes are
-replayed, and the update is launched as usual.
+each other dropout. For optimizers that compute on the host (bitsandbytes', Adafactor, Muon) the forward and
+backward passes are replayed, and the update is launched as usual.
 
-Plans for one GPU search it. Its passes are the eager ones, so they need no second rehearsal
-(`parts.py`), except for padded batches.
+Plans for one GPU search it. Its passes are the eager ones, so they need no second simulation (`parts.py`),
+except for padded batches.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Splicing of a step with CUDA graphs, from the passes of an ordinary step and a recorded update.
+"""Splicing of a step with CUDA graphs, from the forward and backward passes of an ordinary step and a
+recorded update.
 
 A graph records the same kernels, with the same allocations, as a step that is launched kernel by kernel. So
-the passes recorded for an ordinary step serve here too. Three properties differ: the memory pool, the number
-of executions, and the passes that are left out.
+the forward and backward passes recorded for an ordinary step serve here too. Three properties differ: the
+memory pool, the number of executions, and the forward and backward passes that are left out.
 
 The update is simulated alone, with empty gradients, by the code that records a real step (`replay/step.py`).
 It differs from an ordinary update, because its scalars are on the device.
 
-They are those of passes that are launched one by one. This module marks the differences. The host launches
-each graph as one, and with several micro-batches it writes a share for each.
+They are those of forward and backward passes that are launched one by one. This module marks the differences.
+The host launches each graph as one, and with several micro-batches it writes a share for each.
 """
 
 from __future__ import annotations

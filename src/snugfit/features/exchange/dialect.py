@@ -166,7 +166,9 @@ def recognise(document: Mapping[str, Any]) -> str | None:
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value, in order; a list is a value, and so is an empty mapping."""
+    """Yield the dotted key and the value of each entry of a nested mapping, in order. A list is a value, and
+    so is an empty mapping.
+    """
     for key, value in document.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")

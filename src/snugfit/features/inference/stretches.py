@@ -220,7 +220,7 @@ def _work(stretch: Stretch) -> tuple[int, int]:
 
 
 def with_tables(steps: Sequence[Stretch], start: Sequence[Stretch]) -> list[Stretch]:
-    """Return neighbouring decode steps with the tables of a long call, which begins with `start`.
+    """Return simulated decode steps with the tables of a long call of beam search, which begins with `start`.
 
     The loop of a beam search has tables with a column for each new token, and a window has fewer. They are
     the blocks and kernels of the loop that have one size in all steps.

@@ -2,12 +2,12 @@
 
 A step at another sequence length runs the same list of operators; only their sizes change. Each operand size
 is linear in the length (samples x length, length, or neither). A kernel's work and traffic are at most
-quadratic (attention's scores are length x length). The kernels of three rehearsed lengths therefore determine
+quadratic (attention's scores are length x length). The kernels of three simulated lengths therefore determine
 those of any other, tile by tile and wave by wave. An interpolation of seconds would instead cut the corners
 off the stairs.
 
 A model whose operators change with the length raises `NotInterpolable`. Sizes with internal rounding, such as
-the rows of eight in which a mask is stored, are slightly off between the lengths. The caller rehearses a
+the rows of eight in which a mask is stored, are slightly off between the lengths. The caller simulates a
 fourth length and compares.
 """
 

@@ -1,14 +1,13 @@
 """Memory and seconds of one job under one recipe at many lengths.
 
-Seconds are those of `prediction/seconds.py` for the trace of each length. A few lengths are rehearsed, and
-the kernels of all others are interpolated (`kernel_interpolation.py`). One more rehearsed length measures
-the error. Masks of attention are stored in rows of eight, and some kernels copy masks of other lengths. If
-that splits the lengths into two lists of kernels, each part is interpolated separately. If that fails too,
-seconds are linear between more rehearsed lengths, and the result reports it.
+Seconds are those of `prediction/seconds.py` for the trace of each length. A few lengths are simulated, and
+the kernels of all others are interpolated (`kernel_interpolation.py`). One more simulated length measures the
+error. Masks of attention are stored in rows of eight, and some kernels copy masks of other lengths. If that
+splits the lengths into two lists of kernels, each part is interpolated separately. If that fails too, seconds
+are linear between more simulated lengths, and the result reports it.
 
 All sequences of a step are assumed to have one length. A batch without padding has no attention mask (the
-plain loop's rule), so it runs other kernels. Each length can therefore be profiled with padding and
-without.
+plain loop's rule), so it runs other kernels. Each length can therefore be profiled with padding and without.
 """
 
 from __future__ import annotations
@@ -138,12 +137,12 @@ class LengthProfiler:
 
     @property
     def rehearsal_count(self) -> int:
-        """Number of lengths that were rehearsed."""
+        """Number of lengths that were simulated."""
         return len(self._samples)
 
     @property
     def doubts(self) -> dict[str, None]:
-        """Sentences on uncertain results at the rehearsed lengths, each once."""
+        """Sentences on uncertain results at the simulated lengths, each once."""
         return dict.fromkeys(doubt for size in self._bytes.values() for doubt in size.doubts)
 
     def at(self, length: int, padded: bool) -> Job:

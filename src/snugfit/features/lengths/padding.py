@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to pad a dataset's batches, with its memory and seconds."""
+    """One way to pad a dataset's batches, such as to their own longest sample, with its memory and
+    seconds.
+    """
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "fits": (

@@ -1,7 +1,7 @@
 """Comparison of ways to pad a dataset: peak bytes of each way, and its average seconds.
 
 A run must survive its longest batch. Bytes are those of a step whose sequences all have the greatest possible
-length, rehearsed and replayed as in `predict`. Seconds are those of all batches. The batches are drawn
+length, simulated and replayed as in `predict`. Seconds are those of all batches. The batches are drawn
 (`batches.py`), and each length has separate seconds (`length_profile.py`). `padding.py` combines them.
 
 Truncated sequences change the learned model. Truncation is another job: it is shown separately on request,

@@ -5,7 +5,8 @@ out begins after the device has computed everything launched before it. Memory t
 to the computing stream, as every other tensor does. So the allocations and their order do not depend on the
 speed of the link, and are the same in every run.
 
-On the CPU a copy is synchronous. On `meta` no bytes are copied, and a rehearsal's observer records each copy.
+On the CPU a copy is synchronous. On `meta` no bytes are copied, and a simulation's observer records each
+copy.
 """
 
 from __future__ import annotations

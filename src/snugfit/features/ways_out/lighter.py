@@ -2,7 +2,8 @@
 simulations.
 
 A recipe is first screened for its lower bounds. These take a tenth of a second, and less for recipes that
-share their passes. The rest is evaluated exactly, the fastest bound first, until it fits.
+share their forward and backward passes. The rest is evaluated exactly, the fastest bound first, until it
+fits.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class RecipeCosts:
         return len(self._pool.workers)
 
     def screen(self, recipes: Iterable[Recipe]) -> None:
-        """Compute the lower bounds of these recipes; those that share their passes are simulated together."""
+        """Compute the lower bounds of these recipes; those that share their forward and backward passes are
+        simulated together.
+        """
         groups: dict[Hashable, list[Recipe]] = defaultdict(list)
         for recipe in dict.fromkeys(recipes):
             if recipe not in self.bounds:
@@ -354,7 +357,7 @@ class LighterRecipes:
         return RecipeCost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
 
     def _estimate(self, first: Recipe, second: Recipe) -> RecipeCost:
-        """Return the estimated cost of the changes of both recipes.
+        """Return the estimated bytes and seconds of a recipe with the changes of two others.
 
         Savings of different tensors add up. Two savings of the same activations multiply. The estimate is the
         mean of both.

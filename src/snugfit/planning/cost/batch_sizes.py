@@ -236,8 +236,8 @@ def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
 def update_of(part: Part) -> UpdateProfile:
     """Return the bytes and kernels of an optimizer update that was simulated alone.
 
-    Allocations before it belong to the passes, except for the gradients, which are dropped here. In a
-    recorded update, the second step allocates most, and the last one repeats from then on.
+    Allocations before it belong to the forward and backward passes, except for the gradients, which are
+    dropped here. In a recorded update, the second step allocates most, and the last one repeats from then on.
     """
     (made_before, makes), (_, steady), *_ = part.cut
     allocs = (move for move in made_before if isinstance(move, Alloc))

@@ -122,9 +122,10 @@ class LowerBounds:
         self._segments: dict[Hashable, list[QueueSegment] | None] = {}
 
     def of(self, setups: Sequence[Setup]) -> Bounds:
-        """Return the lower bounds of these Setups, which share their passes except for the micro-batch size.
+        """Return the lower bounds of these Setups, which share their forward and backward passes except for
+        the micro-batch size.
 
-        Raises `SnugfitError` if one of them cannot be rehearsed.
+        Raises `SnugfitError` if one of them cannot be simulated.
         """
         passes = _PassesBounds(self, setups)
         groups: dict[Hashable, list[int]] = defaultdict(list)
@@ -352,7 +353,9 @@ class _PassesBounds:
         return self._device_seconds(setup, self._left_by_compilers)
 
     def _device_seconds(self, setup: Setup, part: Callable[[Work], Work]) -> Sequence[float]:
-        """Return the seconds in which each GPU works for a `part` of the passes, and for the update."""
+        """Return the seconds in which each GPU works for a `part` of the forward and backward passes, and for
+        the update.
+        """
         timer = self.bounds.timer
         if not isinstance(timer, ComposableTimer):
             return ()
@@ -393,8 +396,8 @@ class _PassesBounds:
         return [self._under(setup, work) for work in (profile.first, profile.further, update.work)]
 
     def _by_segments(self, setups: Sequence[Setup], timer: ComposableTimer) -> Mapping[int, Sequence[float]]:
-        """Return the seconds of steps by Setup, from the queue segments of passes and updates for all layers.
-        Setups whose host waits differ between numbers of layers are omitted.
+        """Return the seconds of steps by Setup, from the queue segments of forward and backward passes and
+        updates for all layers. Setups whose host waits differ between numbers of layers are omitted.
         """
         setup = setups[0]
 

@@ -123,7 +123,7 @@ class Parts:
         """Return the lower bounds of these Setups on each GPU, or the reason why a step cannot run.
 
         They may differ in micro-batches, optimizer, matrix products, loading, allocator and recording only.
-        Raises `SnugfitError` if one of them cannot be rehearsed.
+        Raises `SnugfitError` if one of them cannot be simulated.
         """
         # A job without an update is rehearsed as a whole, which gives its exact bound.
         if not self.job.trains:
@@ -307,9 +307,9 @@ class Parts:
         return self._remember(("passes", passes_key(setup), samples, setup.micro_batches > 1), make)
 
     def _second_step_is_redundant(self, setup: Setup) -> bool:
-        """Return True if simulating one step of such passes is enough, tested on few layers and one sample
-        each. The memory that a step leaves behind is the same for any set of recomputed layers that is not
-        empty.
+        """Return True if simulating one step of such forward and backward passes is enough, tested on few
+        layers and one sample each. The memory that a step leaves behind is the same for any set of recomputed
+        layers that is not empty.
         """
         count = min(setup.micro_batches, MICRO_BATCHES)
         kind = replace(setup, checkpoint=setup.checkpoint and EVERY_LAYER)

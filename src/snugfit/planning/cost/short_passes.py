@@ -4,9 +4,9 @@ A second step repeats the first, without its permanent allocations: workspaces, 
 micro-batch repeats the second, which begins while the previous one still has its inputs. One step with two
 micro-batches therefore gives the result of two steps with three, at a third of the work.
 
-Torch does not guarantee such steps: a model may keep its last output and replace it. Each kind of passes is
-therefore tested first, on a model of few layers: `second_step_is_redundant` records it both ways and
-compares.
+Torch does not guarantee such steps: a model may keep its last output and replace it. Each kind of forward and
+backward passes is therefore tested first, on a model of few layers: `second_step_is_redundant` records it
+both ways and compares.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
 
 
 def write_out(part: Part) -> Part:
-    """Return recorded short passes expanded to the result of `rehearse_passes`, if the second step is
-    redundant."""
+    """Return recorded short forward and backward passes expanded to the result of `rehearse_passes`, if the
+    second step is redundant.
+    """
     return replace(part, trace=_write_out(part.trace))
 
 
 def second_step_is_redundant(job: Job, setup: Setup, policy: Policy) -> bool:
-    """Record the passes of this job in one step and in two. Return whether both recordings are equivalent.
+    """Record the forward and backward passes of this job in one step and in two. Return whether both
+    recordings are equivalent.
 
     The job should have few layers.
     """

@@ -230,7 +230,7 @@ class TimersWithGaps:
 
     @classmethod
     def on(cls, gpus: Sequence[Gpu]) -> Self:
-        """Return the timers restricted to these GPUs."""
+        """Return a timer for some of these GPUs only."""
         known: list[Gpu] = []
         indices: list[int | None] = []
         for gpu in gpus:

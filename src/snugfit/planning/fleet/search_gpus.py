@@ -1,19 +1,20 @@
 """Planning on many GPUs, with one search for those that run the same kernels.
 
-A rehearsal depends on few properties of a GPU: its kernels (attention, grouped products), and slightly their
-workspaces and scratch. GPUs that run the same kernels and allow the same techniques are therefore searched
-together, with one rehearsal for all of them. Each has separate seconds and a separate context for every
-recipe (`Parts`). Each GPU then has its own search (`search/search.py`), which ends with the answer and needs
-no front. A recipe that an earlier search evaluated costs a later one nothing (`shared_pool.py`). The answers
-are those of separate plans.
+A simulation depends on few properties of a GPU: its kernels (attention, grouped products), and slightly their
+workspaces and temporary buffers. GPUs that run the same kernels and allow the same techniques are therefore
+searched together, with one simulation for all of them. Each has separate seconds and a separate context for
+every recipe (`Parts`). Each GPU then has its own search (`search/search.py`), which ends with the answer and
+needs no front. A recipe that an earlier search evaluated costs a later one nothing (`shared_pool.py`). The
+answers are those of separate plans.
 
-GPUs of one kind run the same kernels, with separate workspaces and scratch. The searches use the policy of
-the GPU that takes least. Each answer is then simulated in full by the GPU's own policy (`Parts.whole`). If it
-does not fit, the search continues. Recipes that share their passes have the same workspaces and scratch, so
-the difference that the simulation shows holds for all of them.
+GPUs of one kind run the same kernels, with separate workspaces and temporary buffers. The searches use the
+policy of the GPU that takes least. Each answer is then simulated in full by the GPU's own policy
+(`Parts.whole`). If it does not fit, the search continues. Recipes that share their forward and backward
+passes have the same workspaces and temporary buffers. So the difference that the simulation shows holds for
+all of them.
 
 Many GPUs differ only in wide heads, or in the grouped products of experts. They are searched together too,
-until a rehearsal depends on such a difference (`CudaPolicy.peers`). Each kind is then searched separately.
+until a simulation depends on such a difference (`CudaPolicy.peers`). Each kind is then searched separately.
 """
 
 from __future__ import annotations
@@ -259,8 +260,8 @@ class SearchOfGpu:
         self._add_own_bytes()
 
     def _add_own_bytes(self) -> bool:
-        """Add the extra bytes of this GPU's workspaces to all recipes with the same passes as the answer.
-        Return True if the answer's bytes were without them.
+        """Add the extra bytes of this GPU's workspaces to all recipes with the same forward and backward
+        passes as the answer. Return True if the answer's bytes were without them.
         """
         number, state = self.answer, self.state
         more = self._more.get(state.passes_of(number), ())
@@ -314,7 +315,7 @@ def _simulate_answers(
 ) -> None:
     """Simulate each GPU's answer in full, by its own policy and by that of the searches, the first GPU's.
 
-    The plan reports these figures. GPUs with the same answer share a rehearsal, and so do answers of one
+    The plan reports these figures. GPUs with the same answer share a simulation, and so do answers of one
     trace.
     """
     indices: dict[int, list[int]] = defaultdict(list)

@@ -1,9 +1,9 @@
 """Best-first search for one GPU: a queue of candidate recipes, ordered by their least possible seconds.
 
 Each candidate with lower bounds has a minimum number of seconds. So has each group of candidates with the
-same passes that waits for bounds. The fastest comes first, since its result makes most slower ones
-unnecessary. A free worker takes tasks that are slower than those of other workers only up to `AHEAD_SHARE`.
-It takes no group whose bounds depend on a pending result of another worker.
+same forward and backward passes that waits for bounds. The fastest comes first, since its result makes most
+slower ones unnecessary. A free worker takes tasks that are slower than those of other workers only up to
+`AHEAD_SHARE`. It takes no group whose bounds depend on a pending result of another worker.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class BestFirst:
         return Question(number, task.method, (setups,))
 
     def _unbounded_task(self, worker: int) -> _SearchTask | None:
-        """Return the task to compute lower bounds for a group of recipes with the same passes. The list is in
-        the order of the updates' keys. One worker begins at each end, so few updates are simulated in both.
+        """Return the task to compute lower bounds for a group of recipes with the same forward and backward
+        passes. The list is in the order of the updates' keys. One worker begins at each end, so few updates
+        are simulated in both.
         """
         for group in reversed(self._unbounded) if worker % 2 else self._unbounded:
             if self._may_screen(worker, group[0]):

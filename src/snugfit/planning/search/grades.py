@@ -1,18 +1,18 @@
 """Search for the fewest layers to recompute, for fast recipes that are slightly too large.
 
 Recomputing the first k layers has one setting per layer of the model. Each has different passes, which are
-rehearsed at the whole depth. These settings are therefore not part of the space. In bytes and in seconds they
+simulated at the whole depth. These settings are therefore not part of the space. In bytes and in seconds they
 are between keeping all activations and recomputing each layer.
 
 The search starts from the fastest recipe of the space that fits. It considers a few recipes that keep all
 activations and do not fit. On the line to recomputing each layer they may be faster. For each it finds the
-least grade that fits, on that line and from both sides, in two to six rehearsals. Among equally fast results
+least grade that fits, on that line and from both sides, in two to six simulations. Among equally fast results
 it takes the simplest. It tries both kinds of the allocator's segments, since a grade's trace is the same for
 both. This search is not exact: the line may be wrong for a recipe.
 
 Activations of some layers may wait on the host instead. Copies that finish during other computation cost
 nothing. Their number follows from the line and from the link (`mixture.py`). A mixture that is clearly faster
-is rehearsed first. If it fits, the least grade is mostly no longer worth a search.
+is simulated first. If it fits, the least grade is mostly no longer worth a search.
 
 For kernels, the layers whose largest product is recomputed are searched likewise, from none to all
 (`Technique.smaller`). A part of a layer costs fewer seconds per byte than the whole layer.
@@ -196,8 +196,8 @@ def _fastest_too_large(
 ) -> int | None:
     """Return the fastest recipe that does not fit and may be faster than every one that fits.
 
-    It recomputes no layer, its passes differ from those `tried`, and its technique in this slot has
-    `smaller` settings.
+    It recomputes no layer, its forward and backward passes differ from those `tried`, and its technique in
+    this slot has `smaller` settings.
     """
     most, plain = state.fastest_that_fits * (1 - AS_FAST), roster.plain(Slot.CHECKPOINTING)
     seconds: dict[int, float] = {}

@@ -160,8 +160,8 @@ def guess_between(low: int, high: int, low_bytes: float, high_bytes: float, limi
 
 
 def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:
-    """Return the settings of the slot's technique by number of layers, such as 1 to L - 1 recomputed ones;
-    empty if it has none.
+    """Return the settings of the slot's technique by number of layers, such as 1 to L - 1 recomputed ones.
+    Empty if it has none.
     """
     of_slot = (kind.grades(job) for kind in roster.techniques() if kind.slot is slot)
     return next(filter(None, of_slot), ())

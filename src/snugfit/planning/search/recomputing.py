@@ -82,7 +82,7 @@ def least_of_spans(full: Bound) -> Bound:
 
 class RecomputingKinds:
     """The recipes of a search that wait for a simulation: those with recomputation, logits in chunks or
-    compiled layers. Recipes with the same passes form a kind.
+    compiled layers. Recipes with the same forward and backward passes form a kind.
     """
 
     def __init__(self, state: SearchState, pool: WorkerPool, tell: Tell, *, budgets: bool = False) -> None:
@@ -224,16 +224,16 @@ class RecomputingKinds:
         return needed if twins or not needed or not self._twins.of(kind, needed) else []
 
     def _take(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Compute lower bounds for these waiting recipes, and all that share their passes. Return their
-        earlier estimates.
+        """Compute lower bounds for these waiting recipes, and all that share their forward and backward
+        passes. Return their earlier estimates.
         """
         if taken := self._take_out(chosen):
             self.add(taken)
         return taken
 
     def _take_out(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Remove these recipes from the waiting ones, with all that share their passes and size. Return their
-        estimated bounds.
+        """Remove these recipes from the waiting ones, with all that share their forward and backward passes
+        and size. Return their estimated bounds.
         """
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}
@@ -272,7 +272,7 @@ class RecomputingKinds:
         self._note(numbers, screen(self.state, self.pool, self.tell, numbers))
 
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
-        """Store the lower bounds of these recipes. Return the recipes whose estimates depend on them."""
+        """Store lower bounds of these recipes. Return the recipes whose estimates depend on them."""
         if len(self.state.bounds) != self._known:  # some could not be rehearsed after all
             self._least_known.clear()
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at

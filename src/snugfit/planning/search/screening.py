@@ -31,8 +31,8 @@ class Screening:
 def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection[int]) -> Screening:
     """Compute the lower bounds of these recipes in the worker processes.
 
-    The list is in the order of the updates' keys. One worker begins at each end, so few updates are
-    rehearsed in both. Compiled layers go to the worker that has some of them.
+    The list is in the order of the updates' keys. One worker begins at each end, so few updates are simulated
+    in both. Compiled layers go to the worker that has some of them.
     """
     space = state.space
     order = groups_by_passes(space, numbers)

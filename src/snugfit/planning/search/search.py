@@ -1,18 +1,18 @@
-"""Search for the best recipe of the whole space, with few full rehearsals and an exact answer.
+"""Search for the best recipe of the whole space, with few full simulations and an exact answer.
 
 Each Setup first gets its lower bounds (`Parts.screen`), except for kinds of recomputing that cannot matter
 (`recomputing.py`). Setups are evaluated in the order of their least seconds: spliced, timed, and replayed
 through the allocator. A kind that may be faster than all of them is screened before (`best_first.py`). A
-Setup is skipped if its lower bounds are dominated by an evaluated Setup, up to a resolution of memory. It
-is still evaluated if it may fit and the other does not.
+Setup is skipped if its lower bounds are dominated by an evaluated Setup, up to a resolution of memory. It is
+still evaluated if it may fit and the other does not.
 
-The result is the Pareto front of the space up to that resolution. The fastest recipe that fits is exact:
-less memory can never give a faster plan. If the smallest recipe is requested, or nothing fits, all
-possibly smaller ones are evaluated too. With a memory limit, the front ends a tenth beyond it. It also
-ends at `SLOWEST` times the answer's seconds, unless the whole front is requested.
+The result is the Pareto front of the space up to that resolution. The fastest recipe that fits is exact: less
+memory can never give a faster plan. If the smallest recipe is requested, or nothing fits, all possibly
+smaller ones are evaluated too. With a memory limit, the front ends a tenth beyond it. It also ends at
+`SLOWEST` times the answer's seconds, unless the whole front is requested.
 
-An evaluation must never fall below its lower bound. If it does, the model's layers do not grow linearly,
-and the search starts again without shortcuts.
+An evaluation must never fall below its lower bound. If it does, the model's layers do not grow linearly, and
+the search starts again without shortcuts.
 
 Among recipes that are as fast as the answer, the simplest is chosen (`simpler.py`). At the end it is
 simulated in full by `predict`, and the plan reports a mismatch.
@@ -78,7 +78,7 @@ def plan(
     `headroom` (bytes, or text such as `2%`) of the memory stays free. The default is 2 % of the GPU's memory
     and the uncertain bytes (`prediction/headroom.py`), and nothing with `memory_bytes`. If no recipe leaves
     it, the answer is the smallest. `fidelity` is the lowest allowed fidelity. `clock` returns the seconds of
-    a trace, by default on this GPU. `workers` processes rehearse concurrently, by default two if there are as
+    a trace, by default on this GPU. `workers` processes simulate concurrently, by default two if there are as
     many cores. The plan lists the `ranked` best recipes that fit, and changes to the recipe to `start` from,
     which may be text. `steps` is the length of the run over which the start-up, at the rates of `once`, is
     spread. Slots of the techniques in `keep` are not searched. The same holds for the adapters, the precision
@@ -86,7 +86,7 @@ def plan(
     answer's seconds, except for a `whole_front` or the smallest recipe. Techniques that a `front_end` refuses
     (`step/applier.py`) are left out. `tell` receives messages on the progress. If nothing fits, the plan
     contains the nearest miss. Raises `UsageError` for invalid arguments, and `SnugfitError` if no recipe can
-    be rehearsed.
+    be simulated.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.cost.timer import SingleGpuTimer

@@ -1,12 +1,13 @@
 """The space of a plan: every valid recipe for a job.
 
 Each slot offers the results of its techniques' own `settings(job)`; a recipe takes one of each. Techniques
-that the user's fidelity, the GPU's age or a missing package excludes are omitted before the combination,
-and listed. A setting that is never better than another is omitted likewise, such as adapters of a higher
-rank. Combinations to which two techniques object are omitted recipe by recipe, and counted.
+that the user's fidelity, the GPU's age or a missing package excludes are omitted before the combination, and
+listed. A setting that is never better than another is omitted likewise, such as adapters of a higher rank.
+Combinations to which two techniques object are omitted recipe by recipe, and counted.
 
 A large space has a hundred thousand recipes of a few dozen techniques. Shared properties are therefore
-computed once and numbered: the passes of a step, their size, and the trace (`step_key.py`).
+computed once and numbered: the forward and backward passes of a step, their size, and the trace
+(`step_key.py`).
 """
 
 from __future__ import annotations

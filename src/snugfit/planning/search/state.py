@@ -6,9 +6,9 @@ Finding the slightly smaller ones would require an evaluation of each, without a
 be smaller than a faster one by `MEMORY_RESOLUTION` is therefore skipped. This does not affect the answer: a
 candidate that may fit, if no faster one does, is always evaluated.
 
-Recipes that share their passes and differ in the update lose the same bytes between blocks. Their seconds
-exceed the bounds by the same amount. They are therefore compared by their bounds (`has_better_sibling`). If
-the update is a small share, one of the optimizers is evaluated.
+Recipes that share their forward and backward passes and differ in the update lose the same bytes between
+blocks. Their seconds exceed the bounds by the same amount. They are therefore compared by their bounds
+(`has_better_sibling`). If the update is a small share, one of the optimizers is evaluated.
 
 With a memory limit, the front ends slightly beyond it: larger recipes are no answer, and cost as much to
 evaluate. If nothing fits, the front ends slightly beyond the smallest. It also ends at a multiple of the
@@ -118,7 +118,8 @@ class SearchState:
     ) -> None:
         """Simulate these groups of recipes, each of one trace, in this order, without recipes that `skip`
         excludes. `skip` is called before each recipe. `step` is called for each group, with True if all of it
-        was skipped. All recipes that share their passes go to one worker. Raises `BelowLowerBound`.
+        was skipped. All recipes that share their forward and backward passes go to one worker. Raises
+        `BelowLowerBound`.
         """
         waiting = deque(groups)
         asked: dict[int, list[int]] = {}
@@ -260,8 +261,8 @@ class SearchState:
         return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
-        """Return True if a simulated recipe with the same passes is as fast by the lower bound and meets the
-        predicate `stands`.
+        """Return True if a simulated recipe with the same forward and backward is as fast by the bound and
+        meets the predicate `stands`.
         """
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
@@ -272,7 +273,9 @@ class SearchState:
         )
 
     def siblings(self, number: int) -> list[int]:
-        """Return the simulated recipes with the same passes and the same allocator settings."""
+        """Return the simulated recipes with the same forward and backward passes and the same allocator
+        settings.
+        """
         same_passes = self._siblings.get(self.passes_of(number), ())
         return [other for other in same_passes if other != number and other in self.bounds]
 
@@ -291,8 +294,8 @@ class SearchState:
         return stands
 
     def _least_beside(self, number: int, sibling: int) -> int:
-        """Return the least bytes of a recipe: its lower bound, plus the fragmentation of a simulated recipe
-        with the same passes.
+        """Return the least bytes of a recipe: its lower bound, plus the fragmentation of a recipe with the
+        same forward and backward.
         """
         least, known = self.bounds[number], self.bounds[sibling]
         # The loss at a peak in the update depends on the optimizer, which siblings do not share.
@@ -302,8 +305,8 @@ class SearchState:
         return least.needed_bytes + max(0, loss - LOSS_SPREAD)
 
     def passes_of(self, number: int) -> tuple[int, bool, Hashable]:
-        """Return a key that is equal for recipes with the same passes and allocator settings, with CUDA
-        graphs or without.
+        """Return a key that is equal for recipes with the same forward and backward passes and allocator
+        settings, with CUDA graphs or without.
         """
         candidate = self.space.candidates[number]
         setup = candidate.setup
@@ -311,7 +314,8 @@ class SearchState:
 
     def cannot_be_smallest(self, number: int) -> bool:
         """Return True if a simulated recipe is smaller than this one's lower bound, or this one was
-        simulated. With `nearly`, one that shares its passes and has no larger bound is enough.
+        simulated. With `nearly`, one that shares its forward and backward passes and has no larger bound is
+        enough.
         """
         least = self.bounds[number].needed_bytes
         if number in self.judged or least > self.smallest * (1 - self.nearly):

@@ -1,9 +1,9 @@
 """Skipping of recipes whose twin is no worse: a recipe that differs in attention, kernels or precision only.
 
-Recomputing repeats the same layers, and a compiler changes all of them. Two kinds of passes may differ in
-attention, kernels or precision. If one is neither faster nor smaller uncompiled and without recomputing, it
-is neither with them. It is then left out. If a step was to be recorded as CUDA graphs and cannot be, its twin
-is the unrecorded one.
+Recomputing repeats the same layers, and a compiler changes all of them. Two kinds of forward and backward
+passes may differ in attention, kernels or precision. If one is neither faster nor smaller uncompiled and
+without recomputing, it is neither with them. It is then left out. If a step was to be recorded as CUDA graphs
+and cannot be, its twin is the unrecorded one.
 
 This rule is not exact. Each kind that was left out and is simulated after all is compared with its twin. If
 one is better, no kind has a twin any more.
@@ -57,7 +57,9 @@ class Twins:
         """Candidates with their twins, by kind that was skipped."""
 
     def of(self, kind: int, needed: Sequence[int]) -> list[int]:
-        """Return the recipes that make the `needed` ones of a kind unnecessary, all with the same passes."""
+        """Return the recipes that make the `needed` ones of a kind unnecessary, all with the same forward and
+        backward passes.
+        """
         candidates = self.space.candidates
         # Candidates with one trace have the same bytes, so one of them represents all.
         one_per_trace = {candidates[number].trace: number for number in needed}.values()

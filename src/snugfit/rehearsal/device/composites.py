@@ -84,7 +84,9 @@ def _in_place_kernels() -> dict[str, Callable[..., Any]]:
 
 
 def _recurrent_kernels(notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
-    """Return kernels of recurrent layers, which run torch's composition and add a warning."""
+    """Return replacement kernels for LSTM, GRU and RNN by operator name. They run torch's step-by-step code
+    and add a warning.
+    """
     import torch
 
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradMeta)

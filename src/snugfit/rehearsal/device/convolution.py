@@ -69,8 +69,8 @@ def backward(arguments: Sequence[Any], out: Sequence[Any], summed: Scratch = ())
     """Return the temporary buffers of `convolution_backward(grad_output, input, weight, ...)`.
 
     It has a contiguous copy of the gradient if that is not contiguous, and each gradient with its workspace.
-    After the free of the copy, it has the bias's gradient, a sum with the scratch `summed`. Sources:
-    `cudnn_convolution_backward` (`native/cudnn/ConvShared.cpp`) and `native/Convolution.cpp`.
+    After the free of the copy, it has the bias's gradient, a sum with the temporary buffers `summed`.
+    Sources: `cudnn_convolution_backward` (`native/cudnn/ConvShared.cpp`) and `native/Convolution.cpp`.
     """
     gradient, x, weight = arguments[0], arguments[1], arguments[2]
     copy = Buffer("gradient", gradient.numel() * gradient.element_size())

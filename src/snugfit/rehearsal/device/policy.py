@@ -83,7 +83,7 @@ class Policy(ABC):
 
     @abstractmethod
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return the temporary buffers that this operator's kernel allocates on the device (its scratch)."""
+        """Return the temporary buffers that this operator's kernel allocates on the device."""
 
     def workspaces(self, operator: str, arguments: Sequence[Any] = ()) -> tuple[Buffer, ...]:
         """Return the workspaces that a thread allocates once, at its first use of this operator."""
@@ -97,7 +97,9 @@ class Policy(ABC):
 
 
 class ScratchSize(NamedTuple):
-    """The sizes that determine the workspaces and the scratch of a GPU."""
+    """Properties of a GPU that determine the sizes of library workspaces and of its kernels' temporary
+    buffers.
+    """
 
     workspaces: int
     """Bytes of all workspaces of a thread."""
@@ -163,7 +165,7 @@ class CudaPolicy(Policy):
     def decisions(self) -> Hashable:
         """Key that is equal for GPUs on which torch chooses the same kernels for all operands.
 
-        Their workspaces and scratch may differ.
+        Their workspaces and temporary buffers may differ.
         """
         return self._attention_kernels, self.capability[0] in _FUSING_GROUPS, self.may_share
 
@@ -243,7 +245,9 @@ class ComparedPolicy(CudaPolicy):
 
     @classmethod
     def of(cls, policy: CudaPolicy, policies: Sequence[CudaPolicy]) -> Self:
-        """Return a copy of `policy` that compares its scratch and kernels with those of `policies`."""
+        """Return a copy of `policy` that compares its temporary buffers and kernels with those of
+        `policies`.
+        """
         same = {item.name: getattr(policy, item.name) for item in fields(policy)}
         noting = cls(**same, compared=tuple(policies))
         for other in policies:

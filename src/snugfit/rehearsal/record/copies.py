@@ -1,4 +1,4 @@
-"""Records of copies between host and device, and of the host's own work on weights and states."""
+"""Recording of simulated copies between host and device, and of the host's own work on weights and states."""
 
 from __future__ import annotations
 

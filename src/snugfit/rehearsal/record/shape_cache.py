@@ -1,8 +1,8 @@
 """A cache of operator calls by shapes, so that equal calls are computed once.
 
 On `meta`, an operator's kernel only computes shapes, strides and dtypes of its results. For many operators it
-does so in Python, slower than a GPU computes the values. The kernel's cost (`kernels.py`) and its scratch
-(`device/scratch.py`) also follow from the operands' metadata, and take as long to compute. Layers,
+does so in Python, slower than a GPU computes the values. The kernel's cost (`kernels.py`) and its temporary
+buffers (`device/scratch.py`) also follow from the operands' metadata, and take as long to compute. Layers,
 micro-batches and steps repeat, so nearly every call has occurred before with operands of the same shapes. So
 there is one record per call, with operator, operands' metadata and settings as its key.
 

@@ -159,8 +159,8 @@ class ParallelHandler(Handler):
     def around_pass(
         self, value: ParallelWish, model: Any, batch: dict[str, Any], *, is_last: bool
     ) -> Context | None:
-        """Return a context for the passes of one micro-batch. In it, gradients are averaged over GPUs only
-        after the last micro-batch, and sequences are split for context parallelism.
+        """Return a context for the forward and backward passes of one micro-batch. In it, gradients are
+        averaged over GPUs only after the last micro-batch, and sequences are split for context parallelism.
         """
         contexts: list[Context] = []
         if value.weights == "sharded" or (value.copies and value.tensor > 1):

@@ -100,8 +100,8 @@ class StagePasses:
     def run(
         self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
     ) -> list[torch.Tensor]:
-        """Run a step's passes, which leave its gradients in the parameters, and return each micro-batch's
-        part of the loss.
+        """Run a step's forward and backward passes, which leave its gradients in the parameters, and return
+        each micro-batch's part of the loss.
 
         The list is empty unless this process computes the loss. `inputs` are on the device, of a batch of
         this `shape` (B, S). It is cut into one micro-batch for each of the `shares`.

@@ -81,7 +81,7 @@ class InFull(NamedTuple):
 class Judge:
     """Predicts bytes and seconds of recipes for one job on several GPUs, of one model of GPU or of several.
 
-    Kinds in one call run the same kernels and share the rehearsals. The policy is that of the kind with the
+    Kinds in one call run the same kernels and share the simulations. The policy is that of the kind with the
     most scratch.
     """
 

@@ -1,5 +1,4 @@
-"""Search for the fastest recipe on several GPUs, on given numbers of one kind or on the fewest
-of many kinds.
+"""Search for the fastest recipe on several GPUs, on given numbers of one kind or on the fewest of many kinds.
 
 Numbers of GPUs are searched one after the other. The results of one bound the results of others
 (`evidence.py`, `fastest.py`). Recipes are compared on models of few layers.
@@ -10,7 +9,7 @@ fewest layers are searched at the end (`part_recomputed.py`).
 
 For many kinds, bisection finds the fewest cards that fit, since each needs less memory if there are more. The
 search continues with each larger number, as long as a step takes fewer GPU seconds. A way to share the work
-that cannot take fewer than the best answer is skipped. Kinds that run the same kernels share each rehearsal.
+that cannot take fewer than the best answer is skipped. Kinds that run the same kernels share each simulation.
 Nothing is simulated in full: for a deep model and hundreds of micro-batches that takes minutes per answer.
 """
 

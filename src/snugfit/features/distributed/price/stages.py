@@ -1,4 +1,4 @@
-"""A step whose layers are cut into stages: the ranks to rehearse, and the seconds of all stages together.
+"""A step whose layers are cut into stages: the ranks to simulate, and the seconds of all stages together.
 
 Ranks of one stage are alike, and middle stages differ little. So only the ranks with the largest memory or
 other seconds are simulated. The first has the embedding and, under 1F1B, keeps the most micro-batches. The
@@ -12,7 +12,8 @@ passes are done. With clipping it begins when those of all stages are. If the he
 the first stage and the last one wait for each other. A GPU that waits is idle: the bubble.
 
 A GPU has a position among those of one copy of the model, and one stage, or several (`interleaved`). With n
-GPUs the first has the stages 0, n, 2n, ... torch's own schedule gives the order of their passes.
+GPUs the first has the stages 0, n, 2n, ... torch's own schedule gives the order of their forward and backward
+passes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
 
 
 def stand_in(position: int, wish: ParallelWish, layers: int) -> int:
-    """Return the position of the simulated rank that represents the rank at this position."""
+    """Return the pipeline position whose simulated rank has the same work as this position's rank."""
     kind = _kind(position, wish, layers)
     return next(one for one in stages_to_rehearse(wish, layers) if _kind(one, wish, layers) == kind)
 
@@ -147,8 +148,8 @@ def without_other_stages(trace: Trace) -> Trace:
 def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, workers: int = 0) -> StageWork:
     """Return the seconds of a GPU's own work, from a trace without waits for other stages.
 
-    The GPU runs its passes in this order. The time between two kernels' ends counts for the later kernel. It
-    includes the GPU's wait for its own host.
+    The GPU runs its forward and backward passes in this order. The time between two kernels' ends counts for
+    the later kernel. It includes the GPU's wait for its own host.
     """
     queue = queue_of(without_other_stages(trace), rates, interconnect_of(gpu, rates), workers=workers)
     moments = SimulatedStreams(*queue).moments
@@ -197,8 +198,8 @@ def orders_of(wish: ParallelWish, micro_batches: int) -> Sequence[Sequence[Pass]
 
 
 def _order_of(stage: int, wish: ParallelWish, micro_batches: int) -> Iterator[Pass]:
-    """Yield the passes of a pipeline stage in its schedule's order (torch's `ScheduleGPipe`,
-    `Schedule1F1B`).
+    """Yield the forward and backward passes of a pipeline stage in its schedule's order (torch's
+    `ScheduleGPipe`, `Schedule1F1B`).
     """
     waiting = min(micro_batches, wish.stages - stage)
     first = micro_batches if wish.schedule == GPIPE else waiting
@@ -211,7 +212,7 @@ def _order_of(stage: int, wish: ParallelWish, micro_batches: int) -> Iterator[Pa
 
 @functools.lru_cache(maxsize=16)
 def _orders_of_torch(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Pass]]:
-    """Return the passes of each rank, in the order of torch's own class of this name."""
+    """Return the forward and backward passes of each rank, in the order of torch's own class of this name."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     # torch's class reads only the numbers of the stages.

@@ -71,7 +71,9 @@ class FileHandle:
     async_pwrite = async_pread
 
     def wait(self) -> int:
-        """Return the number of finished reads and writes of files."""
+        """Return the number of finished reads and writes of files, as DeepSpeed's handle does after
+        waiting.
+        """
         done, self._pending = self._pending, 0
         return done
 

@@ -72,8 +72,9 @@ class RankRecorder(Recorder):
     @classmethod
     def micro_batches_to_settle(cls, setup: Setup) -> float:
         """Return 1: in the second micro-batch, some kernels still wait for collectives at the start of the
-        first (DDP's buffers). Return infinity for a pipeline, whose order of passes depends on all
-        micro-batches, and for DeepSpeed's engine."""
+        first (DDP's buffers). Return infinity for a pipeline, whose order of forward and backward passes
+        depends on all micro-batches, and for DeepSpeed's engine.
+        """
         wish = PARALLEL.of(setup)
         return 1 if wish is not None and wish.stages == 1 else math.inf
 

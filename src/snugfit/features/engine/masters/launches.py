@@ -1,6 +1,6 @@
 """The kernel launches of an update with masters, as operators with shapes for a simulation.
 
-A rehearsal's step calls an operator for each launch. The operator allocates nothing and moves the same bytes
+A simulation's step calls an operator for each launch. The operator allocates nothing and moves the same bytes
 as the kernel. A step on a GPU launches the kernels themselves. An operator over lists of hundreds of tensors
 takes the host longer than the launch.
 """

@@ -2,7 +2,7 @@
 
 States and numbers are the same as in a step over all weights. On a GPU each update is a separate launch, and
 so is a gradient's share of the norm. Both read the step's numbers on the device. On other devices they are
-plain torch. A rehearsal's step calls operators, as in `launches.py`.
+plain torch. A simulation's step calls operators, as in `launches.py`.
 """
 
 from __future__ import annotations

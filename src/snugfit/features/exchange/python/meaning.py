@@ -294,7 +294,7 @@ class _Meaning:
         )
 
     def _note_options(self, parsed: Record) -> None:
-        """List the parsers whose options have their defaults here.
+        """Note in the account the script's argument parsers, of whose options the defaults are taken.
 
         Raises `UsageError` for a library's dataclass, whose defaults are not in the script.
         """

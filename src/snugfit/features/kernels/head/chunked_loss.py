@@ -23,7 +23,7 @@ the scaler's own scale. So there the gradients carry `FP16_SCALE` until the back
 
 From torch 2.13 on, `torch.nn.functional.linear_cross_entropy` with options computes the same, and a test
 compares the two. It is not used, for three reasons. It supports neither caps nor scales nor smoothed labels.
-It is one operator, whose buffers a rehearsal cannot record. This code runs on every torch that snugfit
+It is one operator, whose buffers a simulation cannot record. This code runs on every torch that snugfit
 supports.
 """
 

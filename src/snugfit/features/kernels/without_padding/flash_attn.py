@@ -2,7 +2,7 @@
 
 A model with a padding mask leaves the padding out around each layer's attention. transformers gathers the
 rows of queries, keys and values, calls the kernel for several lengths, and scatters its rows back. All of
-that is transformers' own code, which a rehearsal runs. Only the package's functions are replaced. torch
+that is transformers' own code, which a simulation runs. Only the package's functions are replaced. torch
 includes the same FlashAttention-2. Its operators have the same outputs, keep the same for the backward pass
 and take the same buffers. They also run on shapes.
 """

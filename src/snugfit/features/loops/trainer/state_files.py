@@ -128,7 +128,9 @@ class StateFiles:
 
     @property
     def unevaluated(self) -> dict[str, Any] | None:
-        """Pending work of the resumed step's end after an abandoned evaluation; None without one."""
+        """The evaluation that a signal interrupted before the resumed checkpoint, with its step's other
+        pending work; None without one.
+        """
         pending: dict[str, Any] | None = self._extra_state.get("unevaluated")
         return pending
 
