@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWCompact(Technique):
-    """AdamW with both moments in 8 bits, rounded by chance, in one kernel: a quarter of the state."""
+    """AdamW with both moments in 8 bits, rounded stochastically, in one kernel: a quarter of the state."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = (
@@ -40,7 +40,9 @@ class AdamWCompact(Technique):
     elsewhere: ClassVar = ("compact_adamw", "flash_adamw")
 
     master_bits: Literal[32, 24] = 32
-    """Bits of a master of `bf16_master`: with 24, rounded by chance, its other half takes 1 byte, not 2."""
+    """Bits of each fp32 weight of `bf16_master`: 24 are rounded stochastically, and take 1 byte beside
+    bfloat16, not 2.
+    """
 
     @property
     def value(self) -> OptimizerWish:

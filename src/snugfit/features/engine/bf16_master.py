@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16Master(Technique):
-    """Keeps weights and gradients in bfloat16, and updates their masters in 32 bits without a second copy."""
+    """Keeps weights and gradients in bfloat16; the optimizer stores the weights' remaining bits for fp32
+    updates.
+    """
 
     fidelity: ClassVar = Fidelity.ROUNDS
     keeps_small_updates: ClassVar = True

@@ -18,8 +18,8 @@ A graph cannot read the device. So code that reads a number from it, as many rou
 recorded. Such a step runs without graphs, with a message. Nor can a layer that draws random numbers be
 recomputed, since a graph cannot reset the state of a GPU's generator. With checkpointing, models without
 dropout are recorded. Models with dropout are recorded if `selective` keeps attention and the kernels seed
-each other dropout. For optimizers that compute on the host (bitsandbytes', Adafactor, Muon) the forward and
-backward passes are replayed, and the update is launched as usual.
+each other dropout. For optimizers that compute on the host (bitsandbytes', Adafactor, Muon) only the forward
+and backward passes are replayed.
 
 Plans for one GPU search it. Its passes are the eager ones, so they need no second simulation (`parts.py`),
 except for padded batches.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Captured(Technique):
-    """Records the optimizer step as CUDA graphs, and plays it back."""
+    """Records the optimizer step as CUDA graphs, and replays it."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "torch.cuda.CUDAGraph; NVIDIA, CUDA C++ Programming Guide, CUDA Graphs"

@@ -52,8 +52,9 @@ UPDATES_ONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Released(Technique):
-    """Updates each weight within the backward pass and drops its gradient; where the job clips, in a second
-    one."""
+    """Updates each weight within the backward pass and drops its gradient; with clipping, in a second
+    backward pass.
+    """
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = (

@@ -61,8 +61,9 @@ class Host(Technique):
     """
 
     layers: int | None = between(1, 10_000, default=None)
-    """Layers whose activations wait there, from the first; of an encoder and a decoder so many each. None are
-    all of them."""
+    """Number of layers whose activations are on the host, from the first; an encoder and a decoder have as
+    many each. None offloads all layers.
+    """
 
     def install(self, setup: Setup) -> Setup:
         """Set the Setup's field for offloaded activations."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWStochastic(Technique):
-    """AdamW for bfloat16 weights that rounds up or down by chance, so that small updates are not lost."""
+    """AdamW for bfloat16 weights with stochastic rounding, so that small updates are not lost."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     keeps_small_updates: ClassVar = True

@@ -23,7 +23,7 @@ from snugfit.techniques.technique import Fidelity
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAdamW(PagedStates):
-    """AdamW with its moments in memory that goes to the host when the GPU is full."""
+    """AdamW with its moments in CUDA managed memory, which moves to the host when the GPU is full."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Dettmers et al., arXiv 2305.14314; bitsandbytes.optim.PagedAdamW"

@@ -16,7 +16,7 @@ from snugfit.techniques.technique import Fidelity
 
 @dataclass(frozen=True, kw_only=True)
 class PagedLion(PagedStates):
-    """Lion with its moment in memory that goes to the host when the GPU is full."""
+    """Lion with its moment in CUDA managed memory, which moves to the host when the GPU is full."""
 
     fidelity: ClassVar = Fidelity.LEARNS
     source: ClassVar = (

@@ -11,7 +11,7 @@ from snugfit.techniques.technique import Fidelity, Technique
 
 @dataclass(frozen=True, kw_only=True)
 class Expandable(Technique):
-    """Grows the allocator's segments in place, which leaves less memory in free pieces too small to use."""
+    """Grows the allocator's segments in place, which leaves less memory unused by fragmentation."""
 
     fidelity: ClassVar = Fidelity.SAME
     value: ClassVar = True

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches(Technique):
-    """Runs the global batch in n equal pieces and updates once, with their gradients added up."""
+    """Runs the global batch in n equal pieces and adds up their gradients for one update."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = (

@@ -46,7 +46,7 @@ class EveryNthLayer(Technique):
     )
 
     n: int = between(1, 10_000, default=2)
-    """One layer in n is recomputed, the first among them; 1 is every layer."""
+    """Interval of the recomputed layers, from the first: with 2 every second one, with 1 every layer."""
 
     @property
     def value(self) -> CheckpointWish:

@@ -28,8 +28,9 @@ class FirstLayers(Technique):
     elsewhere: ClassVar = ("recompute_num_layers", "recompute_method", "activations_checkpoint_num_layers")
 
     k: int = between(1, 10_000)
-    """Number of recomputed layers, from the first; of an encoder and a decoder so many each. The number of
-    all layers is `every_layer`."""
+    """Number of recomputed layers, from the first; an encoder and a decoder have as many each. The number of
+    all layers is `every_layer`.
+    """
 
     @property
     def value(self) -> CheckpointWish:

@@ -43,7 +43,7 @@ class Segments(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield objections to prefix tuning, whose keys and values would be dropped. Yield them too for
-        models whose layers pass on more than the hidden state, as a segment calls its layers as one function.
+        models whose layers return more than the hidden state.
         """
         yield from dropped_prefix(job)
         # A segment's layers are called together and pass on the hidden state alone.

@@ -11,7 +11,7 @@ from snugfit.techniques.technique import Fidelity, Technique
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWLoop(Technique):
-    """AdamW one parameter after the other."""
+    """AdamW that updates one parameter after the other."""
 
     fidelity: ClassVar = Fidelity.SAME
     family: ClassVar = "adamw"

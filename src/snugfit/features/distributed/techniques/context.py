@@ -52,7 +52,7 @@ HOW_MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel(Technique):
-    """Cuts each sequence over n GPUs, among which keys and values go around."""
+    """Divides each sequence over n GPUs, which pass keys and values around (ring attention)."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     caveat: ClassVar = HOW_MEASURED

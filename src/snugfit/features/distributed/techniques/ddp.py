@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Ddp(several_gpus.SharedBatch):
-    """Each of several GPUs holds the model and takes a part of the batch; gradients are averaged."""
+    """Keeps a copy of the model on each of several GPUs, which share the batch and average gradients."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "Li et al., PyTorch Distributed, arXiv 2006.15704; torch.nn.parallel"

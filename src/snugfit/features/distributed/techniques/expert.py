@@ -31,7 +31,7 @@ HOW_MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Expert(Technique):
-    """Each of n GPUs that share layers by `tensor(n)` has some of the experts."""
+    """Divides the experts of each layer over the n GPUs of `tensor(n)` (expert parallelism)."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     caveat: ClassVar = HOW_MEASURED

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp(several_gpus.SharedBatch):
-    """Each of several GPUs holds a part of weights, gradients and states, and gathers weights as it needs."""
+    """Shards weights, gradients and optimizer states over GPUs, and gathers the weights of a layer to compute
+    it.
+    """
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
@@ -34,8 +36,9 @@ class Fsdp(several_gpus.SharedBatch):
     """
 
     offload: Literal["none", "cpu"] = "none"
-    """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
-    over the link whenever they are gathered."""
+    """Place of the shards and of the update: `cpu` is the host (`CPUOffloadPolicy`), `none` the GPU. With
+    `cpu`, weights are copied to the GPU whenever they are gathered.
+    """
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

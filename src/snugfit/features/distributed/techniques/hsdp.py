@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Hsdp(several_gpus.SharedBatch):
-    """Groups of n GPUs hold a copy of the model each, spread over them; gradients are averaged."""
+    """Shards the model over each group of n GPUs as `fsdp` does, and averages gradients over the groups."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Zhao et al., PyTorch FSDP, arXiv 2304.11277, section 3.2.2; fully_shard"
@@ -37,8 +37,9 @@ class Hsdp(several_gpus.SharedBatch):
     """Gathered weights that are dropped after the forward pass, as for `fsdp`."""
 
     offload: Literal["none", "cpu"] = "none"
-    """Who keeps the parts: `cpu` has the host keep and update them (`CPUOffloadPolicy`). Weights then come
-    over the link whenever they are gathered."""
+    """Place of the shards and of the update: `cpu` is the host (`CPUOffloadPolicy`), `none` the GPU. With
+    `cpu`, weights are copied to the GPU whenever they are gathered.
+    """
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning about the limits of measurements with shards on the host."""

@@ -45,7 +45,7 @@ HOW_MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Technique):
-    """Each of n GPUs, or groups of GPUs, holds a part of the layers and passes on its results."""
+    """Divides the layers into stages on n GPUs, or n groups of GPUs, which pass on their results."""
 
     fidelity: ClassVar = Fidelity.SAME
     caveat: ClassVar = HOW_MEASURED

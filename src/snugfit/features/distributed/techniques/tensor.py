@@ -38,7 +38,7 @@ HOW_MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Technique):
-    """Groups of n GPUs compute each layer together, each with a part of its matrices."""
+    """Divides each layer's matrices over n GPUs, which compute the layer together (tensor parallelism)."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     caveat: ClassVar = HOW_MEASURED

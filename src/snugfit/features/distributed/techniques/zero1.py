@@ -18,7 +18,7 @@ from snugfit.techniques.technique import Fidelity
 
 @dataclass(frozen=True, kw_only=True)
 class Zero1(several_gpus.SharedBatch):
-    """Each of several GPUs holds the model and a part of the optimizer's states."""
+    """Keeps a copy of the model on each of several GPUs, and shards only the optimizer states over them."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "Rajbhandari et al., ZeRO, arXiv 1910.02054; torch's ZeroRedundancyOptimizer"
