@@ -38,7 +38,7 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 _STDOUT: ContextVar[TextIO | None] = ContextVar("_STDOUT", default=None)
-"""The stdout that takes documents alone; None where it takes all output."""
+"""The stream to which a command prints its document while other output goes to stderr; None otherwise."""
 
 
 class BadDocument(Exception):

@@ -10,7 +10,7 @@
     +-- NothingFits              3   a valid request that no recipe can meet
     +-- OutOfMemory              4   a measured run ran out of GPU memory
     +-- OutsideBand              5   a prediction differs from its measurement by more than the stated band
-    +-- RehearsalError           1   a failed rehearsal: an operator without shapes, a model that fails
+    +-- RehearsalError           1   a failed simulation: an operator without shapes, a model that fails
     |                                on its shapes, a bug of ours, or torch internals that the
     |                                policies do not support; the message gives the cause
     +-- MeasurementError         1   a measurement's process died, or the GPU was not clean
@@ -32,7 +32,7 @@ reading; tabs and new lines are not among them."""
 
 
 def escape_controls(text: str) -> str:
-    """Return the text with such characters as escapes, like `\x1b`."""
+    r"""Return the text with control characters as escapes, such as `\x1b`."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -46,7 +46,7 @@ class SnugfitError(Exception):
 
 
 class UsageError(SnugfitError):
-    """Error for an invalid request; the message has the given value, the allowed ones and a remedy."""
+    """Error for an invalid request. Its message has the given value, the allowed values and a next action."""
 
     exit_code = 2
 

@@ -222,7 +222,7 @@ def _job_arguments(
 
 
 def show_version(asked: bool) -> None:
-    """Print the version and end the command, if requested."""
+    """Print the version of snugfit and exit if the user passed `--version`."""
     if asked:
         from snugfit.versions import __version__
 

@@ -166,9 +166,7 @@ def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
 
 
 def _whose(document: dict[Any, Any]) -> list[str]:
-    """Return, in a list, a sentence on a file of another library in the place of a job file; empty for other
-    files.
-    """
+    """Return a list with a sentence if this file belongs to another library; empty otherwise."""
     strange = {key: value for key, value in document.items() if key not in kinds()}
     return [advice for of in hooks("advice_on_file") if (advice := of(strange))]
 
@@ -191,7 +189,7 @@ def _kind_of(value: Any) -> str:
 
 
 class _Loader(LimitedLoader):
-    """YAML 1.2's plain scalars in flat documents."""
+    """YAML loader for job files: it accepts only flat mappings, and resolves scalars as YAML 1.2 does."""
 
     deepest = DEEPEST
     # PyYAML's resolvers follow YAML 1.1, in which `no` is False and `1:30` a number.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Storable(Protocol):
-    """An answer that can be converted to a JSON document."""
+    """Protocol for an answer that can be converted to a JSON document for the cache."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as a JSON object."""
@@ -83,7 +83,9 @@ def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
 
 
 def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | None:
-    """Return the answer stored under this key, read from its document by `read`; None if none can be read."""
+    """Return the cached answer for this key, converted from its document by `read`; None if it is missing or
+    invalid.
+    """
     file = folder() / f"{key}.json"
     try:
         answer = read(read_document(file, limit=LARGEST_FILE))
@@ -170,7 +172,7 @@ def remember(key: str, answer: Storable) -> None:
 
 
 def _prune(limit: int) -> None:
-    """Delete answers, those unused for longest first, until the rest has at most `limit` bytes."""
+    """Delete the least recently used answers until the rest has at most `limit` bytes."""
     with os.scandir(folder()) as entries:
         files = [(entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in entries]
     total = 0

@@ -50,7 +50,7 @@ class Comparison(Tabular):
     """Seconds of a step; None when one side lacks them."""
 
     def error(self, figure: str) -> float | None:
-        """Return the relative error of one figure; None when it is not known."""
+        """Return the relative error of one figure, such as the step time; None when it is not known."""
         return next((line.error for line in self.lines if line.figure == figure), None)
 
     @property

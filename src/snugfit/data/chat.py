@@ -93,7 +93,9 @@ def marks_the_assistant(tokenizer: Any) -> bool:
 
 
 def chat_tokens(tokenizer: Any, chats: Sequence[Chat], where: Sequence[str]) -> list[ChatTokens]:
-    """Return the tokens of each conversation; `where` names each one's place for error messages."""
+    """Return the tokens of each conversation; `where` has the file and line of each one, for error
+    messages.
+    """
     marked = marks_the_assistant(tokenizer)
     try:
         encoding = _apply(tokenizer, list(chats), marked)

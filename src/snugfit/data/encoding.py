@@ -35,7 +35,7 @@ Numbered = Sequence[tuple[int, Row]]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The tokens and labels of one row."""
+    """The token ids and labels of one row."""
 
     ids: list[int]
     """The tokens of the input."""

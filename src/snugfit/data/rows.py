@@ -70,7 +70,7 @@ class Rows(Indexed[Row]):
         return (self._item(index) for index in range(len(self)))
 
     def where(self, index: int) -> str:
-        """Return the place of a row for an error message: the file and line, or the row's number."""
+        """Return the location of a row for an error message: the file and line, or the row's number."""
         return f"{self.source}, row {index + 1}"
 
     def folder_of(self, index: int) -> Path:
@@ -82,7 +82,9 @@ class Rows(Indexed[Row]):
         return ()
 
     def notes(self) -> Iterator[str]:
-        """Yield notes for the user who trains on these rows."""
+        """Yield notes on these rows that a user should read before training, such as columns that are
+        ignored.
+        """
         yield from ()
 
     def select_columns(self, columns: Collection[str]) -> Rows:

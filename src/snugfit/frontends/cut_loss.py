@@ -5,9 +5,13 @@ weighted as the front-end weights it. Losses alone show little: a new model give
 under any weights of classes. Gradients of the same samples in another order show the effect of rounding in
 this precision, and of random draws.
 
-same the batch may be split. different samples depend on each other (in-batch negatives, statistics of a
-batch). Or the loss is a mean over uncounted items: weights of classes, tokens under a custom name, omitted
-answers, two means, the balance of experts. undecided an error, no gradient at all, noise, or out of memory.
+The comparison has three results:
+
+- Same gradients: the batch may be split.
+- Different gradients: samples depend on each other (in-batch negatives, statistics of a batch). Or the loss
+  is a mean over uncounted items: weights of classes, tokens under a custom name, omitted answers, two means,
+  the balance of experts.
+- Undecided: an error, no gradient at all, noise, or out of memory.
 
 After the last two results, plans and recoveries do not split the batch, and the user's own split gets a
 warning. The comparison runs before the first split, and again after some steps (`compares_again`). The first
@@ -242,7 +246,9 @@ Parts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def chosen_samples(batch: Mapping[str, Any], layout: BatchLayout, most: int) -> Parts:
-    """Choose at most `most` samples of a batch of two or more, in two pieces: a third, and the rest."""
+    """Choose at most `most` samples of a batch, as different as possible, and divide them into a third and
+    the rest.
+    """
     traits = _traits(batch, layout)
     chosen = _unlike(traits, min(most, layout.samples))
     return divide(traits, chosen, max(1, len(chosen) // 3))
@@ -256,8 +262,9 @@ def evenly(parts: Parts) -> Parts:
 
 
 def divide(traits: Traits, chosen: Sequence[int], size: int) -> Parts:
-    """Divide the chosen samples into `size` samples and the rest, so that the pieces differ most in their
-    features."""
+    """Divide these samples into `size` samples and the rest, so that the average features of the two differ
+    most.
+    """
 
     def distance(piece: tuple[int, ...]) -> float:
         rest = [index for index in chosen if index not in piece]

@@ -164,7 +164,7 @@ def _nobody(event: Event) -> None:
 def compare_cut(
     job: Job, step: TrainingStep, model: Any, batch: Mapping[str, Any], again: bool = False
 ) -> Job:
-    """Return the job, with a reason if gradients of this batch differ from those of its pieces."""
+    """Compare gradients of a whole batch with those of its pieces, and return the job with the result."""
     loss_of = weighed_by_items(step.loss_of, step.items_of)
     context = step.forward_context
     return job_with_mixing(job, model, loss_of, batch, most=step.rows, context=context, again=again)

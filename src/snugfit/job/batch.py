@@ -49,7 +49,7 @@ FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
 lengths."""
 
 REAL_VALUES = "_snugfit_real_values"
-"""Name of an attribute of a rehearsed batch's tensor: a function that returns a real tensor's values."""
+"""Name of an attribute of a simulated batch's tensor: a function that returns a real tensor's values."""
 
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:

@@ -73,7 +73,7 @@ class TaskBase(StrEnum):
 if TYPE_CHECKING:
 
     class Task(TaskBase):
-        """The training tasks of the core, to which features add others."""
+        """Training tasks, such as `causal-lm`; features add further ones."""
 
         SEQUENCE_CLASSIFICATION = "sequence-classification"
         TOKEN_CLASSIFICATION = "token-classification"
@@ -104,7 +104,7 @@ class PhaseBase(StrEnum):
 if TYPE_CHECKING:
 
     class Phase(PhaseBase):
-        """The phases of the core, to which features add others."""
+        """Phases of a model's use, such as training and evaluation; features add further ones."""
 
         TRAIN = "train"
         EVALUATE = "evaluate"
@@ -175,9 +175,8 @@ class Job:
     """Reason why data could not show that the batch may be cut; empty if it could, or without data."""
 
     routing: str = "balanced"
-    """A rehearsal's assumption about the choices of routers, which depend on weights.
-
-    `balanced` sends tokens evenly to experts, `worst` all to the same ones.
+    """Assumption of predictions about the choices of routers, which depend on weights. `balanced` sends
+    tokens evenly to experts, `worst` all to the same ones.
     """
 
     def __post_init__(self) -> None:

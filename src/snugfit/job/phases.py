@@ -56,7 +56,7 @@ class AddedPhase:
         """Return the results of this phase in a `Prediction`, as a dataclass; None without any."""
 
     def lines(self, summary: Any) -> Mapping[str, str]:
-        """Return lines of the report on such results, by label."""
+        """Return lines of a report for the results of this phase, by label."""
         return {}
 
 

@@ -107,8 +107,8 @@ class Card:
             return []
 
     def utilization(self) -> float:
-        """Return the fraction of the last moment (up to a second, chosen by the driver) in which a kernel ran
-        on the GPU. Raises `NvmlUnavailable` where the driver does not report it.
+        """Return the fraction of a recent moment, of up to a second, in which a kernel ran on the GPU. Raises
+        `NvmlUnavailable` where the driver does not report it.
         """
         share = getattr(_call(self._library, "nvmlDeviceGetUtilizationRates", self._handle), "gpu", None)
         if type(share) is not int or not 0 <= share <= 100:

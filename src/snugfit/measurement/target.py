@@ -45,7 +45,7 @@ MAX_ON_CPU = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The device of one process of an experiment, as NVML and CUDA number it."""
+    """The device that one measured process uses, with its numbers in NVML and CUDA."""
 
     type: str
     """`cuda` or `cpu`, the device type of torch."""

@@ -136,7 +136,9 @@ def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None =
 
 
 def _family(technique: Technique, job: Job) -> list[Technique]:
-    """Return the other techniques of a technique's family, which run the same algorithm by other kernels."""
+    """Return other techniques with the same algorithm as this one, such as other kernels of the same
+    optimizer.
+    """
     if not technique.family:
         return []
     kinds = [

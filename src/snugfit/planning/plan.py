@@ -116,7 +116,7 @@ class KeptSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One slot in which the plan differs from the user's recipe."""
+    """A difference between the plan's recipe and the user's: both techniques of one slot, and the effect."""
 
     slot: str
     """The slot's own name."""
@@ -156,7 +156,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Reason for the best recipe's technique in one slot."""
+    """The reason why the best recipe has its technique in one slot."""
 
     slot: str
     """The slot's own name."""
@@ -204,7 +204,9 @@ class Counts:
     """Number of different peaks of live bytes."""
 
     passes: int
-    """Number of kinds of passes that were rehearsed, on few layers if the model allows it."""
+    """Number of kinds of forward and backward passes that were simulated, on few layers if the model allows
+    it.
+    """
 
     replayed: int
     """Number of recipes whose whole step was assembled, timed and replayed through the allocator."""

@@ -1,9 +1,9 @@
 """Keys that are equal for recipes with the same passes, update, trace or seconds, so that each is simulated
 once.
 
-A recipe's Setup determines its whole step. Most recipes of a space share most of it: the same forward and
-backward passes with another optimizer, or the same trace with another loader. `StepKey` sorts a Setup's
-fields by the parts of a step that they change (`TOUCHES`). Each shared part is thus simulated once.
+A recipe's Setup determines its whole step. Most recipes of a space share most of it. For example, recipes
+with other optimizers share the forward and backward passes. `StepKey` sorts a Setup's fields by the parts of
+a step that they change (`TOUCHES`). Each shared part is thus simulated once.
 
 The fields come from the Setup itself. A field without a row in the table changes passes and update alike. A
 new wish without a row may slow a search down, but two recipes never share a trace by mistake.

@@ -376,8 +376,9 @@ def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]
 
 
 def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
-    """Return the driver's changes of addresses by the number of the block before whose allocation they
-    happen."""
+    """Return functions that change the driver's free addresses, by the number of the block before which each
+    runs.
+    """
     pending = actions_by_word(addresses)
     release = next((mark for mark in trace.marks if mark.kind is MarkKind.CONTEXT_RELEASED), None)
     actions: dict[int, list[Callable[[], None]]] = {}

@@ -166,7 +166,7 @@ class ContextNeeds(NamedTuple):
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """Return the needs of this trace's step."""
+        """Return the libraries and features of CUDA that this trace uses, such as cuDNN or CUDA graphs."""
         operators = {kernel.operator for kernel in trace.kernels}
         return cls(
             any(mark.phase == "backward" for mark in trace.marks),
@@ -208,8 +208,7 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int 
 def context_for(
     gpu: Gpu | None, software: Software, needs: ContextNeeds, *, group: int = 0
 ) -> tuple[int, list[str]]:
-    """Return the result of `context_of` for a step with these needs, without its trace, so that it serves
-    many GPUs."""
+    """Return the bytes of a CUDA context on this GPU for a step with these needs, and warnings."""
     # The software of an earlier time gives context and libraries as one figure.
     if software.context_bytes is not None:
         return software.context_bytes + group, []

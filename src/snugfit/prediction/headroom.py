@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 USUAL_SHARE = 0.02
 """Default headroom as a share of the GPU's memory (chosen). Reserved bytes were predicted within 1 % of
-nearly all drawn runs (docs/accuracy.md). A model's own code may keep a tensor that no rehearsal recorded."""
+nearly all drawn runs (docs/accuracy.md). A model's own code may keep a tensor that no simulation recorded."""
 
 DISPLAY_BYTES = GIB // 2
 """Bytes that a desktop and its windows take on a display GPU (chosen)."""

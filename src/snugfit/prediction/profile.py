@@ -53,7 +53,7 @@ class Software:
     """True if an attention mask was built and added also without padding."""
 
     def with_defaults(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with this software's techniques in the slots where it is plain."""
+        """Return the recipe with this software's default techniques in slots where the user named none."""
         plain = Recipe()
         for technique in Recipe.parse(self.recipe):
             # A technique that the user named keeps its slot.

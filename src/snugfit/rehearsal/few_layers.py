@@ -208,8 +208,8 @@ def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[Shar
 
 
 def _trained_parameters(part: Part) -> list[Entry]:
-    """Return the trainable parameters of recorded forward and backward passes, each with a flag for its
-    gradient, as entries to extend by depth.
+    """Return the trainable parameters of these forward and backward passes as entries, which can be extended
+    by depth.
     """
     return [
         Entry((without_layer_numbers(name), part.has_gradient(number)), numbers_of(name))

@@ -48,8 +48,8 @@ class StepParts:
         return rehearse_update(job, setup, *asked)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-        """Return the run of whole steps, joined from simulated forward and backward passes and an update;
-        None if the two do not match.
+        """Return a run of whole steps, joined from these simulated passes and this update; None if the two do
+        not match.
         """
         return splice(passes, update, micro_batches=micro_batches)
 

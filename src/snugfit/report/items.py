@@ -64,7 +64,7 @@ BOUND_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class PeakItem:
-    """All bytes at the peak that share one everyday name."""
+    """Bytes at the peak under one name for the user, such as gradients, with their dtypes."""
 
     name: str
     bytes: int

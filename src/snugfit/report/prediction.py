@@ -1,6 +1,4 @@
-"""The long report of a prediction for a terminal: its bytes and seconds, its verdict on the fit, and its
-bytes by kind.
-"""
+"""The long report of a prediction for a terminal: memory by kind, seconds, and whether the step fits."""
 
 from __future__ import annotations
 

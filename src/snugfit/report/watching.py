@@ -172,7 +172,9 @@ class _SinceLastLine:
         self.at_peak += event["seconds"] * event.get("mfu", 0.0)
 
     def speeds(self) -> list[str]:
-        """Return the speeds, and the useful share of the time."""
+        """Return speeds as text, such as samples and tokens per second, and the share of time that waits for
+        data.
+        """
         if not self.seconds:
             return []
         parts = [f"{self.samples / self.seconds:,.1f} samples/s"]

@@ -38,7 +38,7 @@ class TensorLine:
     bytes: int
     count: int
     dtype: str = ""
-    """Dtype of the tensors; empty for the scratch memory of a kernel."""
+    """Dtype of the tensors; empty for the temporary buffer of a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLine:
-    """Bytes of one kind at the peak that one module allocated with all its operators."""
+    """Bytes of one kind, at the peak, that one module of the model allocated."""
 
     module: str
     """Dotted name, folded as in `TensorLine`; empty for the training loop."""
@@ -66,7 +66,7 @@ class ModuleLine:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorLine:
-    """Work of one operator group in one phase of the steady step."""
+    """Number of kernels, FLOPs and bytes of one group of operators in one phase of a step."""
 
     group: str
     """`tensor contractions`, `statistical normalisations` or `element-wise`."""

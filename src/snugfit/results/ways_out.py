@@ -9,7 +9,7 @@ from snugfit.documents import JsonFields
 
 @dataclass(frozen=True, kw_only=True)
 class WayOut:
-    """A changed recipe that fits, with its predicted figures."""
+    """A change of the recipe with which the step fits, and its predicted memory and time."""
 
     recipe: str
     """The whole recipe in the notation of recipes."""

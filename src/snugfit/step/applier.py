@@ -115,9 +115,7 @@ def refuse_unsupported(front_end: str, setup: Setup) -> None:
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """Return a field of the settings in words for a message: its value if that is text or a number, else its
-    slot.
-    """
+    """Return the value of a field of the settings for a message: text or a number, otherwise the slot."""
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
     return f"{handler.wish} = {value!r}" if is_plain else f"the technique of the slot '{handler.slot}'"
@@ -425,7 +423,7 @@ def script_fields(context: ScriptContext) -> dict[str, Any]:
 
 
 def _merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge all dictionaries into one; values of one name that are dictionaries are merged too."""
+    """Merge these dictionaries into one; dictionaries under the same key are merged too."""
     merged: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():

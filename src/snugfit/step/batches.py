@@ -241,7 +241,7 @@ def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
 
 
 def _fill_up(name: str, value: Any, samples: int, length: int) -> Any:
-    """Pad a (B, S) input to this number of samples and this length; return other values unchanged."""
+    """Pad a (B, S) tensor to this number of samples and this length; return other values unchanged."""
     import torch
 
     if not torch.is_tensor(value):

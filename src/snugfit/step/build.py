@@ -102,7 +102,7 @@ def _host(device: torch.device) -> Iterator[None]:
         with torch.device("cpu"):
             yield
         return
-    # The recorder of a rehearsal is a dispatch mode, and must not see tensors of the host.
+    # The recorder of a simulation is a dispatch mode, and must not see tensors of the host.
     with _disable_current_modes(), torch.device("meta"):
         yield
 

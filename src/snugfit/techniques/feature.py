@@ -242,7 +242,7 @@ class Feature:
         return ()
 
     def has_timed_bytes(self, setup: Setup) -> bool:
-        """Return whether saved bytes depend on the time of copies, so that no other step bounds them."""
+        """Return True if the bytes at the peak depend on the time of copies, so that they have no bound."""
         return False
 
     def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:

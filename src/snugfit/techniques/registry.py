@@ -35,7 +35,7 @@ def _read(name: str, package: str) -> Feature:
 
 @functools.cache
 def hooks(method: str) -> tuple[Callable[..., Any], ...]:
-    """Return the bound method of this name from each feature that overrides it."""
+    """Return the method of this name of each feature that overrides it."""
     plain = getattr(Feature, method)
     # A feature that does not override a hook costs no call.
     return tuple(

@@ -114,7 +114,7 @@ def plain(slot: Slot) -> Technique:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingLine:
-    """One setting of a technique, as help and documentation print it."""
+    """The name, values and default of one setting of a technique, for help and documentation."""
 
     name: str
     """Name of the field, written before the equals sign."""

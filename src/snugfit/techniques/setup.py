@@ -41,7 +41,8 @@ class OptimizerWish:
 
     shapes: Call | None = None
     """Context manager factory for optimizers that call compiled code directly: `shapes(on_gpu=...)`. A
-    rehearsal enters it, and a step then does on shapes the same as the compiled code on data of that device.
+    simulation enters it. Steps then allocate for tensors without data as they do for real tensors on that
+    device.
     """
 
 
@@ -260,7 +261,7 @@ class CoreSetup(JsonFields):
         return count // self.micro_batches
 
     def in_pieces(self, count: int, job: Job) -> tuple[Job, Self]:
-        """Return job and Setup with this number of micro-batches, each as large as the present ones."""
+        """Return this job and these settings with another number of micro-batches of the present size."""
         small = replace(job, batch_size=self.per_piece(job.batch_size) * count)
         return small, self.with_fields(micro_batches=count)
 

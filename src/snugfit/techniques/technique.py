@@ -67,7 +67,9 @@ ALL_LINEAR = "all-linear"
 
 
 class Fidelity(StrEnum):
-    """Closeness of a technique to the plain recipe's mathematics."""
+    """Difference between a technique's results and the plain recipe's: none, rounding, or another
+    algorithm.
+    """
 
     SAME = "same"
     """The same sums as the plain recipe, up to the order of floating-point additions."""

@@ -199,8 +199,8 @@ class Ranks:
         return answer
 
     def alike(self, error: SnugfitError) -> SnugfitError:
-        """Return this process's error when all processes of a run end together: the first process gets
-        `error`, the others `ToldElsewhere`.
+        """Return the error to raise in this process: `error` in the first one, `ToldElsewhere` in others,
+        which print nothing.
         """
         return error if self.is_first else ToldElsewhere(str(error), error.exit_code)
 

@@ -115,7 +115,9 @@ class ComparedRun(JsonFields):
         return (*error_lines(self.predicted, self.measured), *([seconds] if seconds else []))
 
     def error(self, figure: str) -> float | None:
-        """Return the relative error of one figure; None when it is not known."""
+        """Return the relative error of one predicted figure, such as the step time; None when it is not
+        known.
+        """
         return next((line.error for line in self.lines if line.figure == figure), None)
 
     @property

@@ -41,7 +41,9 @@ class AccuracyFeature(Feature):
         return options() if command == "plan" else ()
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return the request for a plan on the GPU of this machine, followed by measurements."""
+        """Return the request for a plan with `--verify`: it plans for this machine's GPU and measures
+        afterwards.
+        """
         from snugfit.features.accuracy.plan_command import prepare
 
         return prepare(request) if command == "plan" and request.flags["verify"] else request

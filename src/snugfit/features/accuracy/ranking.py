@@ -30,7 +30,7 @@ Steps vary by some per cent from process to process.
 
 @dataclass(frozen=True, kw_only=True)
 class RankAgreement:
-    """Counts of pairs of recipes within one job, or summed over several jobs."""
+    """Counts of pairs of runs by predicted and measured order; Kendall's tau is computed from them."""
 
     concordant: int = 0
     """Pairs whose predicted order is the measured one."""

@@ -38,8 +38,9 @@ DEADLINE_SECONDS = 240.0
 
 Tell = Callable[[str], None]
 Ranked = Callable[["Job"], Sequence[PlannedRecipe]]
-"""The type of a function that returns a job's best recipes by its plan, the best first. Planning is on the
-same floor as this room, so a caller above both passes it in."""
+"""The type of a function that returns a job's best recipes by its plan, the best first. Callers pass it in,
+because this module may not import the planner.
+"""
 
 
 class RunWriter(NamedTuple):

@@ -32,7 +32,9 @@ class Adapters(Feature):
         return AdaptHandler(), FreezeHandler()
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the number of all layers if they differ in what trains, since no shorter period repeats."""
+        """Return the number of layers after which the trained parameters repeat: all layers if the recipe
+        names some.
+        """
         return layers if names_layers(setup) else 1
 
     def treats_layers_alike(self, setup: Setup) -> bool:

@@ -393,7 +393,7 @@ three per cent less, relative to their prediction, than the thirteen families' s
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A small experiment that corrects one rate."""
+    """A small training job whose measured time corrects one hardware rate, such as the memory bandwidth."""
 
     corrects: str
     """`host`, `bandwidth`, `sharding`, a precision of matrix products, or a collective by NCCL's name."""

@@ -136,7 +136,7 @@ class Compiled(Technique):
         return CompileWish(**vars(self))
 
     def install(self, setup: Setup) -> Setup:
-        """Set the Setup's compiled parts and the options of `torch.compile`."""
+        """Return the training settings with the options of `torch.compile` of this technique."""
         return setup.with_fields(compile=self._wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

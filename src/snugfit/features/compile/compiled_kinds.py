@@ -102,15 +102,15 @@ class CompiledKinds(LoweredKinds):
         return self._uncompiled[number].bare
 
     def bounded_by(self, number: int) -> Iterator[int]:
-        """Yield the indices of the recipes whose bytes and seconds bound this one's; none for an uncompiled
-        one.
+        """Yield the indices of uncompiled recipes from which a bound of this compiled recipe's bytes and
+        seconds is computed.
         """
         if number in self._uncompiled:
             yield from (other for other in self._uncompiled[number] if other is not None)
             yield from self._in_fewer_pieces(number)
 
     def least(self, number: int) -> Bound | None:
-        """Return the lower bound of this recipe's bytes and seconds; None for an uncompiled one."""
+        """Return a lower bound of a compiled recipe's bytes and seconds; None for an uncompiled recipe."""
         if number not in self._uncompiled:
             return None
         candidates = self.space.candidates
@@ -131,7 +131,7 @@ class CompiledKinds(LoweredKinds):
         return least
 
     def again_seconds(self, number: int) -> float:
-        """Return the least seconds of this recipe's recomputation, from the uncompiled one; 0 if unknown."""
+        """Return a lower bound of the seconds of a compiled recipe's recomputation; 0 if it is unknown."""
         if number not in self._uncompiled:
             return 0.0
         alike, bare = self._uncompiled[number]

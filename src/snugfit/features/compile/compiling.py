@@ -176,7 +176,7 @@ def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callabl
 
 
 def _backend(wish: CompileWish) -> Any:
-    """Return the `backend` argument of `torch.compile` for this budget and this position of autocast."""
+    """Return the `backend` argument of `torch.compile` for these options."""
     import torch
 
     inductor = InductorWithin(wish.budget, wish.mode)

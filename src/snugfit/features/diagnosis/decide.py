@@ -18,7 +18,7 @@ MANY = 0.05
 
 
 def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tuple[str, ...]]:
-    """Return the kind of failure of a request, a summary, and notes."""
+    """Return why a memory request failed, such as fragmentation, with a summary and notes."""
     if ledger is None or ledger.free_bytes is None:
         return FailureKind.UNCLEAR, _without_figures(requested, ledger), ()
     if ledger.allowed_bytes is not None and ledger.free_bytes >= requested:

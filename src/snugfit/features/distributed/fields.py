@@ -165,7 +165,7 @@ class ParallelWish(SeveralProcesses):
         return is_whole and self.experts in (1, self.tensor)
 
     def on(self, gpus: int) -> ParallelWish:
-        """Return the distribution of the model over this number of GPUs, which is the product of the axes."""
+        """Return these settings for another number of GPUs, which is the product of the mesh's axes."""
         if gpus == 1:
             raise UsageError(f"The recipe {ONE_GPU}.")
         together = self.ranks_of_one_part

@@ -223,8 +223,9 @@ class FurtherSteps(Observer):
 
 
 def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
-    """Return the seconds of NCCL's kernels per step, from kernel spans of one clock; None without such
-    kernels."""
+    """Return the seconds per step of NCCL's kernels, in total and without overlap; None without such
+    kernels.
+    """
     exchanges: list[tuple[float, float]] = []
     computing: list[tuple[float, float]] = []
     for span in spans:

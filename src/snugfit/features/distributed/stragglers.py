@@ -40,7 +40,9 @@ class Stragglers:
         self._slowest, self._rounds, self._is_told = -1, 0, False
 
     def note(self, step: int, seconds: float) -> None:
-        """Record the seconds of this process's own part of a step. All processes call it after each step."""
+        """Record the seconds that this process computed in a step, without waits. All processes call it after
+        each step.
+        """
         self._seconds.append(seconds)
         if step % self._every == 0:
             own = [0.0] * self._ranks.size

@@ -48,12 +48,12 @@ class Extra:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuStatus:
-    """One GPU of this machine."""
+    """One GPU of this machine: its name, compute capability, memory and processes."""
 
     name: str
     uuid: str
     compute_capability: tuple[int, int] | None
-    """Name of the extra as in `pip install "snugfit[name]"`."""
+    """CUDA compute capability, such as (9, 0); None where it is unknown."""
     total_bytes: int | None
     """Bytes of its memory."""
     used_bytes: int | None

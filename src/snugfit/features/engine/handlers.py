@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _refusals(why: str) -> Mapping[str, str]:
-    """Return a mapping in which each training loop but the plain one is refused for the reason `why`."""
+    """Return the reason for a refusal by name of each training loop except the plain one."""
     own = "its loop is snugfit's own code"
     return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
 
@@ -80,7 +80,7 @@ class CaptureHandler(Handler):
             return runner
         from snugfit.features.engine.replay.step import CapturedStep
 
-        # A rehearsal has graphs of its own, on shapes.
+        # A simulation has graphs of its own, on shapes.
         make_graphs = REHEARSED.get()
         graphs = CudaGraphs(loop.device) if make_graphs is None else make_graphs()
         return CapturedStep(loop, graphs, value.multiple)
@@ -168,7 +168,7 @@ def _stream(device: int) -> torch.cuda.Stream:
 def _on_own_stream() -> Iterator[None]:
     import torch
 
-    # A rehearsal has no stream.
+    # A simulation has no stream.
     if not torch.cuda.is_available() or REHEARSED.get() is not None:
         yield
         return

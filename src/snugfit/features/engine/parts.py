@@ -171,8 +171,8 @@ class _Gradients:
 
 
 def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """Return the trace of steps replayed from CUDA graphs, joined from these parts; None if the parts do not
-    match.
+    """Return the trace of steps replayed from CUDA graphs, joined from these parts; None if they are of
+    different models.
     """
     if passes.gradients != update.gradients or passes.varies:
         return None
@@ -428,7 +428,7 @@ def played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> tuple[Kerne
     micro-batch.
     """
     first = next((kernel for kernel in kernels if kernel.phase in PASSES), None)
-    # Kernels of a recorded rehearsal are marked already.
+    # Kernels of a recorded simulation are marked already.
     if first is None or first.played:
         return kernels
     return tuple(_played_back(kernels, has_shares=has_shares))

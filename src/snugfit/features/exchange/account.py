@@ -26,7 +26,7 @@ class UnsupportedJobError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One key of a configuration file, and its meaning for snugfit."""
+    """One key of a configuration file with its value, and its meaning for snugfit."""
 
     key: str
     """Key in the file."""

@@ -66,7 +66,7 @@ exponent."""
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """The changes that repair one problem of a configuration file."""
+    """Edits of a configuration file that repair one problem: keys to set, to remove or to rename."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """New values by dotted key."""
@@ -80,7 +80,7 @@ class Fix:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One problem of a configuration file: a conflict, a key without effect, or a surprising one."""
+    """One problem of a configuration file, such as two keys in conflict or a key without effect."""
 
     kind: str
     """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""

@@ -93,9 +93,7 @@ class Dialect:
         return self is dialect("trainer") or bool(self.extends)
 
     def translate(self, key: str, value: Any) -> dict[str, Any] | None:
-        """Return the arguments that a configuration key with this value means; None if the table has no entry
-        for it.
-        """
+        """Return this configuration key and value as `TrainingArguments`; None if there is no translation."""
         meaning = self.becomes.get(key)
         if isinstance(meaning, str):
             return {meaning: value}

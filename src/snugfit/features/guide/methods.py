@@ -22,7 +22,7 @@ NO_DIFFERENCE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class MethodLine:
-    """Effect of one method on speed and memory, by one experiment."""
+    """One row of the guide's table of methods: the effect of a method on speed and memory."""
 
     method: str
     """Name of the method in the guide."""
@@ -48,7 +48,7 @@ class MethodLine:
 
 @dataclass(frozen=True, kw_only=True)
 class StageLine:
-    """GPU memory at one stage of the vanilla experiment."""
+    """GPU memory at one stage of the guide's first experiment, such as after loading the model."""
 
     stage: str
     """`idle`, `context`, `weights`, `training`."""

@@ -45,7 +45,7 @@ class FrontRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob:
-    """Result of a plan for one job."""
+    """The Pareto front of recipes that a plan found for one job."""
 
     front: tuple[FrontRecipe, ...]
     """Recipes of the Pareto front: no other is both as fast and as small."""

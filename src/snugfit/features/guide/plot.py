@@ -130,4 +130,4 @@ def _number(figure: Figure, unit: int) -> float | None:
 
 
 PAGE = PageMaker(GuideResult, page_parts)
-"""The page feature finds it here."""
+"""The charts of the guide's results for HTML pages, which the feature `page` looks up under this name."""

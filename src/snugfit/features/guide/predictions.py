@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """One prediction to make for the guide's results."""
+    """One prediction that the guide's tables need: an experiment, a GPU and versions of software."""
 
     about: str
     """Name of the experiment or technique, for progress messages."""

@@ -82,8 +82,9 @@ def run(
 
 
 def _requests(experiment: GuideExperiment, gpu: Gpu) -> Iterator[PredictionRequest]:
-    """Yield one request for the given GPU, and one for each machine with a published result and a named
-    GPU."""
+    """Yield the predictions of an experiment: one for the given GPU, and one for each machine of a published
+    result.
+    """
     yield _request(experiment, gpu)
     for published in experiment.published:
         request = _request_then(experiment, published)
@@ -103,8 +104,9 @@ def _request(experiment: GuideExperiment, gpu: Gpu, software: str = "installed")
 
 
 def _request_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
-    """Return a request to predict a published figure's machine with the software of its time; None where it
-    names no GPU."""
+    """Return the prediction for a published result, with its GPU and software versions; None if its GPU is
+    unknown.
+    """
     machine = machines()[published.machine]
     if machine.gpu is None or machine.software is None:
         return None

@@ -23,7 +23,7 @@ HOST, BANDWIDTH, ARITHMETIC = "host", "memory bandwidth", "arithmetic"
 
 @dataclass(frozen=True, kw_only=True)
 class PassSeconds:
-    """Predicted seconds of one phase of a generation."""
+    """Predicted seconds of the prefill, or of all decoding passes together."""
 
     phase: str
     """`prefill`, with the copy of the prompt, or `decode`, all further passes together."""
@@ -60,7 +60,7 @@ class GenerationResult:
 
     @classmethod
     def of(cls, prediction: Prediction) -> GenerationResult:
-        """Return the results in a prediction of this phase."""
+        """Return the results of generation in this prediction, such as the size of the key-value cache."""
         new_tokens = GenerationSettings.of(prediction.job).new_tokens
         passes = tuple(_passes(prediction))
         decoding = next((one.seconds for one in passes if one.phase == DECODE), None)
@@ -78,7 +78,7 @@ class GenerationResult:
         )
 
     def lines(self) -> Mapping[str, str]:
-        """Return lines of a report, by label."""
+        """Return the lines of a report on this generation, by label."""
         cache = show_bytes(self.cache_bytes)
         lines = {"new tokens": f"{self.new_tokens:,} a sequence, with at most {cache} of cache"}
         for one in self.passes:

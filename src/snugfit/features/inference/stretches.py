@@ -83,7 +83,8 @@ class RecordedCall:
     """The building, the loading and the prefill."""
     decode: list[Stretch]
     lasting: frozenset[EarlyBlock]
-    """EarlyBlock blocks that are still alive after the call, such as workspaces."""
+    """Blocks from before the first decode step that are still allocated after the call, such as workspaces.
+    """
     lasting_operators: frozenset[str]
     """Operators of such blocks from decode steps."""
     trace: Trace
@@ -192,8 +193,8 @@ class StepWindow(NamedTuple):
 
 
 def is_line(left: StepWindow, middle: StepWindow, right: StepWindow, period: int) -> bool:
-    """Return True if the sizes and kernels of the middle window of decode steps are on the line between the
-    other two.
+    """Return True if sizes and kernels of three windows of decode steps grow linearly, so that others can be
+    extrapolated.
     """
     offset, apart = middle.step - left.step, right.step - left.step
     for steps in zip(left.steps[:period], middle.steps[:period], right.steps[:period], strict=True):

@@ -28,7 +28,7 @@ class LengthsFeature(Feature):
         return (lengths,)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the documents with ways of padding."""
+        """Return the classes of JSON documents by command: lengths, and a plan with lengths."""
         from snugfit.features.lengths.length_plan import LengthPlan, PlanWithLengths
 
         return {"lengths --json": LengthPlan, "plan --lengths FILE --json": PlanWithLengths}

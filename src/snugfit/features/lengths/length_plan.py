@@ -143,7 +143,9 @@ class LengthPlan(JsonDocument):
         )
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the verdict, the ways with theirs, the best way, and its assumption."""
+        """Return computed keys of the JSON document: `fits`, `ways` of padding, the `best` one and
+        `assumed`.
+        """
         ways = [encode_fields(way, fits=self.fits(way)) for way in self.ways]
         fits = self.fits(self.best) if self.best else False if ways else None
         return {"fits": fits, "ways": ways, "best": encode(self.best), "assumed": self.is_assumed}

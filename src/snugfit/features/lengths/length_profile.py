@@ -91,7 +91,7 @@ class BatchShape(NamedTuple):
 
 
 class LengthSeconds(NamedTuple):
-    """Seconds of a step at one length."""
+    """Predicted seconds of a step for one sequence length."""
 
     step: float
     """Seconds at the given rates."""
@@ -126,8 +126,9 @@ class LengthProfiler:
     """Greatest relative error of interpolated seconds."""
 
     lines: bool = False
-    """True if some seconds are linear between rehearsed lengths, because the kernels cannot be
-    interpolated."""
+    """True if some seconds are interpolated linearly between simulated lengths, because the kernels cannot be
+    interpolated.
+    """
 
     _samples: dict[BatchShape, LengthSample] = field(default_factory=dict)
     _bytes: dict[BatchShape, Bytes] = field(default_factory=dict)

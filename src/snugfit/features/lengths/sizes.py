@@ -98,7 +98,7 @@ class _At:
     padded: bool
 
     def instead(self, what: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
-        """Return the comparison of this step with another one as a `Size`, by samples or by tokens."""
+        """Return the gain and extra memory of another size, such as a batch size, over this one."""
         needed = other.profiler.bytes(other.length, other.padded).needed_bytes
         return Size(
             what=what,

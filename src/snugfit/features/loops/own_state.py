@@ -5,8 +5,9 @@ receive one. A stream may count its epochs to seed them. The process's generator
 So the objects reachable from a loader are searched once an epoch. Attributes with these values are saved and
 restored:
 
-a generator torch's, Python's `random.Random`, numpy's `Generator` and `RandomState`. None a possible later
-generator. a plain number of the user's own classes: libraries' objects are controlled by `set_epoch`.
+- a random generator: torch's, Python's `random.Random`, numpy's `Generator` and `RandomState`
+- None, which may be replaced by a generator later
+- a plain number in an object of the user's own classes; libraries' objects are controlled by `set_epoch`
 
 A closure's cell is found and cannot be replaced, but the state of its generator can be set. Anything hidden
 elsewhere (a module's global, the clock, the system's entropy) is not found. A comparison of batches detects
@@ -87,7 +88,7 @@ class OwnState:
 
 
 class _Attribute:
-    """An attribute, entry or cell of an object, whose value is a random generator or a number."""
+    """A random generator or number of the user's objects, with the attribute that contains it."""
 
     def __init__(self, owner: Any, name: str, value: Any = None) -> None:
         self._owner, self._name, self._value = owner, name, value

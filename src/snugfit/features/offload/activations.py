@@ -87,7 +87,7 @@ class OffloadedStorage:
 
 
 class Region:
-    """Storages that are copied together, those of one layer, held by weak references."""
+    """The activations of one layer, which are copied to the host and back together."""
 
     def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before

@@ -117,7 +117,7 @@ class ObservedLink(Link):
         self._copies = 0
 
     def wait(self, event: Any) -> None:
-        """Wait for a copy; the event is its number."""
+        """Record a wait for the copy with this number."""
         MetaLink.observer.await_copy(self._copies - event)
 
     def _send(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Any:

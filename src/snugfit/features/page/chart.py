@@ -84,7 +84,7 @@ class BarGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """A bar chart: figures of several names on one scale."""
+    """A bar chart of several series on one scale."""
 
     series: Sequence[str]
     groups: Sequence[BarGroup]
@@ -143,7 +143,7 @@ class Front:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One picture, with its description and the same figures as a table."""
+    """One chart of a page, with a description for screen readers and a table of the same numbers."""
 
     title: str
     about: str
@@ -160,7 +160,7 @@ class Chart:
 
 
 class Figure(NamedTuple):
-    """One of the large numbers at the top of a page, with its label."""
+    """One large number at the top of a page, with its name and a remark."""
 
     name: str
     value: str

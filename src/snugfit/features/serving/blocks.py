@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedCache:
-    """The pages of a model's cache on one rank."""
+    """The paged key-value cache of a model on one rank: its layer groups and block size."""
 
     groups: tuple[Group, ...]
     """Groups of layers; each has as many pages in a block as another."""

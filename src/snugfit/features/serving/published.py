@@ -42,7 +42,7 @@ class PublishedStart:
         return tuple(self.row.get(key) for key in keys)
 
     def predict(self) -> ServingAnswer:
-        """Return the prediction of this server."""
+        """Return the prediction for the server with these published options."""
         document = _document()
         return predict_serving(
             ServingRequest(
@@ -70,7 +70,7 @@ def published_starts(kind: str = "rows") -> tuple[PublishedStart, ...]:
 
 
 def cache_error(start: PublishedStart, answer: ServingAnswer) -> float:
-    """Return the predicted bytes of the cache over the published ones, less one."""
+    """Return the relative error of the predicted cache size against the published one."""
     return float(answer.cache_bytes / (start.row["cache_gib"] * GIB) - 1)
 
 

@@ -29,7 +29,7 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
 
 
 def _rows(answer: ServingAnswer) -> Iterator[tuple[str, str, str]]:
-    """Yield title, size and note of each part of the memory."""
+    """Yield one row per part of the GPU's memory: its name, size and a remark."""
     share = f"{answer.utilization:g} of {show_bytes(answer.total_bytes)}" if answer.utilization else ""
     yield "may be used", show_bytes(answer.usable_bytes), share
     yield "weights", show_bytes(answer.weights_bytes), answer.weights_layout

@@ -39,7 +39,7 @@ class LayerCache:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The sizes of one model on one rank."""
+    """Dimensions of a model that determine its memory on one rank, such as widths and numbers of heads."""
 
     hidden: int
     """Width of the hidden states."""

@@ -101,7 +101,7 @@ class RecipeCosts:
         groups: dict[Hashable, list[Recipe]] = defaultdict(list)
         for recipe in dict.fromkeys(recipes):
             if recipe not in self.bounds:
-                # Recipes with the same passes share the rehearsal, which dominates the cost of a bound.
+                # Recipes with the same passes share the simulation, which dominates the cost of a bound.
                 groups[passes_key(recipe.setup())].append(recipe)
         for alike, answer in self._answers("screen", [*groups.values()]):
             for recipe, one in zip(alike, answer, strict=True):
@@ -183,7 +183,7 @@ class LighterRecipes:
         return min(figures, key=lambda recipe: figures[recipe].needed_bytes, default=self.base)
 
     def singles(self, fidelity: Fidelity) -> Iterator[Recipe]:
-        """Yield recipes that fit by one other technique of this fidelity, the fastest of each slot."""
+        """Yield recipes that fit and differ in one technique of this fidelity: for each slot the fastest."""
         recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
         # `cost` extrapolates from the bound, because no exact figure exists yet.
         waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
@@ -217,7 +217,7 @@ class LighterRecipes:
         for first, second in combinations(few, 2):
             for one in first:
                 for other in second:
-                    # A pair is estimated first, since each screened one may need a rehearsal of its own.
+                    # A pair is estimated first, since each screened one may need a simulation of its own.
                     cost = self._estimate(one, other)
                     both = self._with_both(one, other)
                     if cost.needed_bytes <= self.memory_bytes * (1 + SLACK) and self._is_valid(both):
@@ -246,7 +246,8 @@ class LighterRecipes:
                 return
 
     def many_at_once(self, fidelity: Fidelity, *, without: Slot | None = None) -> Iterator[Recipe]:
-        """Yield a recipe that fits by many techniques, without those that it does not need.
+        """Yield a recipe that fits with several changed techniques, as few as possible. The slot `without` is
+        unchanged.
 
         The slot `without` stays plain.
         """

@@ -40,7 +40,9 @@ def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Itera
 
 
 def in_short(ways: WaysOut) -> Iterator[Facts | Sentence]:
-    """Yield labelled lines: each change, and the first one as an option; else the smallest larger GPU."""
+    """Yield lines of a report: each change that fits, then the option `--recipe` for the first; else a larger
+    GPU.
+    """
     changes = map(_about, ways.ways) if ways.ways else filter(None, [_about_larger(ways.larger_gpu)])
     rows = tuple(("" if number else "fits with", text) for number, text in enumerate(changes))
     if rows:

@@ -378,7 +378,7 @@ class RankRun:
         )
 
     def to_measured(self, rank: int, footprint: Footprint | None, contaminated: str | None) -> RankMeasured:
-        """Return the entry of this rank in a measurement."""
+        """Return this rank's memory, step time and disturbances for the measurement's result."""
         timing = self.timing()
         on_gpu = self.target.type != "cpu"
         return RankMeasured(

@@ -56,7 +56,7 @@ class Figures(NamedTuple):
     share: float = 0.0
     """Share of the start-up in `seconds`; 0 if the run's length was not given."""
     doubts: tuple[str, ...] = ()
-    """Assumptions of the rehearsal, as sentences."""
+    """Assumptions of the simulation, as sentences."""
 
     peak_seconds: float = 0.0
     """Seconds of the model's arithmetic at the data sheet's peaks; 0 if the step was not simulated in

@@ -448,8 +448,9 @@ def _whole_work(work: Work) -> Work:
 
 
 def few(micro_batches: int) -> tuple[int, ...]:
-    """Return one or two small numbers of micro-batches, from which the seconds of `micro_batches` are
-    extrapolated."""
+    """Return the numbers of micro-batches to simulate; seconds for a larger number are extrapolated from two
+    small ones.
+    """
     few_are_enough = micro_batches > MICRO_BATCHES + 1
     return (MICRO_BATCHES, MICRO_BATCHES + 1) if few_are_enough else (micro_batches,)
 

@@ -1,9 +1,10 @@
 """Evaluation of recipes for a search: lower bounds and exact bytes and seconds, from cached simulations of a
 step's parts.
 
-`screen` computes the *lower bound* of a recipe's cost. It simulates forward and backward on models of few
-layers, with all sizes of micro-batch in one simulation, and the optimizer update likewise. `lower_bounds.py`
-derives the lower bound for all layers. Models whose layers do not repeat are simulated in full.
+`screen` computes the *lower bound* of a recipe's cost. It simulates forward and backward passes on models of
+few layers, with all sizes of micro-batch in one simulation. It simulates the optimizer update likewise.
+`lower_bounds.py` derives the lower bound for all layers. Models whose layers do not repeat are simulated in
+full.
 
 `judge` computes the *exact* cost. It simulates passes and update with all layers and splices them. The trace
 goes through the timer and the allocator. Every number of a plan comes from this function. Simulations
@@ -125,7 +126,7 @@ class Parts:
         They may differ in micro-batches, optimizer, matrix products, loading, allocator and recording only.
         Raises `SnugfitError` if one of them cannot be simulated.
         """
-        # A job without an update is rehearsed as a whole, which gives its exact bound.
+        # A job without an update is simulated as a whole, which gives its exact bound.
         if not self.job.trains:
             return [self._exact_bound(setup) for setup in setups]
         bounds = self.lower_bounds.of(setups)

@@ -49,8 +49,9 @@ class ShallowJobs:
         self._depths: dict[Hashable, Depth | None] = {}
 
     def of(self, setup: Setup) -> list[ShallowJob]:
-        """Return two models of few layers that take less work to simulate than the whole one; otherwise the
-        whole one."""
+        """Return two jobs with fewer layers from which the whole job is extrapolated; only the whole job if
+        it has few.
+        """
         depth = self.depth(setup)
         if depth is not None and self.few:
             asked, repeats, alike = periodic_setup(setup, depth.layers)

@@ -4,8 +4,8 @@ A second step repeats the first, without its permanent allocations: workspaces, 
 micro-batch repeats the second, which begins while the previous one still has its inputs. One step with two
 micro-batches therefore gives the result of two steps with three, at a third of the work.
 
-Torch does not guarantee such steps: a model may keep its last output and replace it. Each kind of forward and
-backward passes is therefore tested first, on a model of few layers: `second_step_is_redundant` records it
+Torch does not guarantee such steps: a model may keep its last output and replace it. Therefore each kind of
+forward and backward passes is tested first on a model of few layers. `second_step_is_redundant` records it
 both ways and compares.
 """
 

@@ -70,7 +70,7 @@ class StartupShares:
         self._kernels: dict[int, tuple[Work, KernelSet]] = {}  # by id, with the work
 
     def of(self, setup: Setup, trace: Trace) -> StartupShare:
-        """Return the start-up of a run whose steps are this trace."""
+        """Return the seconds of start-up of a run whose steps have this trace, in total and per step."""
         launched = count_in_programs(trace.kernels, setup)
         once = self._seconds(setup, distinct_kernels(trace.kernels), pinned_bytes(trace.kernels), launched)
         return StartupShare(once, once / self.run.steps if self.run.steps else 0.0)

@@ -34,9 +34,8 @@ class OnGpu:
     """Best recipe, or the nearest miss if nothing fits. Its seconds are 0 if they are unknown."""
 
     verified: bool | None = None
-    """True if the full simulation, whose figures these are, confirmed the search; None without a recipe.
-
-    It confirms the same seconds, and the same bytes except for the GPU's own workspaces and scratch.
+    """True if the full simulation, whose figures these are, confirmed the search; None without a recipe. It
+    confirms the same seconds, and the same bytes except for the GPU's own workspaces and temporary buffers.
     """
 
     rates: str = ""

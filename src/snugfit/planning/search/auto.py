@@ -169,9 +169,8 @@ def resolve(
 
 
 def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
-    """Return a recipe that frees the activations of `gone` layers, some of them by copies to the host; None
-    without a clear gain. None without a clear gain. A gain is clear if it exceeds the tolerance of equally
-    fast recipes.
+    """Return a faster recipe that frees the activations of `gone` layers, some of them by offloading; None
+    without a clear gain. A gain is clear if it exceeds the tolerance of equally fast recipes.
     """
     mixture = mixture_of(asked.job, link_of(gpu))
     if mixture is None or gone >= mixture.layers:

@@ -318,7 +318,7 @@ def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[
     stand_ins = {one: stand_in(space, one) for one in map(recipe.with_, allocators)}
     recipes = [one for one in stand_ins if stand_ins[one] is not None]
     question = Question(stand_ins[recipes[0]] or 0, "judge", ([one.setup() for one in recipes],))
-    # The worker that rehearsed these passes already has their parts.
+    # The worker that simulated these passes already has their parts.
     [(_, answer)] = pool.answers_to([question], lambda worker, one: state.is_for(worker, one.number))
     if isinstance(answer, SnugfitError):
         return None
@@ -346,8 +346,8 @@ def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = 
 
 
 def stand_in(space: Space, recipe: Recipe) -> int | None:
-    """Return the index of the searched recipe that represents another one, with the slot's default or fixed
-    technique for a number of layers. Return None if the result is not among the searched recipes.
+    """Return the index of a searched recipe that represents this one: unsearched techniques are replaced by
+    default ones. Return None if the result is not among the searched recipes.
     """
     for technique in recipe:
         if technique not in space.offers(technique.slot):

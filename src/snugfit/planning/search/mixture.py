@@ -1,9 +1,9 @@
-"""Mixtures of layers that are recomputed, followed by layers whose activations wait on the host.
+"""Mixtures of layers that are recomputed, followed by layers whose activations are offloaded to the host.
 
-Both free the activations of a layer. Recomputing repeats the layer's forward pass. A copy costs nothing if
-it finishes during other computation. As many layers wait on the host as the link can transfer in that
-time, and the rest are recomputed. These are the first layers, since the backward pass reaches them last
-(`checkpointing/first_layers.py`). Only the input of a recomputed layer waits there.
+Both free the activations of a layer. Recomputing repeats the layer's forward pass. A copy costs nothing if it
+finishes during other computation. As many layers are offloaded as the link can transfer in that time, and the
+rest are recomputed. These are the first layers, since the backward pass reaches them last
+(`checkpointing/first_layers.py`). Only the input of a recomputed layer is offloaded.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ def find_mixture(
 
 
 def mixture_of(job: Job, link: float | None) -> Mixture | None:
-    """Return the techniques that free layers of this job's model; None if its layers or the link are
-    unknown."""
+    """Return the settings of recomputing and offloading by number of layers for this job; None if there are
+    none.
+    """
     recomputing, on_host = (grades_of(slot, job) for slot in AUTO_SLOTS)
     if not recomputing or not on_host:
         return None

@@ -174,7 +174,7 @@ class RecomputingKinds:
         if not twins:  # needed in spite of the results for recomputing each layer
             left = (n for n in chosen if n not in asked and n not in self._lowered)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
-        # If one bound was wrong, the same reasoning may be wrong elsewhere, so everything is rehearsed.
+        # If one bound was wrong, the same reasoning may be wrong elsewhere, so everything is simulated.
         if self._is_any_below(asked):
             return [*asked, *self.screen(lambda number, least: True)]
         if asked:
@@ -273,7 +273,7 @@ class RecomputingKinds:
 
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
         """Store lower bounds of these recipes. Return the recipes whose estimates depend on them."""
-        if len(self.state.bounds) != self._known:  # some could not be rehearsed after all
+        if len(self.state.bounds) != self._known:  # some could not be simulated after all
             self._least_known.clear()
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
         self._looked_at |= kinds
@@ -348,7 +348,7 @@ class RecomputingKinds:
         firsts = self._firsts_of(numbers)
         candidates, first = self.space.candidates, min(firsts, key=self._least_seconds)
         kind, program = candidates[first].passes, candidates[first].program
-        # Programs are lowered separately for each size, so a rehearsal of compiled layers has a single one.
+        # Programs are lowered separately for each size, so a simulation of compiled layers has a single one.
         compiled = candidates[first].setup.lowering is not None
         alike = [
             number

@@ -70,7 +70,7 @@ def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], b
 
 
 def simplest(state: SearchState, fastest: int, fits: Callable[[int], bool]) -> int:
-    """Return the simplest evaluated candidate that fits and is as fast as this one, or this one itself."""
+    """Return the recipe with the fewest changes that fits and is about as fast as the fastest."""
     most = state.judged[fastest].seconds * (1 + AS_FAST)
     as_fast = [
         number

@@ -123,7 +123,7 @@ class Space:
 
     @cached_property
     def simplest(self) -> Recipe:
-        """The recipe that needs no explanation: the user's own recipe, or the plain one if there is none."""
+        """The recipe without changes: the user's own recipe, or the plain one if there is none."""
         return self.fixed.start or Recipe()
 
     @cached_property
@@ -140,14 +140,14 @@ class Space:
         return self.choices[_SLOT_INDICES[slot]]
 
     def variants(self, number: int, slot: Slot) -> Iterator[int]:
-        """Yield the candidates that differ from this one in this slot alone."""
+        """Yield the numbers of candidates that differ from this candidate only in this slot."""
         for technique in self.offers(slot):
             other = self.variant(number, technique)
             if other is not None and other != number:
                 yield other
 
     def others(self, recipe: Recipe, slot: Slot) -> Iterator[int]:
-        """Yield the candidates that differ from this recipe in this slot alone."""
+        """Yield the numbers of candidates that differ from this recipe only in this slot."""
         for technique in self.offers(slot):
             number = self.number(recipe.with_(technique))
             if technique != recipe[slot] and number is not None:

@@ -70,13 +70,13 @@ class SearchState:
 
     space: Space
     bounds: dict[int, Bound] = field(default_factory=dict)
-    """Lower bounds by candidate, without candidates that cannot be rehearsed."""
+    """Lower bounds by candidate, without candidates that cannot be simulated."""
     judged: dict[int, Figures] = field(default_factory=dict)
     """Figures of the evaluated candidates."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """Candidates that could not be rehearsed, with the reasons."""
+    """Candidates that could not be simulated, with the reasons."""
     kinds: int = 0
-    """Number of kinds of passes that were rehearsed for the bounds."""
+    """Number of kinds of forward and backward passes that were simulated for the bounds."""
     memory_bytes: int | None = None
     """Bytes that the answer must fit; None for no limit."""
     most_bytes: float = math.inf
@@ -261,8 +261,8 @@ class SearchState:
         return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
-        """Return True if a simulated recipe with the same forward and backward is as fast by the bound and
-        meets the predicate `stands`.
+        """Return True if an evaluated recipe with the same forward and backward passes is as fast and meets
+        `stands`.
         """
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
@@ -305,8 +305,8 @@ class SearchState:
         return least.needed_bytes + max(0, loss - LOSS_SPREAD)
 
     def passes_of(self, number: int) -> tuple[int, bool, Hashable]:
-        """Return a key that is equal for recipes with the same forward and backward passes and allocator
-        settings, with CUDA graphs or without.
+        """Return a key of this recipe's forward and backward passes, allocator settings and use of CUDA
+        graphs.
         """
         candidate = self.space.candidates[number]
         setup = candidate.setup

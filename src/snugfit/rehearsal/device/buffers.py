@@ -17,10 +17,9 @@ class Buffer(NamedTuple):
 
 
 Scratch = tuple[Buffer, ...]
-"""The type of a kernel's scratch: allocations and frees of temporary buffers, in order.
-
-`OUTPUTS` marks the position of the operator's own outputs, and an element of `ONE_OUTPUT` that of a single
-one. Outputs come first in a scratch without such a marker.
+"""The type of a kernel's temporary buffers: their allocations and frees in order. `OUTPUTS` marks the
+position of the operator's own outputs, and an element of `ONE_OUTPUT` that of a single one. Without such a
+marker, outputs are allocated first.
 """
 
 OUTPUTS = Buffer("outputs", 0)

@@ -181,9 +181,7 @@ def bindings(
             begin_autocast()
 
     def is_on(device_type: str = "cuda") -> bool:
-        """Return True if autocast is on in the simulation. Without a device type, CUDA's is meant, as in
-        peft.
-        """
+        """Return True if autocast is on in the simulation; without a device type, on CUDA as in peft."""
         on_gpu = device_type == "cuda" and policy.runs_cudnn
         return bool(is_autocast_enabled(SWITCH if on_gpu or device_type == "meta" else device_type))
 

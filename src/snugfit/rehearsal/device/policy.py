@@ -1,8 +1,8 @@
 """Policies: the decisions that torch makes by the kind of device, for tensors on `meta`.
 
 torch makes many decisions of a step by the tensor's device. Examples are the attention kernel, autocast's
-operators, fused dropout and optimizers, and a kernel's scratch. A simulation's tensors are on `meta`, with
-decisions of its own. A `Policy` has the decisions of the predicted device.
+operators, fused dropout and optimizers, and a kernel's temporary buffers. A simulation's tensors are on
+`meta`, with decisions of its own. A `Policy` has the decisions of the predicted device.
 
 There are two policies. `CudaPolicy` represents a GPU by its compute capability. With `CpuPolicy`, law 1
 compares a simulation with the allocator's own reports of a real run.
@@ -52,7 +52,7 @@ class Policy(ABC):
     """True if recurrent networks run in cuDNN."""
 
     remembers_scratch: ClassVar[bool] = True
-    """True if the scratch of a call may be cached."""
+    """True if the temporary buffers of a call may be cached."""
 
     free_bytes: int | None = field(default=None, compare=False)
     """Free bytes on the device before a process builds its model; None if unknown.
@@ -319,7 +319,7 @@ class CpuPolicy(Policy):
         return True
 
     def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """Return True: no device waits for the CPU's groups."""
+        """Return True: on the CPU the product of experts' groups counts as one kernel."""
         return True
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
@@ -357,7 +357,7 @@ def _philox_first(outputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _first_alone(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Return the first output; the other one of log-sigmoid exists only on the CPU."""
+    """Return only the first output: CUDA's log-sigmoid allocates no second one."""
     return outputs[:1]
 
 

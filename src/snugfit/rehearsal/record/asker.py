@@ -37,8 +37,8 @@ class CodeLine(NamedTuple):
 
     @classmethod
     def asking(cls) -> Self | None:
-        """Return the line of the model's code that now reads a tensor's value, or None if the training loop
-        reads it.
+        """Return the line of the model's code that is reading a tensor's value; None if a training loop reads
+        it.
         """
         frame: FrameType | None = sys._getframe(1)
         # The read passes through frames of torch and of the simulation; the first other frame is its origin.

@@ -85,7 +85,9 @@ class ModuleTracker:
         self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:
-        """Return the number of nested modules whose first kernel is the current one."""
+        """Return the number of current modules that have launched no kernel before this one, and count them
+        as launched.
+        """
         modules = len(self._paths) - self._with_kernels
         self._with_kernels = len(self._paths)
         return modules

@@ -134,8 +134,8 @@ class Questions:
         return copy
 
     def item_of(self, tensor: torch.Tensor, item: Callable[[torch.Tensor], Any]) -> Any:
-        """Return the result of `tensor.item()` in a simulation; an assumed float reports decisions based on
-        it.
+        """Return the result of `tensor.item()` in a simulation. An unknown number becomes a float that
+        reports each decision based on it.
         """
         before, self._by_item = self._by_item, True
         self._deferred = False

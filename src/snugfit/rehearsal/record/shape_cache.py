@@ -41,7 +41,7 @@ class KnownCall:
         self.costs: dict[Any, KernelCost | None] = {}
         """Cost by the precision of fp32 products; the key is None for operators that do not depend on it."""
         self.scratch: dict[Any, Scratch] = {}
-        """Scratch of the kernel by the number of the policy (`_number_of`)."""
+        """Temporary buffers of the kernel by the number of the policy (`_number_of`)."""
 
 
 class Operator:

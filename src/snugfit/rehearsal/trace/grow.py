@@ -41,7 +41,9 @@ class Grown(NamedTuple):
 
 
 class _Insertion(NamedTuple):
-    """A position at which the sequence of the model with one more period has additional entries."""
+    """Entries that a model with one more period of layers has at one position of a sequence, such as its
+    kernels.
+    """
 
     shallow: int
     """Number of entries of the shallow sequence before it."""
@@ -85,8 +87,8 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
 
 
 def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] | None:
-    """Return the insertions that turn the sequence `left` into `right`, or None if one does not repeat the
-    entries before it.
+    """Return the repeated entries to insert into `left` to make `right`; None if insertions are not
+    enough.
     """
     insertions: list[_Insertion] = []
     at, start = 0, 0  # index in `right`, and the end of the last insertion

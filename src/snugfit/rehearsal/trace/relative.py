@@ -269,8 +269,8 @@ def _absolute(relative: RelativeTrace) -> Trace:
 
 
 class TraceWriter:
-    """A builder that writes a trace from the relative events of a run, piece by piece. `moves` are all
-    possible events.
+    """Converts relative events of a run into a trace with numbered memory blocks. `moves` are all possible
+    events.
     """
 
     def __init__(self, moves: Iterable[Move]) -> None:
@@ -377,7 +377,9 @@ class TraceWriter:
         )
 
     def _may_shift(self, moves: Sequence[Move]) -> bool:
-        """Return True if further copies of these events can differ in block numbers alone."""
+        """Return True if a repetition of these events may differ from them only in the numbers of its memory
+        blocks.
+        """
         return self._is_plain and not any(
             # A freed state changes its kind (`_append_free`); blocks of other streams have further entries.
             (type(move) is Alloc and (move.kind == STATES or move.stream != DEFAULT_STREAM))
@@ -400,8 +402,8 @@ class TraceWriter:
         return stack
 
     def _is_shifted(self, before: Mapping[int, Sequence[int]], by: int, first: int) -> bool:
-        """Return True if the stacks contain the same blocks as before, with the numbers of those from `first`
-        on increased by `by`.
+        """Return True if the live blocks are those of `before`, with numbers above `first` increased by
+        `by`.
         """
         # Blocks from before the repeated part stay; only those of the part itself may move.
         stacks = {id(stack): stack for stack in self._stacks.values()}
@@ -411,7 +413,7 @@ class TraceWriter:
         )
 
     def _shift(self, counts: _TraceSize, times: int, first: int, moves: Sequence[Move]) -> None:
-        """Write `times` more copies of the events since these counts, with shifted block numbers."""
+        """Repeat the events written since these counts `times` more times, with new block numbers."""
         blocks, events, marks, last = self._blocks, self._events, self._marks, self._last
         of_blocks, of_events = blocks[counts.blocks :], events[counts.events :]
         of_marks = marks[counts.marks :]

@@ -85,7 +85,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PeriodicRun:
-    """A long run of steps that stores each repeated part once."""
+    """Events of a long run, in which the last recorded step repeats up to `steps`."""
 
     build: Sequence[Move]
     """Moves before the first step."""

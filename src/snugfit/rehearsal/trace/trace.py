@@ -144,7 +144,7 @@ class Block(NamedTuple):
     kind: str
     """A `Kind`, decided at the end of the run."""
     dtype: str = ""
-    """Name of torch's dtype, or of packed numbers, such as `nf4`; empty for scratch memory of kernels."""
+    """Name of torch's dtype, or of packed numbers, such as `nf4`; empty for temporary buffers of kernels."""
 
 
 DEFAULT_STREAM, GRAPH_STREAM = 0, -1
@@ -161,7 +161,7 @@ The source is `c10::CUDAGeneratorState::register_graph`.
 
 
 class Memory(Enum):
-    """The kinds of memory in which a run allocates, such as the pool of CUDA graphs."""
+    """The place where a run allocates a block, such as the pool of CUDA graphs."""
 
     OWN = auto()
     """The allocator's own pools of the current stream."""
@@ -172,7 +172,7 @@ class Memory(Enum):
 
 
 class MarkKind(StrEnum):
-    """Kinds of moments that a trace marks, such as the start of a phase."""
+    """Kinds of moments that a trace marks, such as the end of a step."""
 
     PHASE = "phase"
     """A phase of a step begins."""

@@ -95,7 +95,7 @@ def ways_out(plan: Plan) -> Iterator[Facts | Sentence | str]:
 
 
 class Gain(NamedTuple):
-    """Bytes and seconds that one technique saves against another."""
+    """Memory and time that one technique saves in comparison with another."""
 
     text: str
     saved_bytes: int

@@ -103,7 +103,7 @@ class ShellCommand:
 
 
 def with_commands(lines: Iterable[str]) -> Iterator[Sentence]:
-    """Yield each line as a sentence, and a line that ends in a command or a recipe's option as a command."""
+    """Yield each line as a sentence; a line with a snugfit command at its end is styled as a command."""
     for line in lines:
         yield Sentence(line, "command" if re.search(r": (snugfit|--recipe) ", line) else "")
 

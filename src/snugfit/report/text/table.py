@@ -34,7 +34,7 @@ INDENT = 4
 
 
 class _Column:
-    """One column: `figures` for a head that ends in `>`, a `recipe` for one that ends in `<`, else texts."""
+    """One column of a table: a head with `>` at its end is for numbers, with `<` for recipes."""
 
     def __init__(self, head: str, cells: Sequence[Text], *, first: bool) -> None:
         self.figures, self.recipe, self.first = head.endswith(">"), head.endswith("<"), first
@@ -52,7 +52,7 @@ class _Column:
         self.longest = longest if not self.figures else self.narrowest
 
     def add_to(self, table: Table, width: int) -> None:
-        """Add it to `table` as a column of `width` characters."""
+        """Add this column to a table of `rich` with `width` characters."""
         justify = "right" if self.figures else "left"
         table.add_column(
             self.head,

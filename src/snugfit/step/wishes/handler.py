@@ -38,7 +38,7 @@ STAYS = "stays"
 
 @contextlib.contextmanager
 def all_of(contexts: list[Context]) -> Iterator[None]:
-    """Enter these contexts, the first outermost."""
+    """Return one context manager that enters all of these in order."""
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())

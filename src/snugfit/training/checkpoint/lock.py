@@ -44,7 +44,7 @@ _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The process that holds a folder's lock, or held it."""
+    """The process that locked a folder."""
 
     pid: int
     """The number of the process."""

@@ -68,7 +68,7 @@ class StateParts:
         it."""
 
     def restore(self, state: Any, folder: Path) -> None:
-        """Reduce the run's restored state to this process's part, and load the rest of that part from
+        """Replace the restored state of the run by this process's shard, and load its other files from
         `folder`.
         """
 

@@ -90,7 +90,7 @@ def not_built(run: Run, recipe: Recipe, cause: str) -> OutOfMemory:
 
 
 def _set_rates(scheduler: Any) -> None:
-    """Set the learning rates of the current step: the restored ones are those of a shorter schedule's end."""
+    """Set the learning rates of the current step by this schedule, in place of those from a checkpoint."""
     step = scheduler.last_epoch
     scheduler._last_lr = [
         rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)

@@ -148,7 +148,7 @@ class SampleOrder:
 
 
 def _cut(samples: tuple[int, ...], count: int) -> MicroBatchIndices:
-    """Return the samples split into `count` pieces, whose sizes differ by one at most."""
+    """Split these samples into `count` micro-batches, whose sizes differ by one at most."""
     ends = [len(samples) * (number + 1) // count for number in range(count)]
     return tuple(samples[start:end] for start, end in itertools.pairwise([0, *ends]))
 

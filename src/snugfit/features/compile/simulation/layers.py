@@ -86,7 +86,7 @@ _GRAPHS: dict[Any, Any] = {}
 
 
 class Compiler:
-    """Compiles the layers of one simulation, in place of `torch.compile`."""
+    """Simulated `torch.compile`: it compiles layers on the CPU, and records their kernels and memory."""
 
     def __init__(
         self, policy: Policy, recorder: Recorder, notes: PolicyNotes, eager_callback: Callable[..., Any]

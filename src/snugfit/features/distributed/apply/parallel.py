@@ -355,7 +355,7 @@ def give_back_whole_weights(device: str) -> None:
     import torch
 
     if device != "cpu":
-        getattr(torch, device).empty_cache()  # `get_device_module` remembers an earlier rehearsal's
+        getattr(torch, device).empty_cache()  # `get_device_module` remembers an earlier simulation's
 
 
 # ---- exported scripts -------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ class StagePasses:
         weight = next(self.model.parameters())
         piece = (shape[0] // micro_batches, shape[1])
         self._schedule, self._stages = None, []  # and the buffers of the shape before
-        with _disable_current_modes(), torch.device("meta"):  # a rehearsal would count them
+        with _disable_current_modes(), torch.device("meta"):  # a simulation would count them
             ids = torch.empty(piece, dtype=torch.long)
             hidden = torch.empty(*piece, self.model.config.hidden_size, dtype=self._dtype, requires_grad=True)
             loss = torch.empty((), requires_grad=True)

@@ -162,7 +162,7 @@ def import_for(device: torch.device) -> None:
     It reads `DS_ACCELERATOR` when it is first imported, and without it takes a GPU where there is one. Raises
     `UsageError` where it was imported before and computes elsewhere.
     """
-    if device.type in ("cpu", "cuda"):  # not in a rehearsal, which has an accelerator of its own
+    if device.type in ("cpu", "cuda"):  # not in a simulation, which has an accelerator of its own
         os.environ[ACCELERATOR] = device.type
     from deepspeed.accelerator import get_accelerator
 

@@ -178,7 +178,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
 
     def put_state(self, weight: Any, name: str, value: torch.Tensor) -> None:
-        """Copy a state of a whole weight into the partitions, after `begin_states` has made room for it."""
+        """Copy one optimizer state of a whole weight into DeepSpeed's partitions; call `begin_states`
+        first.
+        """
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         if hasattr(weight, "ds_id"):
@@ -251,7 +253,9 @@ def whole_weight(weight: Any) -> torch.Tensor:
 
 
 def whole_states(optimizer: EngineOptimizer, weight: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the states of a weight by their names, gathered one after the other. All processes call it."""
+    """Yield each optimizer state of a weight by name, gathered from all processes. All of them must call
+    it.
+    """
     from deepspeed.utils import safe_get_full_optimizer_state
 
     for name in optimizer.state_names() if weight.requires_grad else ():

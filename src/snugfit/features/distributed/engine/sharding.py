@@ -102,7 +102,9 @@ class DeepSpeed:
         self._wish = wish
 
     def group_bytes(self, loop: str) -> int:
-        """Return the NVML bytes of one process's group; 0 on several GPUs, whose exchanges count it."""
+        """Return the NVML bytes of the process group that DeepSpeed creates for one GPU; 0 for several
+        GPUs.
+        """
         return group_bytes(self._wish, loop)
 
     @property

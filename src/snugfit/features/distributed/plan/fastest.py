@@ -77,10 +77,9 @@ class FastestOnGpus:
     """Search for the fastest recipe on one number of GPUs, over parallelism layouts and numbers of
     micro-batches.
 
-    Ways that cannot be simulated go to `refused`, by their recomputing technique and mesh, and are left
-    out from then on. With `leanest_first`, the ways that hold least are simulated first, while none is
-    known to fit. With `trusts_line`, larger micro-batches that miss by the line through known ones are not
-    simulated.
+    Layouts that cannot be simulated are added to `refused` with the reason, and are left out from then on.
+    With `leanest_first`, layouts that need the least memory are simulated first until one is known to fit.
+    With `trusts_line`, micro-batches that do not fit by linear extrapolation are not simulated.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def _all_ways(job: Job, gpus: int, fixed: Kept) -> Iterator[Shared]:
 
 
 def _axes(gpus: int) -> range:
-    """Return the numbers of axes of a mesh that so many GPUs may have."""
+    """Return the possible numbers of axes of a mesh for this number of GPUs."""
     return range(MOST_AXES + 1 if gpus > 1 else 1)
 
 

@@ -61,8 +61,7 @@ class FewestRecomputed:
         self._judge, self._in_full = judge, in_full
 
     def run(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> dict[int, OnGpus]:
-        """Return recipes that are faster than these answers because they recompute fewer layers, by number of
-        GPUs."""
+        """Return faster recipes, by number of GPUs, which recompute fewer layers than these."""
         lines = list(self._lines(chosen))
         best = {line.answer.gpus: line.answer for line in lines}
         for _ in range(ROUNDS):

@@ -118,7 +118,7 @@ class SeveralGpusPlan(JsonDocument, Tabular):
 
     @property
     def fewest(self) -> OnGpus | None:
-        """The answer on the fewest GPUs."""
+        """The answer that needs the fewest GPUs."""
         return min(self.fitting, key=lambda one: one.gpus, default=None)
 
     def usd_per_1000_samples(self, one: OnGpus) -> float | None:
@@ -134,7 +134,7 @@ class SeveralGpusPlan(JsonDocument, Tabular):
         return min(self.fitting, key=lambda one: (one.gpu_seconds, one.gpus), default=None)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the answers, one row each."""
+        """Return one row per number of GPUs, for a table or a data frame."""
         return [asdict(answer) for answer in self.answers]
 
     def derived_keys(self) -> dict[str, Any]:

@@ -86,7 +86,9 @@ class _Smaller:
         self._ways = [Shared(gpus, uncut.with_(technique)) for technique in techniques]
 
     def find(self, gpu: Gpu, share: float) -> Recipe | None:
-        """Return the recipe for the rest of the run."""
+        """Return the fastest recipe found that needs at most this share of the memory; None if there is
+        none.
+        """
         size = size_of(self._job, self._own, self._broken[Slot.BATCHING])
         (before,) = self._judge([(self._gpus, self._broken)])
         needed = self._in_full(self._broken)

@@ -104,7 +104,7 @@ def rank_of(position: int, wish: ParallelWish) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Seconds of one GPU's own work in a step, without waits for other stages."""
+    """Seconds that one GPU of a pipeline computes in a step, without its waits for other stages."""
 
     passes: Mapping[tuple[str, int], float]
     """Seconds of a micro-batch's pass, by its kind and its stage on this GPU, counted from 0."""

@@ -13,7 +13,7 @@ Patch = tuple[Any, str, Any]
 
 @contextlib.contextmanager
 def replace_attributes(patches: Iterable[Patch]) -> Iterator[None]:
-    """Context in which attributes of objects have these replacements."""
+    """Context in which attributes of objects are replaced, as by `unittest.mock.patch.object`."""
     with contextlib.ExitStack() as stack:
         for owner, name, instead in patches:
             stack.enter_context(patch.object(owner, name, instead, create=True))

@@ -123,7 +123,7 @@ class MasterAdamW(OwnAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make one step of all weights that have a gradient."""
+        """Run one optimizer step on all weights that have a gradient."""
         if closure is not None:
             raise ValueError("It takes no closure: it computes no loss. Call step() without arguments")
         self.prepare()
@@ -263,7 +263,9 @@ class MasterAdamW(OwnAdamW):
         return residual
 
     def _make_tables(self) -> None:
-        """Build the tables of addresses that the update kernels read, one for each kind of weight."""
+        """Create the tables of memory addresses for the update kernels: one table per dtype of the
+        weights.
+        """
         # A kernel updates weights of one dtype.
         kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []

@@ -21,8 +21,8 @@ result."""
 
 
 def layout_of(batch: Mapping[str, Any]) -> Hashable:
-    """Return the key that batches for the same recording share: names, shapes and dtypes of tensors, and all
-    other values.
+    """Return a key for the CUDA graphs that a batch can use: names, shapes and dtypes of tensors, and other
+    values.
     """
     import torch
 

@@ -55,7 +55,7 @@ class Graphs(ABC):
 
 
 REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", default=None)
-"""Function that creates a simulation's graphs; None outside of a simulation."""
+"""Function that creates the graphs of a simulation; None outside of one."""
 
 
 @final

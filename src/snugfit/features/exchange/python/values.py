@@ -13,7 +13,7 @@ Environment = dict[str, Any]
 
 @dataclass(frozen=True, repr=False)
 class Unknown:
-    """A value that is only known when the script runs."""
+    """An expression of a script whose value is known only at run time."""
 
     text: str
     """Text of the expression in the script."""
@@ -90,7 +90,7 @@ class ForeignCall:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Member:
-    """An attribute of an object, or an element of one."""
+    """An attribute or element of an object whose value is known only at run time."""
 
     of: Any
     name: str

@@ -201,7 +201,7 @@ def _backward_by_kernel(
 
 
 def rows_at_once(columns: int) -> int:
-    """Return the number of rows of this width that a program of the backward kernel loads at once."""
+    """Return the number of rows with this many columns that fit into one tile of the backward kernel."""
     # A tile has whole rows, whose width is rounded up to a power of two.
     return max(1, TILE // (1 << max(columns - 1, 1).bit_length()))
 

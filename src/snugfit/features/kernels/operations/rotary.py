@@ -92,7 +92,8 @@ def rotate_backward(
     product: torch.Tensor | None,
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradient of the product (T, N), and with `norms` those of both scales.
+    """Return the gradients of the joint projection (T, N) and of both norms' scales; None for scales without
+    norms.
 
     The input is the gradients of queries, keys and values (B, heads, S, D).
     """
@@ -134,7 +135,7 @@ def reference_backward(
     product: torch.Tensor | None,
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Do the work of `rotate_backward` in plain torch."""
+    """Compute the gradients of `rotate` in plain torch, as a reference for the kernel `rotate_backward`."""
     query, key, value = (one.transpose(1, 2) for one in gradients)  # (B, S, heads, D)
     heads = Heads(query.size(2), key.size(2), query.size(3))
     wide = torch.promote_types(query.dtype, torch.float32)

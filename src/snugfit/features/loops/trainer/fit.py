@@ -1,9 +1,11 @@
 """`snugfit.fit`: training of a user's live `transformers.Trainer` under a recipe.
 
-import snugfit
+    import snugfit
 
-trainer = snugfit.fit(trainer) # planned for the GPU here trainer = snugfit.fit(trainer, "bf16 +
-micro_batches(4)") # or with a named recipe trainer.train()
+    trainer = snugfit.fit(trainer)  # with a recipe that is planned for the GPU of this machine
+    trainer.train()
+
+A second argument names a recipe instead: `snugfit.fit(trainer, "bf16 + micro_batches(4)")`.
 
 `fit` returns the same object. Settings with a counterpart in `TrainingArguments` are written there. The rest
 is applied to the model, or read by one subclass that the trainer's class becomes (`trainer_class.py`). It has

@@ -5,9 +5,10 @@ whole batch. But any model with `**kwargs` accepts it, and many still average ov
 transformers then sums means instead of averaging them: n micro-batches give n times the gradient. For a model
 that does not accept it, all micro-batches have the same weight, whatever their count of items.
 
-no custom loss the model computes its own mean, which is weighted by the share. compute_loss and the user's
-code gets `num_items_in_batch`, a tensor that records its use in compute_loss_func computations. A loss that
-used it counts as normalized by it; any other is a mean and is weighted.
+- Without a custom loss, the model computes its own mean, which is multiplied by the weight.
+- With `compute_loss` or `compute_loss_func`, the user's code gets `num_items_in_batch` as a tensor that
+  records its use. A loss that used it counts as normalized by it; any other is a mean and is multiplied by
+  the weight.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ OF_OTHERS = "others"
 
 @final
 class StateFiles:
-    """Writes and reads a checkpoint's files of other state, for one call of `train()`."""
+    """Writes and reads the random states and data position in a checkpoint, for one call of `train()`."""
 
     def __init__(self, trainer: Any, data: DataPosition, ranks: Ranks = ALONE) -> None:
         self._trainer, self._data, self._ranks = trainer, data, ranks

@@ -157,7 +157,7 @@ class StepState:
     """Figures of the step; None before the end of its last micro-batch."""
 
     def following(self, batches: list[Any]) -> StepState:
-        """Return the next step, with the count of this one's micro-batches that got no update."""
+        """Return the state for the next step, which trains on these micro-batches."""
         return StepState(
             batches=batches,
             pending_micro_batches=self.pending_micro_batches,

@@ -106,7 +106,7 @@ def _kind(part: WeightSlice) -> tuple[torch.dtype, torch.device]:
 
 
 def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return adjacent parts of the host's staging buffer, one for each slice of a weight."""
+    """Return one part of the host's staging buffer for each slice of a weight; the parts are adjacent."""
     room, start = memory.view(piece[0].weight.dtype), 0
     staged = []
     for part in piece:

@@ -29,10 +29,10 @@ class MatricesAndAdamW(OwnAdamW, ABC):
 
     @abstractmethod
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Update the parameters of these groups, all of which are matrices."""
+        """Update the matrices in these parameter groups by the algorithm of the subclass, such as Muon."""
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Return True if the other update, and not AdamW, updates this parameter of the group."""
+        """Return True if this parameter is updated as a matrix; AdamW updates the other parameters."""
         return weight.dim() == 2 and not getattr(weight, BY_ADAMW, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -74,7 +74,9 @@ def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor]
 def pieces(
     parts: Iterable[Part], kind: Callable[[Part], Any], size: Callable[[Part], int], most: int
 ) -> Iterator[list[Part]]:
-    """Yield groups of adjacent items of one kind, up to `most` in size, or one larger item alone."""
+    """Yield lists of adjacent items of one kind, with a total size of at most `most`. A larger item is
+    yielded alone.
+    """
     for _, alike in groupby(parts, kind):
         piece: list[Part] = []
         total = 0
@@ -100,7 +102,7 @@ class AdamWInPieces(FusedAdamW):
 
     @abstractmethod
     def widen(self, piece: Sequence[WeightRows], name: str) -> torch.Tensor:
-        """Return a moment of these rows in fp32, as one tensor of all its parts."""
+        """Return the stored moment of this name for these rows as one fp32 tensor."""
 
     @abstractmethod
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
@@ -111,7 +113,7 @@ class AdamWInPieces(FusedAdamW):
         scatter(exact, weights)
 
     def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update weights with one step count, dtype and kind of states together."""
+        """Increment the step counts of these weights and update them, grouped by step count and dtype."""
         by_kind: dict[Any, list[torch.Tensor]] = {}
         for weight in weights:
             state = self.state[weight]

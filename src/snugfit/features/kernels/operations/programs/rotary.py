@@ -110,7 +110,7 @@ def through_norm(  # type: ignore[no-untyped-def]
 def copy_heads(  # type: ignore[no-untyped-def]
     source, into, apart, lane, HEADS_IN_ALL: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Copy heads with the stride `apart` to contiguous memory."""
+    """Copy attention heads that are `apart` elements from each other into contiguous memory."""
     inside = lane < HALF
     for first in range(0, HEADS_IN_ALL, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
