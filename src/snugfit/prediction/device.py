@@ -253,5 +253,5 @@ def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]
     return [
         *([build] if older else []),
         f"Workspaces of kernels were measured only on compute capability 9.0. On {gpu.name} the reserved "
-        "bytes may differ by a few per cent. Leave so much free (--headroom).",
+        "bytes may differ by a few per cent. Leave that much free (--headroom).",
     ]

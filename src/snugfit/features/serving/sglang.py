@@ -25,16 +25,17 @@ RANK_BUFFERS = int((NON_TORCH_RANKS - NON_TORCH) * GIB)
 DEFAULTS = (
     (20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512), (None, 16384, 512, 512),
 )  # fmt: skip
-"""Defaults of GPUs below so many GiB (`server_args.py`, `_handle_gpu_memory_settings`): tokens of a chunk of
-a prompt, and the largest batch of CUDA graphs. The last number is for four ranks and more. The memory is that
-of nvidia-smi (`get_nvgpu_memory_capacity` of `srt/utils/common.py`)."""
+"""Defaults of GPUs below a number of GiB (`server_args.py`, `_handle_gpu_memory_settings`): tokens of a chunk
+of a prompt, and the largest batch of CUDA graphs. The last number is for four ranks and more. The memory is
+that of nvidia-smi (`get_nvgpu_memory_capacity` of `srt/utils/common.py`).
+"""
 
 META_MIB, PER_TOKEN_MIB, PER_GRAPH_MIB, PER_RANK_MIB = 512, 1.5, 2, 128
 """MiB that the default share leaves free: constant, per token of a chunk, per sequence of the largest CUDA
 graph, per rank (`_handle_gpu_memory_settings`)."""
 
 LARGE_GIB, LEAST_FREE_MIB = 60, 10 * 1024
-"""GPUs of more GiB leave at least so many MiB free."""
+"""Size in GiB from which a GPU counts as large, and the least MiB that a large GPU leaves free."""
 
 ENCODER, GROWTH, LEAST_FACTOR, MOST_FACTOR = 0.95, 0.1, 0.8, 1.05
 """Factor of the default share for an encoder of images as large as ViT-L/14. A second factor falls with each
@@ -58,7 +59,7 @@ FEWEST_REQUESTS, MOST_REQUESTS, PER_CONTEXT = 2048, 4096, 512
 def predict_sglang(
     request: ServingRequest, sizes: ModelSizes, weights: int, layout: LinearLayout | None, dtype: str
 ) -> ServingAnswer:
-    """Return sglang's answer for weights of so many bytes per rank."""
+    """Return sglang's answer for weights of this size per rank."""
     total, number = request.gpu.memory_bytes or 0, DTYPE_BYTES[dtype]
     capacity = request.gpu.nvml_total_bytes or total
     chunk, graphs = _defaults(request, capacity)
@@ -90,7 +91,7 @@ def predict_sglang(
         "Then lower --mem-fraction-static."
     ]
     doubts.append(
-        "The formulas of sglang were compared with one published start only. Compare with the start's log."
+        "The formulas of sglang were compared with one published start only. Compare with your log."
     )
     return ServingAnswer(
         model=request.model.name, gpu=request.gpu.name, engine="sglang", version=request.known_version,
@@ -132,7 +133,7 @@ def _defaults(request: ServingRequest, capacity: int) -> tuple[int, int]:
 
 
 def _default_share(request: ServingRequest, capacity: int, chunk: int, graphs: int) -> float:
-    """Return `mem_fraction_static` where the user gives none, for a GPU of so many bytes."""
+    """Return `mem_fraction_static` where the user gives none, for a GPU with this memory."""
     memory = capacity / MIB
     free = META_MIB + max(chunk, 2048) * PER_TOKEN_MIB + graphs * PER_GRAPH_MIB
     free += request.tensor_parallel * PER_RANK_MIB

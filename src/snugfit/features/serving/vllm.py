@@ -100,7 +100,7 @@ class Options:
 def predict_vllm(
     request: ServingRequest, sizes: ModelSizes, weights: int, layout: LinearLayout | None, dtype: str
 ) -> ServingAnswer:
-    """Return vLLM's answer for weights of so many bytes per rank."""
+    """Return vLLM's answer for weights of this size per rank."""
     options = _options(request, sizes)
     total = request.gpu.memory_bytes or 0
     number = DTYPE_BYTES[dtype]
@@ -187,7 +187,7 @@ def _expert_workspace(
 
 
 def graph_bytes(largest: int) -> int:
-    """Return the bytes of CUDA graphs for batches of up to so many tokens.
+    """Return the bytes of CUDA graphs for batches of up to this number of tokens.
 
     vLLM captures batches of 1, 2 and 4, each multiple of 8 to 256, and each of 16 beyond (vllm 0.19,
     `_set_cudagraph_sizes` of `config/vllm.py`).
@@ -291,14 +291,14 @@ def _doubts(request: ServingRequest, sizes: ModelSizes, layout: LinearLayout | N
         )
     if request.minor > 19:
         doubts.append(
-            "Formulas are compared with vLLM 0.19. Later versions may use more or less: see the start's log."
+            "Formulas are compared with vLLM 0.19. Later versions may use more or less: see its log."
         )
     if layout and layout.name in NO_WORKSPACE:
         doubts.append(
-            "Kernels for mxfp4 pad the experts, so weights may be 5 to 10 % larger. Leave so much free."
+            "Kernels for mxfp4 pad the experts, so weights may be 5 to 10 % larger. Leave that much free."
         )
     if any(layer.state_numbers for layer in sizes.layers):
-        doubts.append("Caches with states were not compared with a published start: see the start's log.")
+        doubts.append("Caches with states were not compared with a published start: see its log.")
     return tuple(doubts)
 
 
