@@ -1,8 +1,8 @@
 """The packages of all features, and the objects that their modules define.
 
 A feature is a folder of `features/` that can be deleted, or a plugin: a package elsewhere with the same
-modules. Rooms below the contract (`techniques/feature.py`) find its fields of `Setup` (`fields.py`) and its
-inputs of models (`inputs.py`) here.
+modules. Packages below the contract (`techniques/feature.py`) find its fields of `Setup` (`fields.py`) and
+its inputs of models (`inputs.py`) here.
 
 A plugin is named on the command line (`--plugin`) or in the environment variable `PLUGINS`, which processes
 inherit. It is an entry point of the group `snugfit.features`, or the path of a package's folder. Fields of

@@ -283,7 +283,7 @@ def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def job_parameters(command: str, *, without: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Return the arguments of a question about a job, in the order of its help, those of features last."""
+    """Return the arguments of a command about a job, in the order of its help, those of features last."""
     shared = inspect.signature(_job_arguments, eval_str=True).parameters.values()
     return [one for one in (*shared, *feature_parameters(command)) if one.name not in without]
 

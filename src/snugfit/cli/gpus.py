@@ -1,7 +1,7 @@
 """`snugfit gpus`: the GPUs that can be predicted for; with a job, what each of them makes of it, alone or
 several together.
 
-The questions share a table, and an option of the others without a job is a mistake. Exit code 3 when none of
+The commands share a table, and an option of the others without a job is a mistake. Exit code 3 when none of
 the GPUs trains the job.
 """
 

@@ -1,4 +1,4 @@
-"""`snugfit measure`: the same question as `predict`, answered by running it in a process of its own.
+"""`snugfit measure`: the figures of `predict`, measured by running the job in a process of its own.
 
 Exit code 4 when the run ran out of GPU memory, 1 when it died of anything else.
 """

@@ -1,4 +1,4 @@
-"""Answers of commands, stored on disk: a repeated question is answered from a file.
+"""Answers of commands, stored on disk: a repeated command is answered from a file.
 
 An answer (a prediction, a plan, the plans for many GPUs) is one JSON file in the user's cache folder. That is
 `$XDG_CACHE_HOME/snugfit/answers`, or `~/.cache/...`. A digest of all its inputs is the file's name. The
@@ -124,9 +124,9 @@ def answer(
 def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
     """Return the plan of `planning.search.search.plan`, with the command's cache and its progress on stderr.
 
-    The arguments are those of that function. A question that was answered before, here or by the command, is
-    answered from a file unless it is `fresh`. With a `clock`, with custom start-up rates or without a GPU,
-    the plan is not stored.
+    The arguments are those of that function. A plan that was made before, here or by the command, is answered
+    from a file unless it is `fresh`. With a `clock`, with custom start-up rates or without a GPU, the plan is
+    not stored.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import Job

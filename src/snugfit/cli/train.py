@@ -161,7 +161,7 @@ def _run_arguments(request: Request) -> dict[str, Any]:
 
 
 def _launch(request: Request, processes: int) -> int:
-    """Run the same command in so many processes, and return their exit code.
+    """Run the same command in this number of processes, and return their exit code.
 
     Raises `UsageError` for mistakes that all of them would refuse.
     """

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from snugfit.errors import JobError
 
 BatchDims = Mapping[str, int | None]
-"""Dimension of the samples by the name of a tensor; None for a tensor that goes along whole."""
+"""Dimension of the samples by the name of a tensor; None for a tensor that each micro-batch gets whole."""
 
 
 ONE_A_SAMPLE = ("labels", "input_ids")

@@ -29,8 +29,9 @@ LARGEST_FILE = 4 << 20
 DEEPEST = 32
 MOST_LAYERS = 1_000
 """Largest accepted number of layers: that of DeepNet, the deepest published transformer (arXiv:2203.00555).
-The allocator replays each operator of each layer: a prediction of so many takes half a minute, and a plan
-takes minutes."""
+The allocator replays each operator of each layer: a prediction of this depth takes half a minute, and a plan
+takes minutes.
+"""
 
 LARGEST_SIZE = 1 << 24
 

@@ -138,7 +138,9 @@ class Model:
         return rows if isinstance(rows, int) else 0
 
     def with_vocabulary(self, rows: int) -> Self:
-        """Return the model with an embedding of so many rows, as after `resize_token_embeddings(rows)`."""
+        """Return the model with an embedding of this number of rows, as after
+        `resize_token_embeddings(rows)`.
+        """
         config = self.config
         if isinstance(config.get("text_config"), dict):
             config["text_config"] = {**config["text_config"], "vocab_size": rows}
@@ -147,7 +149,9 @@ class Model:
         return replace(self, facts=json.dumps(config, sort_keys=True), resized=True)
 
     def layout(self, samples: int) -> BatchLayout:
-        """Return the position of the samples in batches like the example, for jobs of so many samples."""
+        """Return the position of the samples in batches like the example, for jobs of this number of
+        samples.
+        """
         return BatchLayout.of(self.example or {}, self.batch_dims, samples=samples)
 
     @property

@@ -6,7 +6,7 @@ with other optimizers share the forward and backward passes. `StepKey` sorts a S
 a step that they change (`TOUCHES`). Each shared part is thus simulated once.
 
 The fields come from the Setup itself. A field without a row in the table changes passes and update alike. A
-new wish without a row may slow a search down, but two recipes never share a trace by mistake.
+new field without a row may slow a search down, but two recipes never share a trace by mistake.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def differ_in_launches(setup: Setup, other: Setup) -> bool:
 def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
     """Return the values of the fields that determine this part of a step.
 
-    Consecutive Setups of a space share most of their wishes, so the last answer for each part is cached.
+    Consecutive Setups of a space share most of their fields, so the last answer for each part is cached.
     """
     values = [getattr(setup, name) for name in _names_by_part(setup)[part]]
     last = _LAST.get(part)

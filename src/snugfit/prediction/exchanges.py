@@ -75,8 +75,9 @@ class GpuLink:
         return 0.0
 
     def share(self, operator: str, gpus: int) -> float:
-        """Return the share, from 0 to 1, of the link's bytes per second that this kernel reaches among so
-        many GPUs."""
+        """Return the share, from 0 to 1, of the link's bytes per second that this kernel reaches among this
+        number of GPUs.
+        """
         return 1.0
 
 

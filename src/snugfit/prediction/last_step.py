@@ -71,7 +71,7 @@ class Allocates(Protocol):
     """Protocol: the methods of a simulated allocator that allocate blocks."""
 
     def allocate(self, nbytes: int, memory: Memory, stream: int) -> Any:
-        """Return a block of at least so many bytes, of this memory and stream."""
+        """Return a block of at least this number of bytes, of this memory and stream."""
 
     def empty_cache(self) -> None:
         """Release whole free segments to the device."""

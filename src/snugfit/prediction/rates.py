@@ -304,9 +304,9 @@ class Rates(JsonFields):
 def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
     """Return the rates of this GPU while `gpus` of its kind work at once.
 
-    The user's own calibration of so many comes first, then one of a single GPU. Next are our measurements,
-    and last the reference's shares of its data sheet. Raises `GpuError` when the table does not give its
-    speed, or when a calibration cannot be read.
+    The user's own calibration of this number of GPUs comes first, then one of a single GPU. Next are our
+    measurements, and last the reference's shares of its data sheet. Raises `GpuError` when the table does not
+    give its speed, or when a calibration cannot be read.
     """
     # Rates may depend on the number of GPUs that work at once.
     calibrated = _read_calibration(calibration_file(gpu, gpus)) if gpus > 1 else None

@@ -1,8 +1,8 @@
 """A pool of worker processes that predict in parallel.
 
 Each worker has an object of its own and calls its methods, one at a time. The object caches its results, so
-the caller decides which worker a question goes to. The object stays in this process if it cannot be pickled,
-or if one process is enough. Then every answer comes at once.
+the caller decides which worker runs a call. The object stays in this process if it cannot be pickled, or if
+one process is enough. Then every answer comes at once.
 
 The processes come from a fork server, which has imported torch once and never computed anything. A copy of a
 process that has computed is not safe. A worker and its parent share only a pipe, so nothing of the worker
@@ -37,7 +37,7 @@ Models have cycles, of some megabytes each. Ten times as many collections took a
 and those by default a fifth of a prediction's."""
 
 ENDS_WITHIN = 2.0
-"""Seconds that a process has to end by itself after its last question."""
+"""Seconds that a process has to end by itself after its last call."""
 
 UNGUARDED = 76
 """Exit code of a worker that was about to start workers itself, because importing the user's script made it
@@ -77,7 +77,7 @@ class _Worker:
         child_end.close()
 
     def send(self, question: Question) -> None:
-        """Send the question without waiting. Raises `SnugfitError` when the process has died."""
+        """Send the method call without waiting. Raises `SnugfitError` when the process has died."""
         try:
             self.connection.send(question)
         except OSError:
@@ -142,11 +142,11 @@ class WorkerPool:
         self._helpers: list[_Worker] = []
 
     def answers(self, ask: Callable[[int], Question | None], *, helped: bool = False) -> Iterator[Answer]:
-        """Send the question that `ask(worker)` returns to each free worker, and yield each answer as it
+        """Send the method call that `ask(worker)` returns to each free worker, and yield each answer as it
         comes.
 
-        It ends when `ask` returns None for every worker. `helped` is for questions that may be answered in
-        any combination at a time. Helpers receive questions too then.
+        It ends when `ask` returns None for every worker. `helped` is for calls that may run in any
+        combination at a time. Helpers receive calls too then.
         """
         busy: dict[Any, _Worker] = {}
         while True:
@@ -173,9 +173,9 @@ class WorkerPool:
         questions: Iterable[Question],
         is_for: Callable[[int, Question], bool] = lambda worker, question: True,
     ) -> Iterator[Answer]:
-        """Yield the answers to these questions as they come.
+        """Yield the results of these method calls as they come.
 
-        Each question goes to the next free worker or helper for which `is_for(worker, question)` is True.
+        Each call goes to the next free worker or helper for which `is_for(worker, question)` is True.
         """
         waiting = list(questions)
 
@@ -197,7 +197,7 @@ def worker_pool(
     apart: bool = False,
     spare: SpareProcesses | None = None,
 ) -> Iterator[WorkerPool]:
-    """Yield a pool of so many processes, each with an object that `make` creates there.
+    """Yield a pool of this number of processes, each with an object that `make` creates there.
 
     The object is in this process instead if `make` cannot be pickled, or if one is enough and need not work
     `apart`. `preload` names further modules that the fork server imports. Helpers are started as far as
@@ -356,8 +356,9 @@ def _answer(target: Any, question: Question) -> Answer:
 
 
 def _serve(questions: Connection, make: Callable[[], Any]) -> None:
-    """Run the main loop of a worker: answer questions until the pipe is closed. Ctrl-C and the parent's end
-    stop it without a message."""
+    """Run the main loop of a worker: run method calls until the pipe is closed. Ctrl-C and the parent's end
+    stop it without a message.
+    """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
     gc.set_threshold(*FEW_COLLECTIONS)
     # Workers inherit an ignored Ctrl-C from the fork server.

@@ -1,6 +1,6 @@
 """Simulate a deep model by its shallow versions, if its layers are alike (law 5).
 
-Two shallow models differ by one period of layers. The moves of that period are repeated (`trace/deepen.py`).
+Two shallow models differ by one period of layers. The events of that period are repeated (`trace/deepen.py`).
 In the plain loop, the update is simulated at full depth and spliced. In other loops, whose update is not
 simulated alone, it is extended with the forward and backward passes. A model compiled as one program gains
 most, because Inductor takes one or two seconds per layer.

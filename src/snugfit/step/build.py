@@ -1,7 +1,7 @@
 """Build model and optimizer from a Setup, in the Setup's order: build, adapt, checkpoint, optimizer.
 
 Every loop builds through these functions, so a technique changes the model in the same way in each loop. The
-handlers of the wishes are in `wishes/`, the order and its reasons in `techniques/setup.py`.
+handlers of the fields are in `wishes/`, the order and its reasons in `techniques/setup.py`.
 """
 
 from __future__ import annotations

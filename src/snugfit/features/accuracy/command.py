@@ -176,8 +176,9 @@ def _compare(
     *,
     measured: bool,
 ) -> tuple[Accuracy, Path]:
-    """Compare so many recipes of each job, drawn by a seed or the best of its plan; return the result with
-    its file."""
+    """Compare `recipes` recipes of each job, drawn by a seed or the best of its plan. Return the result and
+    its file.
+    """
     from snugfit.cli.progress import show_progress
     from snugfit.features.accuracy.score import RunWriter, accuracy_of_best, accuracy_within_jobs
     from snugfit.features.accuracy.tables import file_name

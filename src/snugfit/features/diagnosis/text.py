@@ -270,9 +270,9 @@ def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
 
 
 def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple[str, ...]]:
-    """Return the figures with the memory of this process and of others added.
+    """Return the figures of a log with the memory of its process and of other processes.
 
-    The smallest process with the reserved memory is taken if the message names none as this one.
+    If the message does not mark this process, it is the smallest one that has at least the reserved memory.
     """
     notes: tuple[str, ...] = ()
     if ledger.process_bytes is None and processes and ledger.reserved_bytes is not None:

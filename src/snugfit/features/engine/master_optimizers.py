@@ -11,17 +11,17 @@ MASTER_ADAMW = OptimizerWish(
     factory=Call(path="snugfit.features.engine.masters.adamw:MasterAdamW"),
     shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
 )
-"""The wish for `MasterAdamW`; the HF Trainer has no name for it."""
+"""The `OptimizerWish` for `MasterAdamW`; the HF Trainer has no name for it."""
 
 COMPACT_ADAMW = OptimizerWish(
     factory=Call(path="snugfit.features.engine.masters.compact_adamw:CompactAdamW"),
     shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
 )
-"""The wish for `CompactAdamW`, with moments in 8 bits, which updates fp32 weights too."""
+"""The `OptimizerWish` for `CompactAdamW`, with moments in 8 bits, which updates fp32 weights too."""
 
 
 def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
-    """Return the constructor of the AdamW with 8-bit moments, for master weights of so many bits."""
+    """Return the constructor of the AdamW with 8-bit moments, for master weights of this number of bits."""
     if master_bits == 32:
         return COMPACT_ADAMW
     factory = replace(COMPACT_ADAMW.factory, arguments={"master_bits": master_bits})

@@ -203,7 +203,7 @@ class _UpdateStep(NamedTuple):
     """One step of the optimizer's update, simulated alone and recorded as a CUDA graph."""
 
     before: Sequence[Move]
-    """Moves until clipping or the update begins; in a recorded step, until the recording begins."""
+    """Events until clipping or the update begins; in a recorded step, until the recording begins."""
     after: Sequence[Move]
 
 

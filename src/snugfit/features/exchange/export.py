@@ -90,7 +90,7 @@ def check_target(job: Job, to: str) -> None:
 
 
 def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
-    """Return the files that express a recipe for another library (the target) on so many GPUs.
+    """Return the files that express a recipe for another library (the target) on this number of GPUs.
 
     Raises `RecipeError` for a technique that the target cannot express. Raises `UsageError` for a number of
     GPUs that does not match the recipe or the batch.

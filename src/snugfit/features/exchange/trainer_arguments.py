@@ -30,7 +30,7 @@ MESH = "parallelism_config"
 
 
 def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) -> dict[str, Any]:
-    """Return a recipe's arguments for the installed `TrainingArguments` on so many GPUs, by name.
+    """Return a recipe's arguments for the installed `TrainingArguments` on this number of GPUs, by name.
 
     Raises `RecipeError`, which names the target `to`, for a technique without such arguments.
     """

@@ -4,7 +4,7 @@ One plan serves all experiments on one job. Its front has, for each amount of me
 fits. If two differ by less than 3 % of their bytes, it may have the faster alone. An experiment that this GPU
 cannot run, or that does not fit, may use all of the GPU's memory.
 
-The caller makes the plans: planning is on the same floor as this room.
+The caller makes the plans: this module may not import planning.
 """
 
 from __future__ import annotations

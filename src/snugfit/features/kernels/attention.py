@@ -1,8 +1,8 @@
 """Attention as transformers' models call it, and attention of padded encoders by FlashAttention without a
 mask matrix.
 
-Each row of a batch is up to three stretches: padding, tokens, padding. FlashAttention's kernels for sequences
-of several lengths attend within each stretch, so tokens get the result of a mask. Results at padding differ
+Each row of a batch is up to three sections: padding, tokens, padding. FlashAttention's kernels for sequences
+of several lengths attend within each section, so tokens get the result of a mask. Results at padding differ
 from those under a mask, and no result at a token depends on them.
 
 Padding is computed all the same (`padding_free` drops it), but not by attention among tokens.

@@ -62,8 +62,8 @@ def plan_lengths(
     """Return memory and seconds of each way to pad the dataset's batches, under this recipe on this GPU.
 
     `headroom` (bytes, or text such as `2%`) of the memory stays free if a way of padding leaves it. Its
-    default is that of a plan. `cut` adds results for sequences of at most so many tokens. `seed` draws the
-    batches, and `tell` receives messages on the progress. Raises `UsageError` for invalid arguments,
+    default is that of a plan. `cut` adds results for sequences of at most this number of tokens. `seed` draws
+    the batches, and `tell` receives messages on the progress. Raises `UsageError` for invalid arguments,
     `RehearsalError` for a step without a trace.
     """
     refuse_bad_request(job, memory_bytes=memory_bytes)

@@ -445,7 +445,7 @@ def _is_saved_by_a_checkpoint() -> bool:
 
 
 def offload_activations(model: Any, wish: OffloadWish | None) -> None:
-    """Offload the activations of this model's layers to the host from now on; without a wish, stop."""
+    """Offload the activations of this model's layers to the host from now on; None stops it."""
     before = _OFFLOADS.pop(model, None)
     if before is not None:
         before.detach()

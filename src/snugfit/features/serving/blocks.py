@@ -70,15 +70,17 @@ class PagedCache:
         return math.ceil(held / self.block_size) + 1
 
     def blocks_in(self, available: int) -> int:
-        """Return the number of blocks in so many bytes."""
+        """Return the number of blocks in this number of bytes."""
         return max(0, available) // self.block_bytes if self.block_bytes else 0
 
     def tokens_in(self, available: int) -> int:
-        """Return the tokens that the engine reports for so many bytes: blocks shared evenly by groups."""
+        """Return the tokens that the engine reports for this number of bytes: blocks shared evenly by
+        groups.
+        """
         return self.blocks_in(available) // len(self.groups) * self.block_size
 
     def longest_in(self, available: int, limit: int) -> int:
-        """Return the tokens of the longest sequence in so many bytes, at most `limit`."""
+        """Return the tokens of the longest sequence in this number of bytes, at most `limit`."""
         blocks = self.blocks_in(available)
         return largest(limit, lambda tokens: self.blocks_of(tokens) <= blocks)
 

@@ -199,7 +199,8 @@ def _layers_of(header: GgufHeader) -> tuple[LayerCache, ...]:
 
 
 def _window_layers(header: GgufHeader, count: int) -> list[bool]:
-    """Return True for each of so many layers that has a window, which all have in a period of 0.
+    """Return a flag per layer, True for a layer with an attention window. With a period of 0, all layers have
+    one.
 
     Raises `ModelError` for a pattern that is neither a whole number nor a list of them.
     """

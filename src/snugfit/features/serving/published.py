@@ -23,7 +23,9 @@ from snugfit.job.model import Model
 from snugfit.units import GIB
 
 FIT_EVERY = 3
-"""One model in so many, in the order of their names in lower case, is used to fit constants."""
+"""Interval of the models, sorted by their names in lower case, by which constants are fitted; the others test
+them.
+"""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,9 @@ class ModelSizes:
 
 
 def read_sizes(model: Model, tensor_parallel: int) -> ModelSizes:
-    """Return the sizes of a model with so many ranks. Raises `ModelError` for a model without a decoder."""
+    """Return the sizes of a model on one of `tensor_parallel` ranks. Raises `ModelError` for a model without
+    a decoder.
+    """
     config = served_config(model)
     try:
         return _sizes_of(config, tensor_parallel)
@@ -115,7 +117,7 @@ def _sizes_of(config: Any, tensor_parallel: int) -> ModelSizes:
 
 
 def layer_caches(config: Any, tensor_parallel: int) -> tuple[LayerCache, ...]:
-    """Return the cache of each layer of a text config on one rank of so many."""
+    """Return the cache of each layer of a text config on one of `tensor_parallel` ranks."""
     count = _first(config, "num_hidden_layers", "n_layer", "n_layers")
     kinds: Sequence[str] = getattr(config, "layer_types", None) or _kinds_without_list(config, count)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)

@@ -55,7 +55,7 @@ SLACK = 0.15
 up."""
 
 GUESSES = 3
-"""Number of grades of one technique that are evaluated to find the least that fits."""
+"""Number of settings of one technique that are evaluated to find the smallest that fits."""
 
 LIKELY_LOSS = 0.3
 """Assumed fraction of the allocator's fragmentation in similar recipes that a recipe has too (chosen).

@@ -1,8 +1,8 @@
 """Conversion of a recorded step to other recipes with the same allocations and kernels.
 
-Three wishes leave a step's allocations and kernels unchanged: the format of fp32 products, the source of
-batches, and the allocator's segments. A plan simulates once for all of them. The first two change kernel
-times, which this module writes into the trace. The third only affects the replay.
+Three fields of `Setup` leave a step's allocations and kernels unchanged. They are the format of fp32
+products, the source of batches, and the allocator's segments. A plan simulates once for all of them. The
+first two change kernel times, which this module writes into the trace. The third only affects the replay.
 
 A step whose kernels are launched otherwise than one by one marks them itself (`rehearsal/step_parts.py`).
 """

@@ -6,13 +6,13 @@ are between keeping all activations and recomputing each layer.
 
 The search starts from the fastest recipe of the space that fits. It considers a few recipes that keep all
 activations and do not fit. On the line to recomputing each layer they may be faster. For each it finds the
-least grade that fits, on that line and from both sides, in two to six simulations. Among equally fast results
-it takes the simplest. It tries both kinds of the allocator's segments, since a grade's trace is the same for
-both. This search is not exact: the line may be wrong for a recipe.
+fewest layers that fit, on that line and from both sides, in two to six simulations. Among equally fast
+results it takes the simplest. It tries both kinds of the allocator's segments, since the trace is the same
+for both. This search is not exact: the line may be wrong for a recipe.
 
-Activations of some layers may wait on the host instead. Copies that finish during other computation cost
-nothing. Their number follows from the line and from the link (`mixture.py`). A mixture that is clearly faster
-is simulated first. If it fits, the least grade is mostly no longer worth a search.
+Activations of some layers may be offloaded to the host instead. Copies that finish during other computation
+cost nothing. Their number follows from the line and from the link (`mixture.py`). A mixture that is clearly
+faster is simulated first. If it fits, a search for the fewest recomputed layers is mostly not worthwhile.
 
 For kernels, the layers whose largest product is recomputed are searched likewise, from none to all
 (`Technique.smaller`). A part of a layer costs fewer seconds per byte than the whole layer.
@@ -64,7 +64,7 @@ KEPT_RECIPES = 2
 tried."""
 
 ROUNDS = 4
-"""Largest number of rounds in which grades of one recipe are simulated, two at a time."""
+"""Largest number of rounds in which numbers of layers are simulated for one recipe, two at a time."""
 
 NEVER_SEEN = 0.25
 """Share of a step's seconds that recomputing each layer adds, if no step shows it: a forward pass is a third
@@ -103,8 +103,8 @@ def find_grades(
     """Search the fewest recomputed layers that fit, for recipes that may be faster than all that fit. Return
     the state's space.
 
-    The grades are added to the space, unless nothing fits. `link` are the bytes a second to the host. Without
-    it, activations are sent there only on request.
+    The found recipes are added to the space, unless nothing fits. `link` are the bytes a second to the host.
+    Without it, activations are sent there only on request.
     """
     if state.memory_bytes is None or state.nothing_fits or not job.trains:
         return state.space

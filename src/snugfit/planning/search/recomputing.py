@@ -8,8 +8,8 @@ simulation. If the search includes adapters, this excludes all of full fine-tuni
 recipes with the same forward and backward passes. The kinds that may be fastest are simulated first, before
 any slower recipe. They make most other kinds unnecessary.
 
-One of two kinds that differ in attention, kernels or precision may be no better in bytes and seconds. It is
-left out in favour of its twin (`twins.py`). Recomputing a part of each layer takes no less memory than
+One of two kinds that differ in attention, kernels or precision may be no better in bytes and seconds. A
+similar recipe represents it (`twins.py`). Recomputing a part of each layer takes no less memory than
 recomputing each layer. Spans of layers recompute as much as each layer by itself (`least_of_spans`).
 Recomputing each layer is therefore simulated first, and may show that the rest are too large or too slow.
 

@@ -52,7 +52,8 @@ class Twins:
         self.space, self._base, self._bound = space, base, bound
         self._may_be, self._is_refused = may_be, is_refused
         self.stand = True
-        """True while no kind that was skipped turned out better than its twin."""
+        """True until a recipe that was skipped turns out to be better than the similar recipe in its place.
+        """
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Candidates with their twins, by kind that was skipped."""
 

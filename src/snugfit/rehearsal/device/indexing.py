@@ -20,7 +20,9 @@ SORTED_ABOVE = 3072
 (`native/cuda/Embedding.cu`)."""
 
 INDICES_PER_PARTIAL = 10
-"""Most indices of a partial run: `NROWS_PER_THREAD` of `native/cuda/EmbeddingBackwardKernel.cu`."""
+"""Largest number of indices that one partial sum covers: `NROWS_PER_THREAD` of
+`native/cuda/EmbeddingBackwardKernel.cu`.
+"""
 
 ATOMIC_BLOCKS = 4
 """Blocks per multiprocessor below which partial runs are summed atomically.

@@ -1,7 +1,7 @@
 """Extension of a recorded trace to more layers, from two small models that differ by one period of layers
 (law 5).
 
-Each phase of a run is extended by itself (`grow.py`). Two moves have the same key if they differ only in
+Each phase of a run is extended by itself (`grow.py`). Two events have the same key if they differ only in
 numbers. Such numbers are layer numbers in a module's name, and a free's counts of younger and older blocks.
 """
 
@@ -202,7 +202,7 @@ class _Written:
     def __init__(self, grows: set[Hashable]) -> None:
         self.grows = grows
         self._sized: dict[int, bool] = {}
-        """True for the moves, by id, whose sizes count as numbers."""
+        """True for the events, by id, whose sizes count as numbers."""
         self._written: list[int | Move] = []
         """Moves, and the numbers of freed blocks."""
         self._allocs: list[int] = []

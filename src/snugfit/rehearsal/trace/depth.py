@@ -67,10 +67,10 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
 
 
 def _periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> tuple[CheckpointWish | None, int]:
-    """Return checkpointing that divides a model of any depth as this wish divides one of `layers` layers, and
-    its period in layers.
+    """Return checkpointing that divides a model of any depth as these settings divide one of `layers` layers,
+    and its period in layers.
 
-    A wish for the first few layers has the whole depth as its period.
+    Settings for the first few layers have the whole depth as their period.
     """
     if wish is None:
         return None, 1

@@ -1,7 +1,7 @@
 """Extrapolation of a sequence, such as a model's kernels, to more layers, from those of two models with few
 layers.
 
-The sequence describes a model of few layers: its moves, or the sizes of its buffers. A model with one more
+The sequence describes a model of few layers: its events, or the sizes of its buffers. A model with one more
 period of layers has the same sequence with insertions, one per stack of layers. If an insertion equals the
 entries before it, a deeper model repeats it once per further period.
 

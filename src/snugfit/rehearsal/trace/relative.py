@@ -1,9 +1,10 @@
 """A relative trace: a run in a form whose pieces can be repeated, left out and joined.
 
-In a trace, a free names the number of its block, which changes with all moves before it. In a relative trace,
-it names the position of the block among the live ones. All blocks with the same size, operator, module, phase
-and kind are on one stack. A free names the stack and the distance from its top. So the same moves fit every
-layer, micro-batch and step. Phases, kernels, waits and ends of steps are moves too, in order.
+In a trace, a free names the number of its block, which changes with all events before it. In a relative
+trace, it names the position of the block among the live ones. All blocks with the same size, operator,
+module, phase and kind are on one stack. A free names the stack and the distance from its top. So the same
+events fit every layer, micro-batch and step. Phases, kernels, waits and ends of steps are events too, in
+order.
 
 `RelativeTrace.of(trace, marks).trace()` equals the original trace in every field. The tests of law 5 check
 that.
@@ -281,7 +282,7 @@ class TraceWriter:
         self._last, self._streams = _SteadyStep(), dict[int, int]()
         self._stacks: dict[Alloc, list[int]] = defaultdict(list)
         self._by_move: dict[int, list[int]] = {}
-        """Stacks by the id of a move: repeated moves are the same object, and hashing one is slow."""
+        """Stacks by the id of an event: repeated events are the same object, and hashing one is slow."""
         self._step, self._phase, self._released = -1, "", False
         self._is_plain = all(map(_is_plain, moves))
 

@@ -88,12 +88,12 @@ class PeriodicRun:
     """Events of a long run, in which the last recorded step repeats up to `steps`."""
 
     build: Sequence[Move]
-    """Moves before the first step."""
+    """Events before the first step."""
     recorded: Sequence[Sequence[Piece]]
     """The first steps, of which the last is repeated."""
     steps: int
     rest: Sequence[Move]
-    """Moves after the last step."""
+    """Events after the last step."""
     attention: tuple[str, ...]
     doubts: tuple[str, ...]
     groups: int = 0
@@ -164,11 +164,11 @@ class SplitSteps(NamedTuple):
     """The events of a run, split where its steps begin."""
 
     build: Sequence[Move]
-    """Moves before the first step."""
+    """Events before the first step."""
     steps: list[Sequence[Move]]
-    """Moves of each step, from its first mark to its end."""
+    """Events of each step, from its first mark to its end."""
     rest: Sequence[Move]
-    """Moves after the last step."""
+    """Events after the last step."""
 
 
 def split_steps(moves: Sequence[Move]) -> SplitSteps:

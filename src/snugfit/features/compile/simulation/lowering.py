@@ -152,8 +152,8 @@ def _device(value: Any, device: torch.device) -> Any:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """Return a copy of a fake tensor that claims to be on this device, with the same storage, which passes
-    compare.
+    """Return a copy of a fake tensor whose device attribute is this device, with the same storage, which
+    passes compare.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor

@@ -70,7 +70,7 @@ class _WayToShare:
 
 
 _Question = tuple[_WayToShare, int]
-"""The type of a question: a way of sharing, and the index of its number of micro-batches to simulate."""
+"""The type of a request: a parallelism layout, and the index of its number of micro-batches to simulate."""
 
 
 class FastestOnGpus:

@@ -2,7 +2,7 @@
 
 A step's bytes and seconds grow linearly with layers, so those of a deep model follow from two shallow ones.
 Micro-batches of one size are alike from the second on. Their bytes are those of three, and each further one
-takes as long as the second of three. Every answer is also simulated with all layers. Questions go to other
+takes as long as the second of three. Every answer is also simulated with all layers. Requests go to other
 processes, so each is plain data.
 """
 

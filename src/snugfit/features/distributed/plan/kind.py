@@ -4,9 +4,9 @@ GPUs.
 Data parallelism alone comes first. In meshes, groups of GPUs share matrices (tensor parallelism), sequences
 or layers. Meshes are tried if they may gain a distinguishable amount.
 
-They are tried if nothing else fits, or if so many GPUs cannot share the batch evenly. They are also tried if
-they may take less than `GAIN` of the seconds of data parallelism alone. That step recomputes layers, or
-exchanges between GPUs take much of it. The arithmetic alone, shared by all GPUs, must take less. Two such
+They are tried if nothing else fits, or if this number of GPUs cannot share the batch evenly. They are also
+tried if they may take less than `GAIN` of the seconds of data parallelism alone. That step recomputes layers,
+or exchanges between GPUs take much of it. The arithmetic alone, shared by all GPUs, must take less. Two such
 axes are combined if nothing with one of them fits.
 """
 

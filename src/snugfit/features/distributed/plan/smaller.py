@@ -44,13 +44,14 @@ MOST_IN_FULL = 3
 """Greatest number of answers that are simulated with all layers (chosen), if the first ones do not fit."""
 
 MOST_WORKERS = 4
-"""Greatest number of processes that simulate concurrently (chosen), one for each question in one call."""
+"""Greatest number of processes that simulate concurrently (chosen), one for each recipe in one call."""
 
 
 def smaller_on_several(
     job: Job, recipe: Recipe, *, gpu: Gpu, gpus: int, searched: Collection[Slot], share: float
 ) -> Recipe | None:
-    """Return a recipe that needs at most this `share` of this one's predicted bytes on so many GPUs, or None.
+    """Return a recipe that needs at most this `share` of this one's predicted bytes on this number of GPUs,
+    or None.
 
     It also fits each GPU. Slots in `searched` may change, among those of recomputation and of the cut of
     the batch. The global batch stays the same. Other processes simulate. Raises `SnugfitError` if the

@@ -183,7 +183,7 @@ def _hooks_counted(recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
-    """Run DeepSpeed's engine on `meta` inside the context, as one of so many ranks."""
+    """Run DeepSpeed's engine on `meta` inside the context, as one of `ranks` processes."""
     import cpuinfo
     import deepspeed.accelerator.real_accelerator as real
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator

@@ -335,7 +335,7 @@ def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 @contextlib.contextmanager
 def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]:
-    """Run torch.distributed on `meta` inside the context, as the recorder's rank of the wish's processes.
+    """Run torch.distributed on `meta` inside the context, as one rank of the settings' processes.
 
     With None, the rank has the largest part of an optimizer's sharded states.
     """

@@ -137,7 +137,7 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros of so many bytes in newly allocated host memory."""
+    """Return zeros of this number of bytes in newly allocated host memory."""
     # The memory of `mmap` is zero, and not from torch's allocator.
     return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
 
