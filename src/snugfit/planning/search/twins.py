@@ -1,12 +1,12 @@
-"""Skipping of recipes whose twin is no worse: a recipe that differs in attention, kernels or precision only.
+"""Skipping of recipes in a search whose similar recipe, the twin, is no worse. The two differ only in
+attention, kernels or precision.
 
-Recomputing repeats the same layers, and a compiler changes all of them. Two kinds of forward and backward
-passes may differ in attention, kernels or precision. If one is neither faster nor smaller uncompiled and
-without recomputing, it is neither with them. It is then left out. If a step was to be recorded as CUDA graphs
-and cannot be, its twin is the unrecorded one.
+Recomputing repeats the same layers, and a compiler changes all of them. Suppose that one of two such recipes
+is neither faster nor smaller, uncompiled and without recomputing. Then it is neither with them, and it is
+skipped. If a step was to be recorded as CUDA graphs and cannot be, its twin is the unrecorded one.
 
-This rule is not exact. Each kind that was left out and is simulated after all is compared with its twin. If
-one is better, no kind has a twin any more.
+This rule is not exact. Each skipped recipe that is simulated after all is compared with its twin. If one is
+better than its twin, recipes are skipped no longer.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Twins:
         return self._may_be(twin) and all(one is not None and self._bound(one) is not None for one in bases)
 
     def _needs(self, number: int) -> tuple[float, ...]:
-        """Return the bytes and seconds of this recipe's plainer version for a comparison; for compiled layers
-        those that remain with a compiler.
+        """Return the bytes and seconds by which this recipe is compared, from a bound without recomputing and
+        compiler.
         """
         base = self._base(number)
         bound = None if base is None else self._bound(base)

@@ -218,7 +218,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Context that replaces torch's error of all processes by one process's error; system errors come
+    """Context that raises the error of one process in place of torch's list of all errors. System errors come
     first.
     """
     from torch.distributed.checkpoint.api import CheckpointException
