@@ -81,7 +81,7 @@ def test_a_prediction_from_few_layers_is_the_whole_one(
             ("llama", "bf16 + every_layer + micro_batches(2)", "trainer"),
             ("mixtral", "adafactor + micro_batches(5)", "trainer"),
         ],
-        2,
+        1,
     ),
 )
 def test_few_layers_and_micro_batches_of_another_loop_are_its_whole_steps(

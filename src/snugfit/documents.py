@@ -217,7 +217,8 @@ def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
     Keys that are no fields of it are ignored. Raises `KeyError` where a field without a default is missing,
     and `TypeError` for a value that is no object.
     """
-    hints, given = _hints_of(kind), dict(document)
+    hints = _hints_of(kind)  # type: ignore[arg-type]
+    given = dict(document)
     entries = dataclasses.fields(kind)  # type: ignore[arg-type]
     for entry in entries:
         if entry.default is entry.default_factory is dataclasses.MISSING and entry.name not in given:
