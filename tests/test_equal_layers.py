@@ -39,7 +39,7 @@ CASES = [
     ("mixtral", "lora + bf16 + micro_batches(2)", True),
     ("bert", "adamw_8bit + tf32 + expandable", True),
 ]
-OFTEN = [CASES[3], *CASES[5:]]
+OFTEN = [CASES[3], CASES[6]]
 
 
 @pytest.mark.parametrize(("family", "recipe", "is_used"), slow_but(CASES, OFTEN.__contains__))
