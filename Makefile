@@ -17,6 +17,9 @@ CORE := .venv/.core
 STAMP := .venv/.installed
 COMPILED := $(if $(filter Linux,$(shell uname)),$(comma)compile$(comma)liger$(comma)fp8$(comma)deepspeed)
 
+# Without compiled files, each worker would compile all modules and rewrite the assertions of all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test test-all unit lint types clean
 
 install: $(STAMP)

@@ -63,8 +63,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the objects of imported test modules, and fork the clean process."""
-    gc.collect()
+    """Freeze the objects of imported test modules, and fork the clean process. Modules leave little garbage,
+    so a collection before would only take time."""
     gc.freeze()
     if hasattr(os, "fork"):
         clean_forks.prepare(bare=False)  # its cache has the same key as for callers

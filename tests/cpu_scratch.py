@@ -91,20 +91,25 @@ def compared(events: Sequence[Event]) -> list[Event]:
         for event in events
         if abs(event.nbytes) >= LEAST
         and not any(
-            _is_inside(event, outer) and (not inner or inner in event.operators[-3:])
-            for outer, inner in SCRATCH
+            _is_inside(event, first, others) and (not inner or inner in event.operators[-3:])
+            for name in event.inside
+            for first, others, inner in _BY_OPERATOR.get(name, ())
         )
-        and not IN_ANOTHER_ORDER.keys() & {*event.operators}
+        and IN_ANOTHER_ORDER.keys().isdisjoint(event.operators)
         and not (abs(event.nbytes) == generator and not (event.operators or ("",))[-1].startswith("aten::"))
     ]
 
 
-def _is_inside(event: Event, operators: str) -> bool:
-    """Return true if the block is born and freed in one call of the first of these operators. Each operator
-    must call the next from C++ code, and not through a tensor wrapper, which calls operators itself."""
-    first, *others = operators.split("/")
-    if first not in event.inside:
-        return False
+_BY_OPERATOR: dict[str, list[tuple[str, list[str], str]]] = {}
+"""Entries of `SCRATCH` by their first operator: it, the operators that it calls, and the second operator."""
+for _outer, _inner in SCRATCH:
+    _first, *_others = _outer.split("/")
+    _BY_OPERATOR.setdefault(_first, []).append((_first, _others, _inner))
+
+
+def _is_inside(event: Event, first: str, others: list[str]) -> bool:
+    """Return true if the first of these operators calls the others, each from C++ code and not through a
+    tensor wrapper, which calls operators itself. The block is born and freed in one call of the first."""
     at = len(event.operators) - 1 - event.operators[::-1].index(first)
     called = event.operators[at + 1 : at + 1 + len(others)]
     return list(called) == others and WRAPPER not in event.operators[at:]

@@ -21,6 +21,7 @@ from snugfit.job.model import Model
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
+from snugfit.rehearsal import few_layers
 from snugfit.report.text.job import dtype_note
 from snugfit.step.applier import change_live
 from snugfit.step.build import build_model
@@ -266,9 +267,14 @@ def test_whole_modules_that_train_beside_adapters_are_cast_with_the_model(copied
         ("bf16_pure + every_layer + micro_batches(2)", {"weights": "bfloat16", "gradients": "bfloat16"}),
     ],
 )
-def test_reasons_at_the_peak_name_the_dtype_of_the_bytes(recipe: str, dtypes: dict[str, str]) -> None:
-    """The trace of 32 layers is made from few layers."""
-    layers = 32 if "every_layer" in recipe else 2
+def test_reasons_at_the_peak_name_the_dtype_of_the_bytes(
+    recipe: str, dtypes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace of seven layers is made from few layers."""
+    monkeypatch.setattr(few_layers, "DEEP", 7)
+    monkeypatch.setattr(few_layers, "FEWEST_PERIODS", 2)
+    monkeypatch.setattr(few_layers, "WRITTEN_SHARE", 0)
+    layers = 7 if "every_layer" in recipe else 2
     reasons = {line.kind: line.reason for line in predict(small_job("llama", layers), recipe).anatomy.kinds}
     for kind, dtype in dtypes.items():
         assert f"in {dtype}" in reasons[kind]

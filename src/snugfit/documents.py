@@ -12,6 +12,7 @@ A command's answer may be a document too. Libraries print to stdout when they ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -216,13 +217,19 @@ def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
     Keys that are no fields of it are ignored. Raises `KeyError` where a field without a default is missing,
     and `TypeError` for a value that is no object.
     """
-    hints, given = get_type_hints(kind), dict(document)
+    hints = _hints_of(kind)  # type: ignore[arg-type]
+    given = dict(document)
     entries = dataclasses.fields(kind)  # type: ignore[arg-type]
     for entry in entries:
         if entry.default is entry.default_factory is dataclasses.MISSING and entry.name not in given:
             raise KeyError(entry.name)
     names = (entry.name for entry in entries if entry.name in given)
     return kind(**{name: _decode(hints[name], given[name]) for name in names})
+
+
+_hints_of = functools.cache(
+    get_type_hints
+)  # it compiles each annotation, and a plan has thousands of objects
 
 
 def _decode(kind: Any, value: Any) -> Any:

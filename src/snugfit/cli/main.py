@@ -15,6 +15,7 @@ Two measures are for speed. Both are about torch's and transformers' many Python
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -24,6 +25,7 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from snugfit.cli.arguments import Command, show_version
 from snugfit.cli.gpus import gpus
@@ -98,6 +100,12 @@ def options(
     """Will this training step fit that GPU? Predict it without one, measure it on one, compare the two."""
 
 
+@functools.cache
+def _parser_of_all() -> Any:
+    """Return the parser of all commands. Typer would build it again for each command line."""
+    return get_command(app)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; every expected error becomes a message on stderr."""
     keep_libraries_off_stdout()
@@ -111,7 +119,7 @@ def run(arguments: Sequence[str]) -> int:
             for rewrite in hooks("rewrite_words"):
                 arguments = rewrite(arguments, [command.__name__ for command in COMMANDS])
             with only_documents_on_stdout() if prints_document(arguments) else nullcontext():
-                code = app(args=arguments, prog_name="snugfit", standalone_mode=False)
+                code = _parser_of_all()(args=arguments, prog_name="snugfit", standalone_mode=False)
             sys.stdout.flush()
     except ToldElsewhere as told:
         return told.exit_code

@@ -15,6 +15,7 @@ Reading an answer imports neither torch nor transformers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import json
@@ -193,6 +194,7 @@ def _rates(gpu: Gpu, gpus: int) -> Any:
         return str(unknown)
 
 
+@functools.cache
 def _source() -> str:
     """Return a digest of snugfit's own source files, as a part of a cache key."""
     root = Path(__file__).parents[1]

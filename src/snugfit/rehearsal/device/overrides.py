@@ -233,8 +233,11 @@ def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], to
 # A search through every name of every module takes longer than a small simulation. So positions are cached,
 # and a module is searched again only if its number of names has changed.
 
-_LOOKED_THROUGH: dict[int, tuple[dict[str, Any], int]] = {}
-"""Namespaces of modules by id, each with its number of names at the last search."""
+_LOOKED_THROUGH: dict[int, dict[str, Any]] = {}
+"""Namespaces of modules by id."""
+
+_COUNTS: dict[int, int] = {}
+"""Number of names in each namespace at the last search, in the same order."""
 
 _MODULES: list[Any] = []
 """The modules that were loaded at the last search. The list keeps them alive, so that no other module gets
@@ -267,8 +270,7 @@ def _are_as_looked_through() -> bool:
     modules = list(sys.modules.values())
     if len(modules) != len(_MODULES) or not all(map(operator.is_, modules, _MODULES)):
         return False
-    known = _LOOKED_THROUGH.values()
-    return [*map(len, (names for names, _ in known))] == [count for _, count in known]
+    return [*map(len, _LOOKED_THROUGH.values())] == [*_COUNTS.values()]
 
 
 def _record_names(ids: Collection[int]) -> None:
@@ -280,9 +282,9 @@ def _record_names(ids: Collection[int]) -> None:
     _MODULES[:] = modules
     for module in modules:
         names = getattr(module, "__dict__", None)
-        if names is None or _LOOKED_THROUGH.get(id(names), (None, -1))[1] == len(names):
+        if names is None or _COUNTS.get(id(names)) == len(names):
             continue
-        _LOOKED_THROUGH[id(names)] = names, len(names)
+        _LOOKED_THROUGH[id(names)], _COUNTS[id(names)] = names, len(names)
         for name, value in list(names.items()):
             if id(value) in ids or name in own_names:  # its current binding may be another object
                 _FOUND[id(names), name] = names
@@ -294,6 +296,7 @@ def _reset_if_new(originals: Collection[Any]) -> None:
         return
     _ORIGINALS[:] = originals
     _LOOKED_THROUGH.clear()
+    _COUNTS.clear()
     _MODULES.clear()
     _FOUND.clear()
 

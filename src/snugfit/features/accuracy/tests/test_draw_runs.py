@@ -34,7 +34,7 @@ def test_a_draw_depends_on_its_seed_and_number_alone() -> None:
 
 
 def test_sixteen_draws_meet_every_family() -> None:
-    for seed in range(5):
+    for seed in range(3):
         assert {one.family for one in drawn(seed)} == {family.name for family in FAMILIES}
 
 

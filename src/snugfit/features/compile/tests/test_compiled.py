@@ -221,7 +221,8 @@ def test_attention_that_is_written_out_is_replaced_as_on_a_gpu(precision: str, r
     assert not any("for_cpu" in name for name in names), names
 
 
-@pytest.mark.parametrize(("positions", "pads"), slow_but([(1500, True), (1536, False)], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize(("positions", "pads"), [(1500, True), (1536, False)])
 def test_products_of_odd_sizes_are_padded_and_that_is_said(positions: int, pads: bool) -> None:
     """With padded products, Inductor does not replace attention by a kernel: a Whisper on an H200 stored its
     scores. Other sizes are replaced, as above."""

@@ -173,7 +173,7 @@ def test_a_model_whose_programs_would_be_decided_otherwise_is_lowered_in_full(
 
     def counted(job: Job, setup: Setup, policy: Any, **_: Any) -> Trace:
         in_full.append(job)
-        return rehearse(job, replace(setup, compile=None), policy)
+        return rehearse(job_of("llama", 2), replace(setup, compile=None), policy)
 
     monkeypatch.setattr(predictions, "rehearse", counted)
     predict(job_of("llama", 8), f"bf16 + {WHOLE}", gpu="h200")

@@ -27,14 +27,15 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
 """NVML bytes by the count that they are for."""
 
-LAYERS = 2
+LAYERS = 1
 JOB = replace(small_job("llama", LAYERS), batch_size=4, sequence_length=256)
 
 
 @cache
-def trace_of(recipe: str, gpus: int) -> Trace:
+def trace_of(recipe: str, gpus: int, layers: int = LAYERS) -> Trace:
     setup = on_gpus(Recipe.parse(recipe).setup(), gpus)
-    return rehearse(job_of_rank(JOB, setup), setup, CudaPolicy())
+    job = replace(JOB, model=small_job("llama", layers).model)
+    return rehearse(job_of_rank(job, setup), setup, CudaPolicy())
 
 
 @cache
@@ -199,9 +200,9 @@ def test_attention_is_flash_attention_s_where_a_gpu_would_take_another() -> None
 
 
 def test_weights_are_summed_over_all_ranks() -> None:
-    trace = trace_of("bf16 + fsdp + context(2)", 4)
+    trace = trace_of("bf16 + fsdp + context(2)", 4, layers=2)
     scattered = kernels(trace, REDUCE_SCATTER)
-    assert len(scattered) == LAYERS + 1
+    assert len(scattered) == 2 + 1
     assert {kernel.peers for kernel in scattered} == {(4, 1)}
     assert (2, 1) in {kernel.peers for kernel in kernels(trace, ALL_GATHER)}
     apart = trace_of("bf16 + hsdp(2) + context(2)", 8)

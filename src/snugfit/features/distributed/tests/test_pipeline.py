@@ -98,9 +98,9 @@ EVERY: staged.Cases = (
     *((4, JOB, recipe) for recipe in few_of(FOUR, FOUR)),
     *((2, TIED, recipe) for recipe in few_of(TIED_TWO, TIED_TWO[:1])),
     *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, TIED_FOUR)),
-    *few_of(INTERLEAVED, [INTERLEAVED[0], *INTERLEAVED[3:7], *INTERLEAVED[8:]]),
+    *few_of(INTERLEAVED, [INTERLEAVED[0], *INTERLEAVED[3:]]),
 )  # fmt: skip
-"""`make test` runs each schedule with one job, and FSDP with one schedule."""
+"""`make test` runs each schedule with one job on two ranks."""
 NAMES = [f"{ranks}-{'tied-' * (job in (TIED, DEEP_TIED))}{recipe}" for ranks, job, recipe in EVERY]
 
 
@@ -353,7 +353,7 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
     assert 24 <= step.step_seconds < 3.0 * (8 + 3 / 2)
 
 
-@pytest.mark.parametrize("name", slow_but(["1f1b", "zero_bubble", "gpipe", "interleaved"], 2))
+@pytest.mark.parametrize("name", slow_but(["1f1b", "zero_bubble", "gpipe", "interleaved"], 1))
 def test_torch_runs_the_passes_in_the_order_that_is_simulated(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -245,7 +245,7 @@ WIDENED = few_of(
     [
         ("fsdp", 2), ("fsdp(reshard=all) + every_layer + bf16", 2), ("ddp + bf16", 2),
         ("fsdp + context(2) + bf16", 4), ("fsdp + tensor(2) + bf16", 4), ("zero1", 2),
-        ("ddp + tensor(2)", 4), ("hsdp(2) + bf16", 4),
+        ("ddp + tensor(2)", 4), ("hsdp(2) + bf16", 4), ("fsdp(offload=cpu) + bf16", 2),
     ],
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ from snugfit.features.distributed.price.communication import (
 from snugfit.features.distributed.price.evidence import evidence, total
 from snugfit.features.distributed.price.streams import SimulatedStreams
 from snugfit.job.gpu import find_gpu
+from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import packaged_rates
 from snugfit.rehearsal.device.policy import CudaPolicy
@@ -35,13 +36,14 @@ from snugfit.training.ranks import Ranks
 NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
 """NVML bytes by the count that they are for."""
 
-JOB = replace(small_job("llama", 2), batch_size=8, clip=1.0)
+JOB = replace(small_job("llama", 1), batch_size=8, clip=1.0)
+TWO_LAYERS = replace(JOB, model=small_job("llama", 2).model)
 
 
 @functools.cache
-def trace_of(recipe: str, gpus: int, rank: int = 0) -> Trace:
+def trace_of(recipe: str, gpus: int, rank: int = 0, job: Job = JOB) -> Trace:
     setup = on_gpus(Recipe.parse(recipe).setup(), gpus)
-    return rehearse(job_of_rank(JOB, setup), setup, CudaPolicy(), rank=rank)
+    return rehearse(job_of_rank(job, setup), setup, CudaPolicy(), rank=rank)
 
 
 @functools.cache
@@ -149,8 +151,8 @@ def test_a_rank_of_a_group_takes_what_one_of_so_many_takes() -> None:
 
 
 def test_weights_that_stay_gathered_are_gathered_once() -> None:
-    again, once = (trace_of(recipe, 4) for recipe in ("fsdp", "fsdp(reshard=none)"))
-    layers = JOB.model.layers
+    again, once = (trace_of(recipe, 4, job=TWO_LAYERS) for recipe in ("fsdp", "fsdp(reshard=none)"))
+    layers = TWO_LAYERS.model.layers
     assert len(exchanges(again, ALL_GATHER)) == 2 * layers + 1  # the rest of the model stays gathered
     assert len(exchanges(once, ALL_GATHER)) == layers + 1
     assert len(exchanges(once, REDUCE_SCATTER)) == layers + 1
@@ -158,9 +160,9 @@ def test_weights_that_stay_gathered_are_gathered_once() -> None:
 
 
 def test_groups_average_among_ranks_that_are_far_apart() -> None:
-    trace = trace_of("hsdp(2)", 4)
+    trace = trace_of("hsdp(2)", 4, job=TWO_LAYERS)
     averaged = [kernel.peers for kernel in exchanges(trace, ALL_REDUCE) if kernel.phase == "backward"]
-    assert averaged == [(2, 2)] * (JOB.model.layers + 1)
+    assert averaged == [(2, 2)] * (TWO_LAYERS.model.layers + 1)
     assert {kernel.peers for kernel in exchanges(trace, ALL_GATHER)} == {(2, 1)}
 
 

@@ -298,7 +298,8 @@ def test_a_killed_process_ends_all_and_nothing_is_lost(
     assert equal(weights_in(tmp_path / "run", 24), weights_in(tmp_path / "whole", 24))
 
 
-@pytest.mark.parametrize(("recipe", "victim"), slow_but([(ZERO3, 1), (ZERO2, 0)], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "victim"), [(ZERO3, 1), (ZERO2, 0)])
 def test_a_process_that_dies_in_a_write_leaves_the_checkpoint_before(
     tmp_path: Path, forks: Forks, recipe: str, victim: int
 ) -> None:

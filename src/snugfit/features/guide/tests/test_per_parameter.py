@@ -3,6 +3,8 @@ supports."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from snugfit.features.guide.per_parameter import (
@@ -14,6 +16,7 @@ from snugfit.features.guide.per_parameter import (
 )
 from snugfit.features.guide.suite import anatomy, job_of
 from snugfit.job.gpu import find_gpu
+from snugfit.job.model import Model
 from snugfit.prediction.predict import predict
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -56,6 +59,8 @@ def test_adamw_stochastic_has_the_weights_that_it_is_for() -> None:
 
 
 def predicted_lines(optimizer: str) -> tuple[PerParameter, ...]:
-    """Predict the first model with this optimizer."""
-    requests = [one for one in per_parameter_requests(find_gpu("h200")) if one.about == optimizer]
-    return per_parameter(requests[:1], [predict(one.job, one.recipe, gpu=one.gpu) for one in requests[:1]])
+    """Predict two layers of the first model with this optimizer."""
+    request = next(one for one in per_parameter_requests(find_gpu("h200")) if one.about == optimizer)
+    config = {**request.job.model.config, "num_hidden_layers": 2}
+    job = replace(request.job, model=Model.from_config(config, name="shallow"))
+    return per_parameter([replace(request, job=job)], [predict(job, request.recipe, gpu=request.gpu)])

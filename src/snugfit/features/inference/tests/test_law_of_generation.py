@@ -21,7 +21,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
-from tiers import slow_but
+from tiers import crossed, slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -60,39 +60,49 @@ def _experts_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transformers.GenerationMixin, "_optimize_model_for_decode", nothing)
 
 
-FAMILIES_AND_CACHES = [(family, cache) for family in GENERATING for cache in ("dynamic", "static")]
+NEW = 4
+"""New tokens: the cache grows in three decode steps."""
+
+DYNAMIC, STATIC = [*GENERATING][::2], [*GENERATING][1::2]
+"""Families by the cache of `test_greedy` in `make test`."""
 
 
-@pytest.mark.parametrize(("family", "cache"), slow_but(FAMILIES_AND_CACHES, 24))
+@pytest.mark.parametrize(("family", "cache"), crossed(GENERATING, ("dynamic", "static")))
 def test_greedy(family: str, cache: str) -> None:
-    hold(generating_job(family, cache=cache))
+    hold(generating_job(family, cache=cache, new_tokens=NEW))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", slow_but(["gpt2", "llama", "mixtral", "deepseek_v3"], 2))
 def test_a_quantized_cache(family: str) -> None:
-    hold(generating_job(family, cache="quantized"))
+    hold(generating_job(family, cache="quantized", new_tokens=NEW))
 
 
 @pytest.mark.parametrize(
-    ("family", "cache"), slow_but([(one, "dynamic") for one in GENERATING] + [("llama", "static")], 13)
+    ("family", "cache"),
+    # Those that `test_greedy` has with the static cache, and one with it.
+    slow_but([("llama", "static"), *((one, "dynamic") for one in (*STATIC, *DYNAMIC))], 1 + len(STATIC)),
 )
 def test_beams(family: str, cache: str) -> None:
-    hold(generating_job(family, cache=cache, beams=3, batch_size=2))
+    hold(generating_job(family, cache=cache, beams=3, batch_size=2, new_tokens=NEW))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mistral", "t5"])
-def test_a_peak_in_the_last_decode_step(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "new_tokens"),
+    slow_but([("gpt2", 16), ("t5", 16), ("mistral", 40)], 2),  # its window fills
+)
+def test_a_peak_in_the_last_decode_step(family: str, new_tokens: int) -> None:
     """With a short prompt, the cache grows until the peak is in a decode step."""
-    job = generating_job(family, prompt=2, new_tokens=40, batch_size=8)
+    job = generating_job(family, prompt=2, new_tokens=new_tokens, batch_size=8)
     trace = hold(job)
     peak = trace.blocks[abs(trace.events[trace.peak().position]) - 1]
     assert peak.phase == DECODE
 
 
-@pytest.mark.parametrize("changes", [{"padding": 0.25}, {"dtype": "bfloat16"}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize(
+    ("family", "changes"), crossed(["llama", "t5"], [{"padding": 0.25}, {"dtype": "bfloat16"}]), ids=str
+)
 def test_padding_and_bfloat16(family: str, changes: dict[str, Any]) -> None:
-    hold(replace(generating_job(family, new_tokens=8), **changes), has_scratch=True)
+    hold(replace(generating_job(family, new_tokens=NEW), **changes), has_scratch=True)
 
 
 def test_adapters_generate() -> None:

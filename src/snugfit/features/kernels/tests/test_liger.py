@@ -276,7 +276,7 @@ def with_liger() -> list[Measurement]:
 
 
 @installed
-@pytest.mark.parametrize("run", slow_but(with_liger(), 2), ids=lambda run: f"{run.recipe} {run.job.dtype}")
+@pytest.mark.parametrize("run", slow_but(with_liger(), 1), ids=lambda run: f"{run.recipe} {run.job.dtype}")
 def test_what_was_measured_is_predicted_again(run: Measurement) -> None:
     """Bytes match exactly, and seconds within tolerance where the GPU bounds the step."""
     seen, timing = run.footprint, run.timing
@@ -310,7 +310,7 @@ def pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @installed
-@pytest.mark.parametrize("name", slow_but(list(pairs()), 2))
+@pytest.mark.parametrize("name", slow_but(list(pairs()), 1))
 def test_what_its_functions_take_the_host_is_as_measured(name: str) -> None:
     gpu, pair = find_gpu("h200"), pairs()[name]
     seconds = []
