@@ -9,6 +9,9 @@ from snugfit.techniques.feature import Feature
 
 if TYPE_CHECKING:
     import inspect
+    from contextlib import AbstractContextManager
+
+    from snugfit.techniques.setup import Setup
 
 
 class Inference(Feature):
@@ -25,6 +28,14 @@ class Inference(Feature):
         from snugfit.features.inference.options import add_prompt
 
         add_prompt(flags, settings)
+
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the copies of an offloaded cache belong to this simulation."""
+        from snugfit.features.inference.offloaded import recorded_by
+
+        return recorded_by(recorder)
 
     def prepare(self, command: str, request: Any) -> Any:
         """Return the request. Raises `UsageError` if the command does not support the phase."""

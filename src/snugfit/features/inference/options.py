@@ -24,7 +24,7 @@ OPTIONS = (
     _option("beams", int | None, "beams of each sequence. [1]"),
     _option(
         "cache",
-        Literal["dynamic", "static", "quantized", "offloaded"] | None,
+        Literal["dynamic", "static", "quantized", "offloaded", "offloaded_static"] | None,
         "kind of transformers' cache. \\[dynamic]",
     ),
 )

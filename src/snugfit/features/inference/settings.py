@@ -12,7 +12,7 @@ from snugfit.job.limits import input_limit, target_limit
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-CACHES = ("dynamic", "static", "quantized", "offloaded")
+CACHES = ("dynamic", "static", "quantized", "offloaded", "offloaded_static")
 """Kinds of transformers' caches, by their names in `GenerationConfig.cache_implementation`."""
 
 MOST_TOKENS, MOST_BEAMS = 1 << 20, 1 << 10
@@ -85,8 +85,13 @@ class GenerationSettings:
             raise JobError(
                 f"{name}: transformers has no quantized cache for a model with {lack}. Try --cache dynamic."
             )
-        if self.cache == "offloaded":
-            raise JobError("The cache 'offloaded' is not supported yet. Try dynamic, static or quantized.")
+        if self.is_offloaded and (lack := _lack_of_offloaded(job, self.cache)):
+            raise JobError(f"{name}: transformers' cache {self.cache!r} fails {lack}. Try --cache dynamic.")
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Return True if layers keep their keys and values in host memory."""
+        return self.cache.startswith("offloaded")
 
     def prepare(self, model: Any) -> None:
         """Remove the end token from the defaults of a model, so that no sequence ends early."""
@@ -121,6 +126,24 @@ def _lack_of_quantized(job: Job) -> str:
     # A cache of another kind has layers without all keys and values.
     cache = DynamicCache(config=job.transformers_config().get_text_config(decoder=True))
     return "" if all(type(layer) is DynamicLayer for layer in cache.layers) else "windows or states"
+
+
+def _lack_of_offloaded(job: Job, cache: str) -> str:
+    """Return the reason for which transformers' offloaded cache raises an error on a GPU; empty without one.
+
+    Source: `EncoderDecoderCache` and `Cache.prefetch` of `cache_utils.py` (transformers 5.17 to 5.23).
+    """
+    if job.task != "causal-lm":
+        return "for a model with an encoder, whose decoder reads keys on the host"
+    if cache == "offloaded":
+        return ""
+    from transformers import StaticCache
+
+    config = job.transformers_config().get_text_config(decoder=True)
+    layers = StaticCache(config=config, max_cache_len=1).layers
+    # Layers of a state alone never move.
+    windows = [layer.is_sliding for layer in layers if hasattr(layer, "is_sliding")]
+    return "if all layers have a window, since it moves none of them" if windows and all(windows) else ""
 
 
 def quantized_backend() -> str:

@@ -10,6 +10,7 @@ from snugfit.features.inference.loading import ASSUMPTIONS, LoadingResult, loadi
 from snugfit.features.inference.settings import GenerationSettings
 from snugfit.features.inference.step import DECODE, PREFILL
 from snugfit.results.footprint import Kind
+from snugfit.results.step_seconds import LINK
 from snugfit.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ BUSY = 0.85
 """Share of a phase in which the device works; below it the host is the bound. A choice, as for a step."""
 
 HOST, BANDWIDTH, ARITHMETIC = "host", "memory bandwidth", "arithmetic"
+
+BY_LINK = 0.5
+"""Share of the device's seconds in copies to the host above which the link is the bound. A choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,7 @@ class PassSeconds:
     tokens_per_second: float
     """Prompt tokens for the prefill, new tokens for decoding, of all sequences."""
     bound: str
-    """The limit of the phase: `host`, `memory bandwidth` or `arithmetic`."""
+    """The limit of the phase: `host`, `link`, `memory bandwidth` or `arithmetic`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,10 @@ class GenerationResult:
     """New tokens of each sequence."""
     passes: tuple[PassSeconds, ...] = ()
     """Seconds by phase; empty where seconds are not predicted."""
+    host_cache_bytes: int = 0
+    """Page-locked host memory of an offloaded cache."""
+    copy_seconds: float = 0.0
+    """Seconds of an offloaded cache's copies to the device in a call; those to the host take as long."""
     seconds_per_token: float | None = None
     """Seconds of a decode step, which makes one token of each sequence; None where not predicted."""
     loading: tuple[LoadingResult, ...] = ()
@@ -61,7 +69,8 @@ class GenerationResult:
     @classmethod
     def of(cls, prediction: Prediction) -> GenerationResult:
         """Return the results in a prediction of this phase."""
-        new_tokens = GenerationSettings.of(prediction.job).new_tokens
+        settings = GenerationSettings.of(prediction.job)
+        new_tokens = settings.new_tokens
         passes = tuple(_passes(prediction))
         decoding = next((one.seconds for one in passes if one.phase == DECODE), None)
         moment, loading = prediction.footprint.at, loading_results(prediction)
@@ -72,6 +81,8 @@ class GenerationResult:
             peak_phase=moment.phase if moment else "",
             new_tokens=new_tokens,
             passes=passes,
+            host_cache_bytes=(settings.is_offloaded and prediction.footprint.pinned_bytes) or 0,
+            copy_seconds=prediction.timing.link_seconds if prediction.timing else 0.0,
             seconds_per_token=None if decoding is None else decoding / (new_tokens - 1),
             loading=loading,
             loading_assumptions=ASSUMPTIONS if loading else (),
@@ -81,6 +92,9 @@ class GenerationResult:
         """Return lines of a report, by label."""
         cache = show_bytes(self.cache_bytes)
         lines = {"new tokens": f"{self.new_tokens:,} a sequence, with at most {cache} of cache"}
+        if self.host_cache_bytes:
+            copies = f"about {show_seconds(self.copy_seconds)} of copies each way"
+            lines["on the host"] = f"{show_bytes(self.host_cache_bytes)} of cache, {copies}"
         for one in self.passes:
             per_token = (
                 f", {show_seconds(self.seconds_per_token)} a token"
@@ -122,14 +136,17 @@ def _passes(prediction: Prediction) -> Sequence[PassSeconds]:
 def _limit_of(prediction: Prediction, phase: str, seconds: float) -> str:
     """Return the limit of a phase.
 
-    It is the host if the device works for less than `BUSY` of the phase. Otherwise it is the larger one of
-    the arithmetic and the memory traffic of the kernels, each at the peak of the data sheet. See Williams et
-    al., Roofline, CACM 2009.
+    It is the link if copies of an offloaded cache to the host take more than `BY_LINK` of the device's
+    seconds. It is the host if the device works for less than `BUSY` of the phase. Otherwise it is the larger
+    one of the arithmetic and the memory traffic of the kernels, each at the peak of the data sheet. See
+    Williams et al., Roofline, CACM 2009.
     """
     timing, gpu = prediction.timing, prediction.gpu
     assert timing is not None
     assert gpu is not None
     busy = sum(one.device_seconds for one in timing.phases if one.phase == phase)
+    if phase == DECODE and timing.link_seconds > BY_LINK * busy:
+        return LINK
     if busy < BUSY * seconds:
         return HOST
     setup = prediction.recipe.setup()

@@ -43,6 +43,9 @@ class GenerateStep(PlainStep):
     decoder_prompt: int = 1
     """Tokens with which the decoder of an encoder-decoder model begins."""
 
+    prompt_share: float = 1.0
+    """Length of the whole call's prompt, relative to that of a simulated part of it."""
+
     def kind_of(self, operator: str, module: str, dtype: str) -> str:
         """Return activations for a block of a module. The loop makes logits, inputs and copies of the
         cache."""
@@ -74,7 +77,12 @@ class GenerateStep(PlainStep):
                     batch = place(self._inputs(inner, piece), self.device)
                     observer.phase(PREFILL)
                     follower.passes = 0
-                    with torch.no_grad(), self.forward_context(), contextlib.suppress(StoppedEarly):
+                    with (
+                        self._cache_context(settings, observer),
+                        torch.no_grad(),
+                        self.forward_context(),
+                        contextlib.suppress(StoppedEarly),
+                    ):
                         # Whisper's own `generate` calls this one for each part of a recording.
                         out = GenerationMixin.generate(inner, **batch, generation_config=settings.config())
                         # Otherwise the tokens would live during the next call.
@@ -83,6 +91,16 @@ class GenerateStep(PlainStep):
                 observer.step_ends(index)
         self.model = model
         return []
+
+    def _cache_context(
+        self, settings: GenerationSettings, observer: Observer
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a call, with substitutes for CUDA's streams if its cache needs them."""
+        if not settings.is_offloaded or self.device.type == "cuda":
+            return contextlib.nullcontext()
+        from snugfit.features.inference.offloaded import without_streams
+
+        return without_streams(observer, self.prompt_share)
 
     def _inputs(self, model: Any, piece: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a host batch, without labels; with `decoder_prompt`, also decoder tokens."""

@@ -38,7 +38,11 @@ MISTAKES = [
     ("predict gpt2 --beams 3", "Try the phase generate"),
     ("predict gpt2 --prompt 3", "Add --phase generate"),
     ("predict gpt2 --phase generate --prompt 3 --sequence-length 4", "contradict each other"),
-    ("predict gpt2 --phase generate --cache offloaded", "not supported yet. Try dynamic"),
+    ("predict t5-small --phase generate --cache offloaded", "fails for a model with an encoder"),
+    (
+        "predict Mistral-7B-v0.1 --phase generate --cache offloaded_static",
+        "fails if all layers have a window",
+    ),
     ("predict t5-small --phase generate --cache quantized", "no quantized cache for a model with an encoder"),
     (
         "predict mamba-130m-hf --phase generate --cache quantized --prompt 8",

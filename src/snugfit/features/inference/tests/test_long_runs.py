@@ -55,6 +55,8 @@ def sizes(trace: Trace) -> list[int]:
         ("gpt2", "dynamic"),
         ("llama", "static"),
         ("llama", "quantized"),
+        ("llama", "offloaded"),
+        ("gemma3_text", "offloaded_static"),
         ("mistral", "dynamic"),  # a window that fills
         ("qwen3_next", "dynamic"),
     ],
@@ -65,6 +67,7 @@ def test_every_event_and_kernel_is_equal(family: str, cache: str, monkeypatch: p
     assert [one.kind for one in trace.blocks] == [one.kind for one in whole.blocks]
     assert trace.kernels == whole.kernels
     assert trace.waits == whole.waits
+    assert trace.streams == whole.streams
     # A call marks the beginning of its loading twice.
     assert [*dict.fromkeys(trace.marks)] == [*dict.fromkeys(whole.marks)]
 
