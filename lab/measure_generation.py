@@ -74,12 +74,16 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"batch_size": 2, "sequence_length": 4064},
         {"new_tokens": 64},
     ),
+    "llama, sampled": ("Llama-3.1-8B", LLAMA, {"new_tokens": 64, "sample": True, "top_p": 0.9}),
     "qwen, small": ("Qwen3-0.6B", {"batch_size": 16, "sequence_length": 256}, {"new_tokens": 128}),
 }
 """Model, fields of the job, and settings of the phase, by name."""
 
 LOADED = "smollm, loaded"
 CONFIGURATIONS[LOADED] = ("SmolLM2-1.7B", {"batch_size": 1, "sequence_length": 16}, {"new_tokens": 2})
+
+SELECTED = "rows of a cache, selected"
+"""Name of the row with the seconds of a beam search's copies of a cache."""
 
 LAUNCHES = 2000
 """Small kernels whose launches are timed."""
@@ -257,6 +261,27 @@ def measure_one(name: str, device: str, steps: int) -> dict[str, Any]:
     }
 
 
+def copy_seconds(device: torch.device) -> dict[str, float]:
+    """Return the seconds in which a device selects rows of a cache, by dtype, rows and the index's dtype."""
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (16, 32):
+            cache = torch.zeros((rows, 16, 512, 64), dtype=dtype, device=device)
+            for of_index in (torch.int32, torch.int64):
+                index = torch.arange(rows, device=device, dtype=of_index)
+                for repeats in (3, 20):
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    begin = time.perf_counter()
+                    for _ in range(repeats):
+                        cache.index_select(0, index)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    took = (time.perf_counter() - begin) / repeats
+                seconds[f"{cache.nbytes} bytes, {dtype}, {rows} rows by {of_index}"] = took
+    return seconds
+
+
 def name_of(device: str) -> str:
     """Return the name of the GPU, or of the one whose rates a check on the CPU uses."""
     return torch.cuda.get_device_name(device) if device != "cpu" else "h200"
@@ -299,9 +324,11 @@ def main() -> int:
         futures = [pool.submit(predict_one, name, is_small, gpu) for name in names]
         rows = [future.result() for future in futures]
     _write(given.out, rows)
+    if not given.only:
+        rows.append({"name": SELECTED} | alone(copy_seconds, torch.device(given.device)))
     for row in rows:
-        if "refused" in row:
-            print(f"{row['name']}: {row['refused']}")
+        if "predicted" not in row:
+            print(f"{row['name']}: {row.get('refused') or 'measured alone'}")
             continue
         row.update(alone(measure_one, row["name"], given.device, given.steps))
         if "measured" in row:

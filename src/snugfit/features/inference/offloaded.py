@@ -101,16 +101,11 @@ OF_EACH_CALL = (
 class PrefetchStream:
     """Substitute for the CUDA stream in which a cache copies keys and values back to the device."""
 
-    recorder: ClassVar[Any] = None
-    """The recorder of the current simulation; None on the CPU."""
     is_pending: ClassVar[bool] = False
     """True if a copy back was launched, and the default stream has not waited for it."""
-    count: ClassVar[int] = 0
-    """Streams that were made in this run."""
 
-    def __init__(self) -> None:
-        self.number = PrefetchStream.count % STREAMS + 1
-        PrefetchStream.count += 1
+    def __init__(self, number: int, recorder: Any) -> None:
+        self.number, self.recorder = number, recorder
 
     def __enter__(self) -> PrefetchStream:
         if self.recorder is not None:
@@ -204,10 +199,11 @@ def _block(nbytes: int) -> int:
 
 
 @contextlib.contextmanager
-def without_streams(observer: Observer, prompt_share: float) -> Iterator[None]:
-    """Context of one call of `generate` with an offloaded cache, on `meta` or on the CPU.
+def without_streams(observer: Observer, recorder: Any, call: int, *, prompt_share: float) -> Iterator[None]:
+    """Context of a call of `generate` with an offloaded cache, on `meta` or on the CPU.
 
-    `prompt_share` is the length of the prompt, relative to the one that this call has.
+    `recorder` is that of a simulation, else None. `call` counts the calls from 0. `prompt_share` is the
+    length of the prompt, relative to the one that this call has.
     """
     from transformers.cache_utils import Cache
 
@@ -229,13 +225,8 @@ def without_streams(observer: Observer, prompt_share: float) -> Iterator[None]:
     with (
         patch.object(Cache, "offload", offload_and_note),
         patch.object(Cache, "reorder_cache", reorder_and_state),
-        patch.object(torch, "Stream", PrefetchStream),
+        patch.object(torch, "Stream", lambda: PrefetchStream(call % STREAMS + 1, recorder)),
         patch.object(torch.cuda, "default_stream", lambda device=None: DefaultStream()),
     ):
         yield
     MetaLink.observer.hold_on_host(blocks.page_locked() + blocks.pageable(), blocks.page_locked())
-
-
-def recorded_by(recorder: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a simulation, in which copies back have memory of their own stream."""
-    return patch.multiple(PrefetchStream, recorder=recorder, count=0)

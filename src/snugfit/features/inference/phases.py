@@ -21,7 +21,9 @@ class Generation(AddedPhase):
         "in prefill and 16 % in decoding (medians of seven runs). "
         "Loading assumes from_pretrained and its warm-up, which is not measured."
     )
-    setting_types: ClassVar[Mapping[str, type]] = {"new_tokens": int, "beams": int, "cache": str}
+    setting_types: ClassVar[Mapping[str, type]] = {
+        "new_tokens": int, "beams": int, "cache": str, "sample": bool, "top_k": int, "top_p": float,
+    }  # fmt: skip
     sizes: ClassVar[Mapping[str, tuple[str, int]]] = {
         "context": ("sequence_length", MOST_CONTEXT),
         "beams": ("beams", MOST_BEAMS),
