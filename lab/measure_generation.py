@@ -1,12 +1,15 @@
 """Measure `generate` on one GPU beside its prediction, for eight models, and a checkpoint's load.
 
     python lab/measure_generation.py OUT.json [--only NAME ...] [--steps N] [--device cuda:0]
+    python lab/measure_generation.py OUT.json --beside RECORDED.json
 
 All predictions come first, in parallel, and are written before a GPU runs. Then each configuration runs in a
 process of its own, with random weights. A row has predicted and measured bytes at the peak of the whole
 process, allocated and reserved. It also has the seconds of prefill and decoding, as means of the timed calls.
 Events of CUDA mark the phases, and the host waits at the end of a call only. `launch_seconds` are those of
 one small kernel, before and after the calls. They show the speed of the host.
+
+With `--beside`, the configurations of a recorded file are predicted again beside its measured figures.
 
 A configuration that this transformers does not support has the reason in place of figures. With `--device
 cpu` small versions run, whose measured bytes are left out: a check of the script.
@@ -248,14 +251,12 @@ def predict_one(name: str, small: bool, gpu: str) -> dict[str, Any]:
 
 def measure_one(name: str, device: str, steps: int) -> dict[str, Any]:
     """Return the measured figures of a configuration, with the versions of its libraries."""
-    import transformers
-
     target = torch.device(device)
     job = job_of(name, small=target.type == "cpu")
     begin = time.perf_counter()
     found = measured_loading(job, target) if name == LOADED else measured(job, target, steps)
     return {
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": _versions(),
         "measured": found,
         "measured_in_seconds": time.perf_counter() - begin,
     }
@@ -313,16 +314,21 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(CONFIGURATIONS))
     parser.add_argument("--steps", type=int, default=2, help="timed calls")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--beside", type=Path, help="a file with measured figures")
     given = parser.parse_args()
-    names = given.only or list(CONFIGURATIONS)
-    is_small = given.device == "cpu"
-    gpu = alone(name_of, given.device)
+    recorded = [row for row in _read(given.beside) if "measured" in row]
+    names = [row["name"] for row in recorded] or given.only or list(CONFIGURATIONS)
+    is_small = given.device == "cpu" and not recorded
+    gpu = recorded[0]["gpu"] if recorded else alone(name_of, given.device)
     if isinstance(gpu, dict):
         parser.error(f"--device {given.device}: {gpu['error']}. Try --device cpu.")
     workers = min(len(names), max(1, (os.cpu_count() or 2) // 2))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         futures = [pool.submit(predict_one, name, is_small, gpu) for name in names]
         rows = [future.result() for future in futures]
+    if recorded:
+        _write(given.out, [beside(*pair) for pair in zip(rows, recorded, strict=True)])
+        return 0
     _write(given.out, rows)
     if not given.only:
         rows.append({"name": SELECTED} | alone(copy_seconds, torch.device(given.device)))
@@ -336,6 +342,27 @@ def main() -> int:
         _write(given.out, rows)
         print(f"{row['name']}: {row.get('errors') or row.get('error')}", flush=True)
     return 0
+
+
+def beside(row: dict[str, Any], real: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of predictions with the measured figures of a recorded row."""
+    return {
+        **row,
+        "measured": real["measured"],
+        "errors": _errors(row["predicted"], real["measured"]),
+        "versions": _versions(),
+        "measured_with": real["versions"],
+    }
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _read(path: Path | None) -> list[Any]:
+    return json.loads(path.read_text()) if path else []
 
 
 def _write(out: Path, rows: list[Any]) -> None:

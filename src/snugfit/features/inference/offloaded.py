@@ -132,12 +132,13 @@ class DefaultStream:
 
 
 class _Copies(TorchFunctionMode):
-    """A mode in which copies to the host become `OffloadedTensor`s; it notes their bytes."""
+    """A mode in which copies to the host become `OffloadedTensor`s; it keeps these."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
         self._observer = observer
-        self.sizes: list[int] = []
+        self.copied: list[torch.Tensor] = []
+        """The host tensors, in order."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -146,33 +147,31 @@ class _Copies(TorchFunctionMode):
         if func is not torch.Tensor.to or isinstance(args[0], OffloadedTensor) or args[1] != "cpu":
             return func(*args, **(kwargs or {}))
         tensor = args[0]
-        self.sizes.append(tensor.nbytes)
         host = OffloadedTensor.like(tensor, is_simulated=tensor.is_meta, is_page_locked=True)
         if tensor.is_meta:
             self._observer.claim(tensor, Kind.KEY_VALUES)
             MetaLink.observer.stage_out(tensor.nbytes)
         else:
             host.as_subclass(torch.Tensor).copy_(tensor)
+        self.copied.append(host)
         return host
 
 
 class HostBlocks:
     """The blocks of host memory of one call of `generate`, from the copies of its cache layers."""
 
-    def __init__(self, prompt_share: float) -> None:
-        self.prompt_share = prompt_share
-        self.first: dict[tuple[int, int], int] = {}
-        """Bytes of each copy in the first pass, by layer and number."""
-        self.last: dict[tuple[int, int], int] = {}
-        """Bytes of each copy in the latest pass."""
+    def __init__(self, prompt: int) -> None:
+        self.prompt = prompt
+        self.last: dict[tuple[int, int], torch.Size] = {}
+        """Shape of each copy in the latest pass, by layer and number."""
+        self.itemsize = 0
         self.reordered = False
         """True if the host has chosen between beams."""
 
-    def add(self, layer: int, sizes: Sequence[int]) -> None:
+    def add(self, layer: int, copied: Sequence[torch.Tensor]) -> None:
         """Add the copies of a layer in one pass."""
-        for number, nbytes in enumerate(sizes):
-            self.first.setdefault((layer, number), nbytes)
-            self.last[layer, number] = nbytes
+        for number, tensor in enumerate(copied):
+            self.last[layer, number], self.itemsize = tensor.shape, tensor.itemsize
 
     def page_locked(self) -> int:
         """Return the page-locked bytes. torch rounds a block up to a power of two, and keeps it.
@@ -181,17 +180,20 @@ class HostBlocks:
         copies have not ended are not counted.
         """
         total = 0
-        for key, last in self.last.items():
-            first = self.first[key]
-            size = _block(first if first == last else int(first * self.prompt_share))
-            while size <= _block(last):
+        for shape in self.last.values():
+            nbytes = shape.numel() * self.itemsize
+            # Keys and values have their tokens in the last dimension but one.
+            is_grown = self.prompt and len(shape) == 4
+            first = nbytes // shape[-2] * min(self.prompt, shape[-2]) if is_grown else nbytes
+            size = _block(first)
+            while size <= _block(nbytes):
                 total += size
                 size *= 2
         return total
 
     def pageable(self) -> int:
         """Return the bytes that are not page-locked."""
-        return sum(self.last.values()) if self.reordered else 0
+        return sum(one.numel() for one in self.last.values()) * self.itemsize if self.reordered else 0
 
 
 def _block(nbytes: int) -> int:
@@ -199,21 +201,21 @@ def _block(nbytes: int) -> int:
 
 
 @contextlib.contextmanager
-def without_streams(observer: Observer, recorder: Any, call: int, *, prompt_share: float) -> Iterator[None]:
+def without_streams(observer: Observer, recorder: Any, call: int, *, prompt: int) -> Iterator[None]:
     """Context of a call of `generate` with an offloaded cache, on `meta` or on the CPU.
 
-    `recorder` is that of a simulation, else None. `call` counts the calls from 0. `prompt_share` is the
-    length of the prompt, relative to the one that this call has.
+    `recorder` is that of a simulation, else None. `call` counts the calls from 0. `prompt` is the length of
+    the prompt, or 0 for a static cache, which does not grow.
     """
     from transformers.cache_utils import Cache
 
     offload, reorder = Cache.offload, Cache.reorder_cache
-    blocks = HostBlocks(prompt_share)
+    blocks = HostBlocks(prompt)
 
     def offload_and_note(cache: Any, layer: int, *arguments: Any, **named: Any) -> None:
         with _Copies(observer) as copies:
             offload(cache, layer, *arguments, **named)
-        blocks.add(layer, copies.sizes)
+        blocks.add(layer, copies.copied)
 
     def reorder_and_state(cache: Any, beams: torch.Tensor) -> None:
         # The host reads which beams continue. Their numbers change no size.

@@ -43,8 +43,8 @@ class PassSeconds:
 class GenerationResult:
     """The cache of a predicted generation, and its seconds.
 
-    On one H200, the seconds of seven runs differed by 9 % in prefill and 16 % in decoding (medians).
-    `results/h200-2026-11-30/generation.json` has each.
+    On one H200, the seconds of seven runs differed by 7 % in prefill and in decoding (medians).
+    `results/h200-2026-11-30/generation-again.json` has each.
     """
 
     cache_bytes: int

@@ -51,8 +51,8 @@ class GenerateStep(PlainStep):
     decoder_prompt: int = 1
     """Tokens with which the decoder of an encoder-decoder model begins."""
 
-    prompt_share: float = 1.0
-    """Length of the whole call's prompt, relative to that of a simulated part of it."""
+    prompt: int | None = None
+    """Tokens of the whole call's prompt, in a simulated part of it; None for the job's."""
 
     recorder: ClassVar[Any] = None
     """The recorder of the current simulation; None without one."""
@@ -112,8 +112,8 @@ class GenerateStep(PlainStep):
             if settings.is_offloaded and self.device.type != "cuda":
                 from snugfit.features.inference.offloaded import without_streams
 
-                streams = without_streams(observer, self.recorder, call, prompt_share=self.prompt_share)
-                stack.enter_context(streams)
+                prompt = self.prompt or self.job.sequence_length if settings.cache == "offloaded" else 0
+                stack.enter_context(without_streams(observer, self.recorder, call, prompt=prompt))
             if settings.sample and self.device.type == "meta":
                 from snugfit.features.inference.sampling import draw
 

@@ -128,6 +128,19 @@ def test_a_peak_in_the_last_decode_step(family: str) -> None:
     assert peak.phase == DECODE
 
 
+DRAWS: list[dict[str, Any]] = [{"top_p": 0.9}, {"beams": 3, "batch_size": 2}, {}, {"top_k": 0}]
+
+
+@pytest.mark.parametrize("draw", slow_but(DRAWS, 2), ids=str)
+def test_draws_of_tokens(draw: dict[str, Any]) -> None:
+    """With many words, the peak is in the choice of a token."""
+    trace = hold(generating_job("llama", sample=True, facts={"vocab_size": 4000}, **draw))
+    peak = trace.blocks[abs(trace.events[trace.peak().position]) - 1]
+    assert (peak.phase, peak.module) == (DECODE, "")
+    # Without this, a device's checks and random numbers would be missing.
+    assert "aten::exponential" in {one.operator.rstrip("_") for one in trace.kernels}
+
+
 @pytest.mark.parametrize("changes", [{"padding": 0.25}, {"dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_padding_and_bfloat16(family: str, changes: dict[str, Any]) -> None:
