@@ -151,7 +151,7 @@ def test_the_answer_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_bounds_of_a_wide_model() -> None:
     """A long prompt is bound by arithmetic, and few sequences decode at the speed of the memory."""
-    wide = {"hidden_size": 8192, "intermediate_size": 1 << 18, "num_attention_heads": 64}
+    wide = {"hidden_size": 8192, "intermediate_size": 1 << 20, "num_attention_heads": 64}
     job = generating_job("llama", prompt=4096, batch_size=1, new_tokens=4, facts=wide)
     results = predict(replace(job, dtype="bfloat16"), gpu="h200").phase_results
     assert [one.bound for one in results.passes] == [speed.ARITHMETIC, speed.BANDWIDTH]

@@ -51,15 +51,18 @@ def sizes(trace: Trace) -> list[int]:
 
 @pytest.mark.parametrize(
     ("family", "cache"),
-    [
-        ("gpt2", "dynamic"),
-        ("llama", "static"),
-        ("llama", "quantized"),
-        ("llama", "offloaded"),
-        ("gemma3_text", "offloaded_static"),
-        ("mistral", "dynamic"),  # a window that fills
-        ("qwen3_next", "dynamic"),
-    ],
+    slow_but(
+        [
+            ("gpt2", "dynamic"),
+            ("llama", "static"),
+            ("llama", "quantized"),
+            ("llama", "offloaded"),
+            ("mistral", "dynamic"),  # a window that fills
+            ("qwen3_next", "dynamic"),
+            ("gemma3_text", "offloaded_static"),
+        ],
+        6,
+    ),
 )
 def test_every_event_and_kernel_is_equal(family: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, trace = whole_and_synthesized(generating_job(family, new_tokens=40, cache=cache), monkeypatch)
