@@ -143,6 +143,7 @@ def predicted(job: Job, gpu: str) -> dict[str, Any]:
         "allocated_bytes": footprint.allocated_bytes,
         "reserved_bytes": footprint.reserved_bytes,
         "requested_bytes": footprint.requested_bytes,
+        "page_locked_bytes": footprint.pinned_bytes,
         **{f"{phase}_seconds": value for phase, value in seconds.items()},
         "doubts": prediction.doubts,
     }
@@ -180,6 +181,7 @@ def measured(job: Job, device: torch.device, steps: int) -> dict[str, Any]:
             "allocated_bytes": stats["allocated_bytes.all.peak"],
             "reserved_bytes": stats["reserved_bytes.all.peak"],
             "requested_bytes": stats["requested_bytes.all.peak"],
+            "page_locked_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.peak"),
         }
     return row
 

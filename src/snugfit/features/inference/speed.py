@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from snugfit.features.inference.loading import ASSUMPTIONS, LoadingResult, loading_line, loading_results
 from snugfit.features.inference.settings import GenerationSettings
 from snugfit.features.inference.step import DECODE, PREFILL
+from snugfit.prediction.rates import rates_for
 from snugfit.results.footprint import Kind
 from snugfit.results.step_seconds import LINK
 from snugfit.units import show_bytes, show_seconds
@@ -59,6 +60,8 @@ class GenerationResult:
     """Page-locked host memory of an offloaded cache."""
     copy_seconds: float = 0.0
     """Seconds of an offloaded cache's copies to the device in a call; those to the host take as long."""
+    copied_bytes: int = 0
+    """Bytes of these copies in one direction, from their seconds and the link's rate."""
     seconds_per_token: float | None = None
     """Seconds of a decode step, which makes one token of each sequence; None where not predicted."""
     loading: tuple[LoadingResult, ...] = ()
@@ -73,6 +76,7 @@ class GenerationResult:
         new_tokens = settings.new_tokens
         passes = tuple(_passes(prediction))
         decoding = next((one.seconds for one in passes if one.phase == DECODE), None)
+        copying = prediction.timing.link_seconds if prediction.timing else 0.0
         moment, loading = prediction.footprint.at, loading_results(prediction)
         return cls(
             cache_bytes=max(
@@ -82,7 +86,8 @@ class GenerationResult:
             new_tokens=new_tokens,
             passes=passes,
             host_cache_bytes=(settings.is_offloaded and prediction.footprint.pinned_bytes) or 0,
-            copy_seconds=prediction.timing.link_seconds if prediction.timing else 0.0,
+            copy_seconds=copying,
+            copied_bytes=int(copying * rates_for(prediction.gpu).link) if copying and prediction.gpu else 0,
             seconds_per_token=None if decoding is None else decoding / (new_tokens - 1),
             loading=loading,
             loading_assumptions=ASSUMPTIONS if loading else (),
@@ -93,8 +98,9 @@ class GenerationResult:
         cache = show_bytes(self.cache_bytes)
         lines = {"new tokens": f"{self.new_tokens:,} a sequence, with at most {cache} of cache"}
         if self.host_cache_bytes:
-            copies = f"about {show_seconds(self.copy_seconds)} of copies each way"
-            lines["on the host"] = f"{show_bytes(self.host_cache_bytes)} of cache, {copies}"
+            copies = f"about {show_bytes(self.copied_bytes)} in {show_seconds(self.copy_seconds)}"
+            size = show_bytes(self.host_cache_bytes)
+            lines["on the host"] = f"{size} page-locked for the cache, copies each way of {copies}"
         for one in self.passes:
             per_token = (
                 f", {show_seconds(self.seconds_per_token)} a token"

@@ -25,6 +25,7 @@ from snugfit.prediction.rates import rates_for
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.prediction import Prediction
+from snugfit.results.step_seconds import LINK
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 
@@ -155,6 +156,19 @@ def test_bounds_of_a_wide_model() -> None:
     job = generating_job("llama", prompt=4096, batch_size=1, new_tokens=4, facts=wide)
     results = predict(replace(job, dtype="bfloat16"), gpu="h200").phase_results
     assert [one.bound for one in results.passes] == [speed.ARITHMETIC, speed.BANDWIDTH]
+
+
+def test_the_link_bounds_an_offloaded_cache() -> None:
+    wide = {"head_dim": 128, "num_key_value_heads": 4}
+    job = generating_job("llama", prompt=2048, batch_size=64, new_tokens=4, cache="offloaded", facts=wide)
+    prediction = predict(job, gpu="h200")
+    results = prediction.phase_results
+    assert results.passes[1].bound == LINK
+    assert results.host_cache_bytes == prediction.footprint.pinned_bytes
+    # Keys and values of two layers return three times, and those of the first layer once more in vain.
+    of_pass = 2 * 2 * 4 * 128 * 4 * 64 * 2048
+    assert results.copied_bytes == pytest.approx(3.5 * of_pass, rel=0.01)
+    assert "page-locked for the cache" in results.lines()["on the host"]
 
 
 def test_the_loop_between_passes_takes_time() -> None:
