@@ -1,14 +1,21 @@
-"""Measure `generate` on one GPU beside its prediction, for eight configurations, and a checkpoint's load.
+"""Measure `generate` on one GPU beside its prediction, for eight models, and a checkpoint's load.
 
     python lab/measure_generation.py OUT.json [--only NAME ...] [--steps N] [--device cuda:0]
+    python lab/measure_generation.py OUT.json --beside RECORDED.json
 
-Each configuration runs in a process of its own, with random weights. A row has predicted and measured bytes
-at the peak of the whole process, allocated and reserved. It also has the seconds of prefill and decoding, as
-means of the timed calls. Events of CUDA mark the phases, and the host waits at the end of a call only. With
-`--device cpu` small versions run, whose measured bytes are left out: a check of the script.
+All predictions come first, in parallel, and are written before a GPU runs. Then each configuration runs in a
+process of its own, with random weights. A row has predicted and measured bytes at the peak of the whole
+process, allocated and reserved. It also has the seconds of prefill and decoding, as means of the timed calls.
+Events of CUDA mark the phases, and the host waits at the end of a call only. `launch_seconds` are those of
+one small kernel, before and after the calls. They show the speed of the host.
+
+With `--beside`, the configurations of a recorded file are predicted again beside its measured figures.
+
+A configuration that this transformers does not support has the reason in place of figures. With `--device
+cpu` small versions run, whose measured bytes are left out: a check of the script.
 
 The configuration `LOADED` writes a checkpoint to a temporary folder and loads it with a device map. Then it
-loads it in 4 and 8 bits, if bitsandbytes is installed. The files are in the page cache.
+loads it in 4 bits, if bitsandbytes is installed. The files are in the page cache.
 """
 
 from __future__ import annotations
@@ -17,36 +24,38 @@ import argparse
 import gc
 import importlib.util
 import json
+import multiprocessing
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+# Forked processes use the GPU, so this one must not start CUDA to count devices.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 import torch
 
+from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
 
+LLAMA = {"batch_size": 8, "sequence_length": 1024}
+
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt2, dynamic": ("gpt2", {"batch_size": 16, "sequence_length": 512}, {"new_tokens": 128}),
-    "llama, dynamic": ("Llama-3.1-8B", {"batch_size": 8, "sequence_length": 1024}, {"new_tokens": 128}),
-    "llama, static": (
-        "Llama-3.1-8B",
-        {"batch_size": 8, "sequence_length": 1024},
-        {"new_tokens": 128, "cache": "static"},
-    ),
-    "llama, quantized": (
-        "Llama-3.1-8B",
-        {"batch_size": 8, "sequence_length": 1024},
-        {"new_tokens": 128, "cache": "quantized"},
-    ),
+    "llama, dynamic": ("Llama-3.1-8B", LLAMA, {"new_tokens": 128}),
+    "llama, static": ("Llama-3.1-8B", LLAMA, {"new_tokens": 128, "cache": "static"}),
+    "llama, quantized": ("Llama-3.1-8B", LLAMA, {"new_tokens": 128, "cache": "quantized"}),
+    "llama, offloaded": ("Llama-3.1-8B", LLAMA, {"new_tokens": 64, "cache": "offloaded"}),
     "smollm, beams": (
         "SmolLM2-1.7B",
         {"batch_size": 4, "sequence_length": 512},
@@ -63,11 +72,24 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"new_tokens": 64, "beams": 4},
     ),
     "qwen, experts": ("Qwen3-30B-A3B", {"batch_size": 4, "sequence_length": 512}, {"new_tokens": 64}),
+    "mistral, window": (
+        "mistralai/Mistral-7B-v0.1",
+        {"batch_size": 2, "sequence_length": 4064},
+        {"new_tokens": 64},
+    ),
+    "llama, sampled": ("Llama-3.1-8B", LLAMA, {"new_tokens": 64, "sample": True, "top_p": 0.9}),
+    "qwen, small": ("Qwen3-0.6B", {"batch_size": 16, "sequence_length": 256}, {"new_tokens": 128}),
 }
 """Model, fields of the job, and settings of the phase, by name."""
 
 LOADED = "smollm, loaded"
 CONFIGURATIONS[LOADED] = ("SmolLM2-1.7B", {"batch_size": 1, "sequence_length": 16}, {"new_tokens": 2})
+
+SELECTED = "rows of a cache, selected"
+"""Name of the row with the seconds of a beam search's copies of a cache."""
+
+LAUNCHES = 2000
+"""Small kernels whose launches are timed."""
 
 
 class Clock(Observer):
@@ -121,13 +143,27 @@ def predicted(job: Job, gpu: str) -> dict[str, Any]:
         "allocated_bytes": footprint.allocated_bytes,
         "reserved_bytes": footprint.reserved_bytes,
         "requested_bytes": footprint.requested_bytes,
+        "page_locked_bytes": footprint.pinned_bytes,
         **{f"{phase}_seconds": value for phase, value in seconds.items()},
         "doubts": prediction.doubts,
     }
 
 
+def launch_seconds(device: torch.device) -> float:
+    """Return the seconds in which the host launches one small kernel."""
+    tensor = torch.zeros(16, device=device)
+    for _ in range(LAUNCHES // 10):
+        tensor.add_(1)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(LAUNCHES):
+        tensor.add_(1)
+    return (time.perf_counter() - begin) / LAUNCHES
+
+
 def measured(job: Job, device: torch.device, steps: int) -> dict[str, Any]:
-    clock = Clock(device)
+    clock, launches = Clock(device), [launch_seconds(device)]
     step = open_step(job, Recipe().setup(), "plain", device)
     step.run(steps + 1, clock)
     # The first call loads kernels.
@@ -137,12 +173,15 @@ def measured(job: Job, device: torch.device, steps: int) -> dict[str, Any]:
         "decode_seconds": means["decode"],
         "each": dict(clock.seconds),
     }
+    launches.append(launch_seconds(device))
+    row["launch_seconds"] = launches
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         row |= {
             "allocated_bytes": stats["allocated_bytes.all.peak"],
             "reserved_bytes": stats["reserved_bytes.all.peak"],
             "requested_bytes": stats["requested_bytes.all.peak"],
+            "page_locked_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.peak"),
         }
     return row
 
@@ -163,7 +202,7 @@ def measured_loading(job: Job, device: torch.device) -> dict[str, Any]:
 
     model: Any = build_model(job, Recipe().setup(), device)
     kind, row = type(model), {}
-    variants = (0, 4, 8) if importlib.util.find_spec("bitsandbytes") else (0,)
+    variants = (0, 4) if importlib.util.find_spec("bitsandbytes") else (0,)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, max_shard_size="1GB")
         files = Path(folder).glob("*.safetensors")
@@ -200,19 +239,65 @@ def _load(kind: Any, folder: str, bits: int, job: Job, device: torch.device) -> 
     return row
 
 
-def run_one(name: str, device: str, steps: int) -> dict[str, Any]:
-    import transformers
+def predict_one(name: str, small: bool, gpu: str) -> dict[str, Any]:
+    """Return the row of a configuration with its prediction, or with the reason of a refusal."""
+    begin = time.perf_counter()
+    try:
+        job = job_of(name, small=small)
+        row = {"name": name, "job": job.to_json(), "gpu": gpu}
+        row["predicted"] = predicted_loading(job, gpu) if name == LOADED else predicted(job, gpu)
+    except SnugfitError as error:
+        return {"name": name, "refused": str(error)}
+    return row | {"predicted_in_seconds": time.perf_counter() - begin}
 
+
+def measure_one(name: str, device: str, steps: int) -> dict[str, Any]:
+    """Return the measured figures of a configuration, with the versions of its libraries."""
     target = torch.device(device)
     job = job_of(name, small=target.type == "cpu")
-    gpu = torch.cuda.get_device_name(target) if target.type == "cuda" else "h200"
-    # The prediction comes first: it needs no memory of the GPU.
-    row = {"name": name, "job": job.to_json(), "gpu": gpu}
-    is_load = name == LOADED
-    row["predicted"] = predicted_loading(job, gpu) if is_load else predicted(job, gpu)
-    row["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    row["measured"] = measured_loading(job, target) if is_load else measured(job, target, steps)
-    return row | {"errors": _errors(row["predicted"], row["measured"])}
+    begin = time.perf_counter()
+    found = measured_loading(job, target) if name == LOADED else measured(job, target, steps)
+    return {
+        "versions": _versions(),
+        "measured": found,
+        "measured_in_seconds": time.perf_counter() - begin,
+    }
+
+
+def copy_seconds(device: torch.device) -> dict[str, float]:
+    """Return the seconds in which a device selects rows of a cache, by dtype, rows and the index's dtype."""
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (16, 32):
+            cache = torch.zeros((rows, 16, 512, 64), dtype=dtype, device=device)
+            for of_index in (torch.int32, torch.int64):
+                index = torch.arange(rows, device=device, dtype=of_index)
+                for repeats in (3, 20):
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    begin = time.perf_counter()
+                    for _ in range(repeats):
+                        cache.index_select(0, index)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    took = (time.perf_counter() - begin) / repeats
+                seconds[f"{cache.nbytes} bytes, {dtype}, {rows} rows by {of_index}"] = took
+    return seconds
+
+
+def name_of(device: str) -> str:
+    """Return the name of the GPU, or of the one whose rates a check on the CPU uses."""
+    return torch.cuda.get_device_name(device) if device != "cpu" else "h200"
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a function in a process of its own, or the error that it raised, as text."""
+    # A fork has the libraries already, and no CUDA yet.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _errors(foreseen: dict[str, Any], real: dict[str, Any]) -> dict[str, float]:
@@ -225,31 +310,65 @@ def _errors(foreseen: dict[str, Any], real: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run all configurations, each in a process, and write the rows after each."""
+    """Predict all configurations, then run each in a process, and write the rows after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", action="append", choices=list(CONFIGURATIONS))
-    parser.add_argument("--steps", type=int, default=3, help="timed calls")
+    parser.add_argument("--steps", type=int, default=2, help="timed calls")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--alone", action="store_true", help="run the one configuration in this process")
+    parser.add_argument("--beside", type=Path, help="a file with measured figures")
     given = parser.parse_args()
-    if given.alone:
-        row = run_one(given.only[0], given.device, given.steps)
-        given.out.write_text(json.dumps(row, indent=1, default=str) + "\n")
+    recorded = [row for row in _read(given.beside) if "measured" in row]
+    names = [row["name"] for row in recorded] or given.only or list(CONFIGURATIONS)
+    is_small = given.device == "cpu" and not recorded
+    gpu = recorded[0]["gpu"] if recorded else alone(name_of, given.device)
+    if isinstance(gpu, dict):
+        parser.error(f"--device {given.device}: {gpu['error']}. Try --device cpu.")
+    workers = min(len(names), max(1, (os.cpu_count() or 2) // 2))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        futures = [pool.submit(predict_one, name, is_small, gpu) for name in names]
+        rows = [future.result() for future in futures]
+    if recorded:
+        _write(given.out, [beside(*pair) for pair in zip(rows, recorded, strict=True)])
         return 0
-    rows: list[Any] = []
-    for name in given.only or CONFIGURATIONS:
-        part = given.out.with_suffix(".part.json")
-        part.unlink(missing_ok=True)
-        words = ["--only", name, "--alone", "--device", given.device, "--steps", str(given.steps)]
-        ended = subprocess.run([sys.executable, __file__, str(part), *words], check=False)
-        rows.append(
-            json.loads(part.read_text()) if part.exists() else {"name": name, "exit": ended.returncode}
-        )
-        part.unlink(missing_ok=True)
-        given.out.write_text(json.dumps(rows, indent=1) + "\n")
-    print(json.dumps(rows, indent=1))
+    _write(given.out, rows)
+    if not given.only:
+        rows.append({"name": SELECTED} | alone(copy_seconds, torch.device(given.device)))
+    for row in rows:
+        if "predicted" not in row:
+            print(f"{row['name']}: {row.get('refused') or 'measured alone'}")
+            continue
+        row.update(alone(measure_one, row["name"], given.device, given.steps))
+        if "measured" in row:
+            row["errors"] = _errors(row["predicted"], row["measured"])
+        _write(given.out, rows)
+        print(f"{row['name']}: {row.get('errors') or row.get('error')}", flush=True)
     return 0
+
+
+def beside(row: dict[str, Any], real: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of predictions with the measured figures of a recorded row."""
+    return {
+        **row,
+        "measured": real["measured"],
+        "errors": _errors(row["predicted"], real["measured"]),
+        "versions": _versions(),
+        "measured_with": real["versions"],
+    }
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _read(path: Path | None) -> list[Any]:
+    return json.loads(path.read_text()) if path else []
+
+
+def _write(out: Path, rows: list[Any]) -> None:
+    out.write_text(json.dumps(rows, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ HEAVY_THEMSELVES = {
     "features/kernels/operations/seeds.py",
     "features/kernels/encoders.py",
     "features/kernels/fused_model.py",
+    "features/inference/offloaded.py",
 }
 """Modules whose classes derive from torch's, or that run at every operator of a simulation."""
 

@@ -9,6 +9,9 @@ from snugfit.techniques.feature import Feature
 
 if TYPE_CHECKING:
     import inspect
+    from contextlib import AbstractContextManager
+
+    from snugfit.techniques.setup import Setup
 
 
 class Inference(Feature):
@@ -27,6 +30,21 @@ class Inference(Feature):
         from snugfit.features.inference.options import add_prompt
 
         add_prompt(flags, settings)
+
+    def rate_names(self, kernel: Any) -> Sequence[str]:
+        """Return the name of the rate of a beam search's copies of the cache."""
+        of_beams = kernel.operator == "aten::index_select" and kernel.phase in ("prefill", "decode")
+        return ("aten::index_select of beams",) if of_beams else ()
+
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a call of `generate` has the recorder of its simulation."""
+        from unittest.mock import patch
+
+        from snugfit.features.inference.step import GenerateStep
+
+        return patch.object(GenerateStep, "recorder", recorder)
 
     def prepare(self, command: str, request: Any) -> Any:
         """Return the request. Raises `UsageError` if the command does not support the phase."""

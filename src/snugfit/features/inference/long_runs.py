@@ -134,4 +134,5 @@ class CallWindows:
         run = self.open_step(replace(job, sequence_length=length, phase_settings=settings))
         run.decode_steps = None if ends else count
         run.decoder_prompt = 1 + shift if has_encoder else 1
+        run.prompt = job.sequence_length
         return RecordedCall.of(self.record(run, 1), count)

@@ -13,8 +13,8 @@ COMMANDS = ("predict", "measure")
 """Commands that take the phase."""
 
 
-def _option(name: str, kind: Any, sentence: str) -> inspect.Parameter:
-    annotation = Annotated[kind, given.option(given.JOB, f"With --phase generate: {sentence}")]
+def _option(name: str, kind: Any, sentence: str, *flags: str) -> inspect.Parameter:
+    annotation = Annotated[kind, given.option(given.JOB, f"With --phase generate: {sentence}", *flags)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -24,9 +24,12 @@ OPTIONS = (
     _option("beams", int | None, "beams of each sequence. [1]"),
     _option(
         "cache",
-        Literal["dynamic", "static", "quantized", "offloaded"] | None,
+        Literal["dynamic", "static", "quantized", "offloaded", "offloaded_static"] | None,
         "kind of transformers' cache. \\[dynamic]",
     ),
+    _option("sample", bool | None, "draw tokens by their probabilities.", "--sample"),
+    _option("top_k", int | None, "draw one of this many tokens; 0 for all. [50]"),
+    _option("top_p", float | None, "draw a token of those with this probability together. [1]"),
 )
 
 

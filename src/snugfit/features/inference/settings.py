@@ -1,4 +1,4 @@
-"""The settings of a generation: new tokens, beams, and the kind of the cache."""
+"""The settings of a generation: new tokens, beams, the kind of the cache, and sampling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from snugfit.job.limits import input_limit, target_limit
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-CACHES = ("dynamic", "static", "quantized", "offloaded")
+CACHES = ("dynamic", "static", "quantized", "offloaded", "offloaded_static")
 """Kinds of transformers' caches, by their names in `GenerationConfig.cache_implementation`."""
 
 MOST_TOKENS, MOST_BEAMS = 1 << 20, 1 << 10
@@ -28,9 +28,15 @@ class GenerationSettings:
     new_tokens: int = 128
     """Tokens that each sequence gets."""
     beams: int = 1
-    """Beams of each sequence; 1 takes the most probable token."""
+    """Beams of each sequence; 1 takes the most probable token, or draws one."""
     cache: str = "dynamic"
     """Kind of the cache, one of `CACHES`."""
+    sample: bool = False
+    """True if tokens are drawn by their probabilities."""
+    top_k: int = 50
+    """Number of the most probable tokens of a draw; 0 takes all."""
+    top_p: float = 1.0
+    """Share of the probability that the tokens of a draw have together; 1 takes all."""
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -57,8 +63,22 @@ class GenerationSettings:
                 f"cache is {settings.cache!r}.{did_you_mean(str(settings.cache), CACHES)} Allowed are "
                 f"{', '.join(CACHES)}."
             )
+        settings._check_sampling()
         settings._refuse(job)
         return asdict(settings)
+
+    def _check_sampling(self) -> None:
+        """Raise `JobError` for an unusable choice of the tokens that may be drawn."""
+        if not isinstance(self.sample, bool):
+            raise JobError(f"sample is {self.sample!r}; allowed are true and false.")
+        _in_range("top_k", self.top_k, MOST_TOKENS, low=0)
+        if isinstance(self.top_p, bool) or not isinstance(self.top_p, int | float) or not 0 < self.top_p <= 1:
+            raise JobError(f"top_p is {self.top_p!r}; allowed are numbers above 0 and up to 1.")
+        if not self.sample and (self.top_k, self.top_p) != (
+            GenerationSettings.top_k,
+            GenerationSettings.top_p,
+        ):
+            raise JobError("top_k and top_p select tokens of a draw. Add --sample, or leave them out.")
 
     def _refuse(self, job: Job) -> None:
         """Raise `JobError` for a job whose model cannot generate in this way."""
@@ -87,8 +107,13 @@ class GenerationSettings:
             raise JobError(
                 f"{name}: transformers has no quantized cache for a model with {lack}. Try --cache dynamic."
             )
-        if self.cache == "offloaded":
-            raise JobError("The cache 'offloaded' is not supported yet. Try dynamic, static or quantized.")
+        if self.is_offloaded and (lack := _lack_of_offloaded(job, self.cache)):
+            raise JobError(f"{name}: transformers' cache {self.cache!r} fails {lack}. Try --cache dynamic.")
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Return True if layers keep their keys and values in host memory."""
+        return self.cache.startswith("offloaded")
 
     def prepare(self, model: Any) -> None:
         """Remove the end token from the defaults of a model, so that no sequence ends early."""
@@ -98,18 +123,21 @@ class GenerationSettings:
         """Return the `GenerationConfig` of transformers with these settings."""
         from transformers import GenerationConfig
 
-        quantized = {"cache_config": {"backend": quantized_backend()}} if self.cache == "quantized" else {}
+        further: dict[str, Any] = {"do_sample": self.sample}
+        if self.sample:
+            further |= {"top_k": self.top_k, "top_p": float(self.top_p), "temperature": 1.0}
+        if self.cache == "quantized":
+            further["cache_config"] = {"backend": quantized_backend()}
         return GenerationConfig(
             max_new_tokens=self.new_tokens,
             min_new_tokens=None,
-            do_sample=False,
             num_beams=self.beams,
             pad_token_id=0,
             eos_token_id=None,
             # A static cache would compile the model; `compiled` is a technique of its own.
             disable_compile=True,
             cache_implementation=None if self.cache == "dynamic" else self.cache,
-            **quantized,
+            **further,
         )
 
 
@@ -125,6 +153,24 @@ def _lack_of_quantized(job: Job) -> str:
     # A cache of another kind has layers without all keys and values.
     cache = DynamicCache(config=job.transformers_config().get_text_config(decoder=True))
     return "" if all(type(layer) is DynamicLayer for layer in cache.layers) else "windows or states"
+
+
+def _lack_of_offloaded(job: Job, cache: str) -> str:
+    """Return the reason for which transformers' offloaded cache raises an error on a GPU; empty without one.
+
+    Source: `EncoderDecoderCache` and `Cache.prefetch` of `cache_utils.py` (transformers 5.17 to 5.23).
+    """
+    if job.task != "causal-lm":
+        return "for a model with an encoder, whose decoder reads keys on the host"
+    if cache == "offloaded":
+        return ""
+    from transformers import StaticCache
+
+    config = job.transformers_config().get_text_config(decoder=True)
+    layers = StaticCache(config=config, max_cache_len=1).layers
+    # Layers of a state alone never move.
+    windows = [layer.is_sliding for layer in layers if hasattr(layer, "is_sliding")]
+    return "if all layers have a window, since it moves none of them" if windows and all(windows) else ""
 
 
 def quantized_backend() -> str:
@@ -144,6 +190,6 @@ def quantized_backend() -> str:
     )
 
 
-def _in_range(what: str, value: object, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-        raise JobError(f"{what} is {value!r}; allowed are whole numbers from 1 to {high:,}.")
+def _in_range(what: str, value: object, high: int, low: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise JobError(f"{what} is {value!r}; allowed are whole numbers from {low} to {high:,}.")

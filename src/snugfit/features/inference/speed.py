@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from snugfit.features.inference.loading import ASSUMPTIONS, LoadingResult, loading_line, loading_results
 from snugfit.features.inference.settings import GenerationSettings
 from snugfit.features.inference.step import DECODE, PREFILL
+from snugfit.prediction.rates import rates_for
 from snugfit.results.footprint import Kind
+from snugfit.results.step_seconds import LINK
 from snugfit.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -19,6 +21,9 @@ BUSY = 0.85
 """Share of a phase in which the device works; below it the host is the bound. A choice, as for a step."""
 
 HOST, BANDWIDTH, ARITHMETIC = "host", "memory bandwidth", "arithmetic"
+
+BY_LINK = 0.5
+"""Share of the device's seconds in copies to the host above which the link is the bound. A choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +37,15 @@ class PassSeconds:
     tokens_per_second: float
     """Prompt tokens for the prefill, new tokens for decoding, of all sequences."""
     bound: str
-    """The limit of the phase: `host`, `memory bandwidth` or `arithmetic`."""
+    """The limit of the phase: `host`, `link`, `memory bandwidth` or `arithmetic`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResult:
     """The cache of a predicted generation, and its seconds.
 
-    On one H200, the seconds of seven runs differed by 9 % in prefill and 16 % in decoding (medians).
-    `results/h200-2026-11-30/generation.json` has each.
+    On one H200, the seconds of seven runs differed by 7 % in prefill and in decoding (medians).
+    `results/h200-2026-11-30/generation-again.json` has each.
     """
 
     cache_bytes: int
@@ -51,6 +56,12 @@ class GenerationResult:
     """New tokens of each sequence."""
     passes: tuple[PassSeconds, ...] = ()
     """Seconds by phase; empty where seconds are not predicted."""
+    host_cache_bytes: int = 0
+    """Page-locked host memory of an offloaded cache."""
+    copy_seconds: float = 0.0
+    """Seconds of an offloaded cache's copies to the device in a call; those to the host take as long."""
+    copied_bytes: int = 0
+    """Bytes of these copies in one direction, from their seconds and the link's rate."""
     seconds_per_token: float | None = None
     """Seconds of a decode step, which makes one token of each sequence; None where not predicted."""
     loading: tuple[LoadingResult, ...] = ()
@@ -61,9 +72,11 @@ class GenerationResult:
     @classmethod
     def of(cls, prediction: Prediction) -> GenerationResult:
         """Return the results of generation in this prediction, such as the size of the key-value cache."""
-        new_tokens = GenerationSettings.of(prediction.job).new_tokens
+        settings = GenerationSettings.of(prediction.job)
+        new_tokens = settings.new_tokens
         passes = tuple(_passes(prediction))
         decoding = next((one.seconds for one in passes if one.phase == DECODE), None)
+        copying = prediction.timing.link_seconds if prediction.timing else 0.0
         moment, loading = prediction.footprint.at, loading_results(prediction)
         return cls(
             cache_bytes=max(
@@ -72,6 +85,9 @@ class GenerationResult:
             peak_phase=moment.phase if moment else "",
             new_tokens=new_tokens,
             passes=passes,
+            host_cache_bytes=(settings.is_offloaded and prediction.footprint.pinned_bytes) or 0,
+            copy_seconds=copying,
+            copied_bytes=int(copying * rates_for(prediction.gpu).link) if copying and prediction.gpu else 0,
             seconds_per_token=None if decoding is None else decoding / (new_tokens - 1),
             loading=loading,
             loading_assumptions=ASSUMPTIONS if loading else (),
@@ -81,6 +97,10 @@ class GenerationResult:
         """Return the lines of a report on this generation, by label."""
         cache = show_bytes(self.cache_bytes)
         lines = {"new tokens": f"{self.new_tokens:,} a sequence, with at most {cache} of cache"}
+        if self.host_cache_bytes:
+            copies = f"about {show_bytes(self.copied_bytes)} in {show_seconds(self.copy_seconds)}"
+            size = show_bytes(self.host_cache_bytes)
+            lines["on the host"] = f"{size} page-locked for the cache, copies each way of {copies}"
         for one in self.passes:
             per_token = (
                 f", {show_seconds(self.seconds_per_token)} a token"
@@ -122,14 +142,17 @@ def _passes(prediction: Prediction) -> Sequence[PassSeconds]:
 def _limit_of(prediction: Prediction, phase: str, seconds: float) -> str:
     """Return the limit of a phase.
 
-    It is the host if the device works for less than `BUSY` of the phase. Otherwise it is the larger one of
-    the arithmetic and the memory traffic of the kernels, each at the peak of the data sheet. See Williams et
-    al., Roofline, CACM 2009.
+    It is the link if copies of an offloaded cache to the host take more than `BY_LINK` of the device's
+    seconds. It is the host if the device works for less than `BUSY` of the phase. Otherwise it is the larger
+    one of the arithmetic and the memory traffic of the kernels, each at the peak of the data sheet. See
+    Williams et al., Roofline, CACM 2009.
     """
     timing, gpu = prediction.timing, prediction.gpu
     assert timing is not None
     assert gpu is not None
     busy = sum(one.device_seconds for one in timing.phases if one.phase == phase)
+    if phase == DECODE and timing.link_seconds > BY_LINK * busy:
+        return LINK
     if busy < BUSY * seconds:
         return HOST
     setup = prediction.recipe.setup()

@@ -65,6 +65,8 @@ class Stretch:
     """Numbers of the kernels before which the host waits."""
     marks: list[tuple[int, MarkKind]] = field(default_factory=list)
     """Further marks, each with the number of events before it."""
+    streams: dict[int, int] = field(default_factory=dict)
+    """CUDA streams of blocks by number, unless it is the default one."""
 
 
 def _is_of_loop(block: Block) -> bool:
@@ -96,7 +98,7 @@ class RecordedCall:
         stretches = list(_split(recording))
         before = [one for one in stretches if one.phase != DECODE]
         decode = stretches[len(before) : len(before) + decode_steps]
-        if len(decode) != decode_steps or any(one.phase != DECODE for one in decode) or trace.streams:
+        if len(decode) != decode_steps or any(one.phase != DECODE for one in decode):
             raise NotAlike
         freed = {-event - 1 for event in trace.events[: _end(recording)] if event < 0}
         alive = [
@@ -141,6 +143,8 @@ def _split(recording: Recording) -> Iterator[Stretch]:
                     key = (current.phase, block.operator, block.module)
                     names[event - 1] = EarlyBlock(*key, early[key])
                     early[key] += 1
+                if event - 1 in trace.streams:
+                    current.streams[len(current.blocks)] = trace.streams[event - 1]
                 current.blocks.append(block)
             elif (block_id := stretch_of.get(-event - 1)) is not None:
                 current.events.append(LateBlock(number - block_id[0], block_id[1]))
@@ -280,6 +284,7 @@ def _alike(one: Stretch, other: Stretch) -> bool:
     return (
         one.events == other.events
         and one.waits == other.waits
+        and one.streams == other.streams
         and len(one.blocks) == len(other.blocks)
         and all(a.operator == b.operator and a.module == b.module for a, b in zip(one.blocks, other.blocks))
         and [kernel.operator for kernel in one.kernels] == [kernel.operator for kernel in other.kernels]
@@ -370,6 +375,7 @@ class CallWriter:
         self._early: dict[BlockId, int] = {}
         self._late: list[list[int]] = []
         self._alive: dict[int, None] = {}
+        self._streams: dict[int, int] = {}
         self._call = -1
         self._write(start.before[0], early=True)
 
@@ -410,6 +416,9 @@ class CallWriter:
         for event in stretch.events:
             if isinstance(event, int):
                 self._allocate(stretch.blocks[event], ids[event], numbers)
+                if event in stretch.streams:
+                    # Each call makes a stream of its own.
+                    self._streams[numbers[event]] = stretch.streams[event] + self._call
             else:
                 self._free(event, numbers)
         if not early:
@@ -469,4 +478,5 @@ class CallWriter:
             marks=tuple(self._marks),
             kernels=tuple(self._kernels),
             waits=tuple(self._waits),
+            streams=self._streams,
         )

@@ -14,11 +14,19 @@ from snugfit.errors import JobError, UsageError
 from snugfit.features.inference import speed
 from snugfit.features.inference.phases import GENERATION
 from snugfit.features.inference.settings import quantized_backend
+from snugfit.features.inference.step import DECODE, LOOP_FUNCTIONS
+from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.largest import field_of, largest
 from snugfit.planning.request import refuse_bad_request
+from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.predict import predict
+from snugfit.prediction.rates import rates_for
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.prediction import Prediction
+from snugfit.results.step_seconds import LINK
+from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 
 
@@ -36,9 +44,16 @@ MISTAKES = [
     ("predict gpt2 --phase generate --prompt 1000 --new-tokens 100", "Try 25 new tokens"),
     ("predict bert-large-uncased --task masked-lm --phase generate", "has the task masked-lm"),
     ("predict gpt2 --beams 3", "Try the phase generate"),
+    ("predict gpt2 --phase generate --top-p 0.5", "Add --sample, or leave them out"),
+    ("predict gpt2 --phase generate --sample --top-p 2", "top_p is 2.0; allowed are numbers above 0"),
+    ("predict gpt2 --phase generate --sample --top-k -1", "top_k is -1; allowed are whole numbers from 0"),
     ("predict gpt2 --prompt 3", "Add --phase generate"),
     ("predict gpt2 --phase generate --prompt 3 --sequence-length 4", "contradict each other"),
-    ("predict gpt2 --phase generate --cache offloaded", "not supported yet. Try dynamic"),
+    ("predict t5-small --phase generate --cache offloaded", "fails for a model with an encoder"),
+    (
+        "predict Mistral-7B-v0.1 --phase generate --cache offloaded_static",
+        "fails if all layers have a window",
+    ),
     ("predict t5-small --phase generate --cache quantized", "no quantized cache for a model with an encoder"),
     (
         "predict mamba-130m-hf --phase generate --cache quantized --prompt 8",
@@ -84,7 +99,11 @@ def test_a_job_is_stored_with_its_settings() -> None:
     job = generating_job("gpt2", beams=3, cache="static")
     document = json.loads(json.dumps(job.to_json()))
     assert Job.from_json(document) == job
-    assert document["phase_settings"] == {"new_tokens": 6, "beams": 3, "cache": "static"}
+    settings = {"new_tokens": 6, "beams": 3, "cache": "static", "sample": False, "top_k": 50, "top_p": 1.0}
+    assert document["phase_settings"] == settings
+    # An answer of an earlier version has fewer settings.
+    document["phase_settings"] = {"new_tokens": 6, "beams": 3, "cache": "static"}
+    assert Job.from_json(document) == job
 
 
 def test_the_quantized_cache_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,10 +152,34 @@ def test_the_answer_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_bounds_of_a_wide_model() -> None:
     """A long prompt is bound by arithmetic, and few sequences decode at the speed of the memory."""
-    wide = {"hidden_size": 8192, "intermediate_size": 1 << 18, "num_attention_heads": 64}
+    wide = {"hidden_size": 8192, "intermediate_size": 1 << 20, "num_attention_heads": 64}
     job = generating_job("llama", prompt=4096, batch_size=1, new_tokens=4, facts=wide)
     results = predict(replace(job, dtype="bfloat16"), gpu="h200").phase_results
     assert [one.bound for one in results.passes] == [speed.ARITHMETIC, speed.BANDWIDTH]
+
+
+def test_the_link_bounds_an_offloaded_cache() -> None:
+    wide = {"head_dim": 128, "num_key_value_heads": 4}
+    job = generating_job("llama", prompt=2048, batch_size=64, new_tokens=4, cache="offloaded", facts=wide)
+    prediction = predict(job, gpu="h200")
+    results = prediction.phase_results
+    assert results.passes[1].bound == LINK
+    assert results.host_cache_bytes == prediction.footprint.pinned_bytes
+    # Keys and values of two layers return three times, and those of the first layer once more in vain.
+    of_pass = 2 * 2 * 4 * 128 * 4 * 64 * 2048
+    assert results.copied_bytes == pytest.approx(3.5 * of_pass, rel=0.01)
+    assert "page-locked for the cache" in results.lines()["on the host"]
+
+
+def test_the_loop_between_passes_takes_time() -> None:
+    job = generating_job("llama", prompt=64, new_tokens=4, beams=2)
+    kernels = [one for one in rehearse(job, Recipe().setup(), CudaPolicy()).kernels if one.phase == DECODE]
+    assert sum(one.functions for one in kernels) == 3 * LOOP_FUNCTIONS
+    # A beam search's copies of the cache are slower than other copies in memory.
+    copy = max((one for one in kernels if one.operator == "aten::index_select"), key=lambda one: one.nbytes)
+    rates = rates_for(find_gpu("h200"))
+    numbers, seconds = copy.nbytes / 8, KernelClock(rates).seconds(copy)
+    assert numbers / (seconds - rates.patterns["aten::index_select of beams"][1]) == pytest.approx(127.5e9)
 
 
 def test_one_new_token_needs_no_decoding() -> None:

@@ -56,13 +56,18 @@ ONE_LAYER = {"num_hidden_layers": 1}
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [
-        ("gpt2", {"facts": {"n_layer": 1}}),
-        ("llama", {"cache": "static", "facts": ONE_LAYER}),
-        ("llama", {"cache": "quantized", "facts": ONE_LAYER}),
-        ("mistral", {"facts": ONE_LAYER}),  # a window that fills
-        ("qwen3_next", {}),
-    ],
+    slow_but(
+        [
+            ("gpt2", {"facts": {"n_layer": 1}}),
+            ("llama", {"cache": "static", "facts": ONE_LAYER}),
+            ("llama", {"cache": "quantized", "facts": ONE_LAYER}),
+            ("llama", {"cache": "offloaded"}),
+            ("mistral", {"facts": ONE_LAYER}),  # a window that fills
+            ("qwen3_next", {}),
+            ("gemma3_text", {"cache": "offloaded_static"}),
+        ],
+        6,
+    ),
 )
 def test_every_event_and_kernel_is_equal(
     family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -75,6 +80,7 @@ def test_every_event_and_kernel_is_equal(
     assert [one.kind for one in trace.blocks] == [one.kind for one in whole.blocks]
     assert trace.kernels == whole.kernels
     assert trace.waits == whole.waits
+    assert trace.streams == whole.streams
     # A call marks the beginning of its loading twice.
     assert [*dict.fromkeys(trace.marks)] == [*dict.fromkeys(whole.marks)]
 
