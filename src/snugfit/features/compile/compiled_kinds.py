@@ -37,6 +37,11 @@ PIECES_SHARE = 0.1
 kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four."""
 
 
+REST_SHARE = 0.01
+"""Largest share by which the kernels besides products and attention may be faster in more micro-batches
+(chosen)."""
+
+
 class _Counterparts(NamedTuple):
     """Indices of the uncompiled recipes whose bytes and seconds bound those of a compiled one."""
 
@@ -115,7 +120,15 @@ class CompiledKinds(LoweredKinds):
             if known := self._bounds.get(other):
                 # Each micro-batch launches all kernels again, so more of them are hardly faster.
                 least = least.at_least(Bound(0, known.seconds * (1 - PIECES_SHARE)))
+                own, plain = self._of_uncompiled(number), self._of_uncompiled(other)
+                if own and plain:
+                    more = own.compiled_seconds - plain.compiled_seconds
+                    least = least.at_least(Bound(0, (known.seconds + more) * (1 - REST_SHARE)))
         return least
+
+    def _of_uncompiled(self, number: int) -> Bound | None:
+        alike = self.alike(number)
+        return None if alike is None else self._bounds.get(alike)
 
     def again_seconds(self, number: int) -> float:
         """Return the least seconds of this recipe's recomputation, from the uncompiled one; 0 if unknown."""

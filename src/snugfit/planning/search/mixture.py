@@ -156,8 +156,9 @@ def guess_between(low: int, high: int, low_bytes: float, high_bytes: float, limi
 
 def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:
     """Return the graded settings of the slot's technique, such as 1 to L - 1 recomputed layers; empty if it
-    has none."""
-    of_slot = (kind.grades(job) for kind in roster.techniques() if kind.slot is slot)
+    has none. A grade that needs compiled layers is none of them."""
+    kinds = (kind for kind in roster.techniques() if kind.slot is slot and not kind.lowered)
+    of_slot = (kind.grades(job) for kind in kinds)
     return next(filter(None, of_slot), ())
 
 

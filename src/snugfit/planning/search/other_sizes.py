@@ -33,6 +33,9 @@ A small GPT-2, bound by the host, reached 2.2.
 """
 
 
+PLAIN_PASSES = (Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
+"""Slots whose plain techniques give uncompiled passes with whole logits and nothing recomputed."""
+
 TWO_SIZES = 2
 """Number of sizes that determine a line."""
 
@@ -80,7 +83,7 @@ class OtherSizes:
             return self._on_line([(first, bound), (second, other)], 1 / pieces)
         if self.space.candidates[number].setup.lowering is None:
             return 0.0
-        for slots in ((Slot.CHECKPOINTING,), (Slot.CHECKPOINTING, Slot.ENGINE)):
+        for slots in ((Slot.CHECKPOINTING,), (Slot.CHECKPOINTING, Slot.ENGINE), PLAIN_PASSES):
             if two := self._two_plainer(number, first, slots):
                 break
         else:
@@ -106,7 +109,7 @@ class OtherSizes:
     def _without(self, number: int) -> int:
         """Return the candidate of this micro-batch size with plain passes: uncompiled, with whole logits and
         nothing recomputed."""
-        return self._plainer(number, Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
+        return self._plainer(number, *PLAIN_PASSES)
 
     def _plainer(self, number: int, *slots: Slot) -> int:
         if (number, slots) not in self._plain:

@@ -114,14 +114,13 @@ def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
 
     job, gpu, smallest, start = asked.job, asked.gpu, asked.wants_smallest, asked.fixed.start
     memory, headroom_bytes = asked.memory_on(gpu), asked.headroom_on(gpu)
-    listed = asked.ranked > 0  # any candidate may be among the best few
     bound = None if memory is None else memory - headroom_bytes
     # The answer may be a simpler recipe that is slower by up to this share.
     slowest = asked.slowest * (1 + AS_FAST)
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
     grade = partial(find_grades, state, pool, job, tell, link_of(gpu))
-    search(state, pool, tell, smallest=smallest, every_bound=listed, grade=None if smallest else grade)
+    search(state, pool, tell, smallest=smallest, every_bound=asked.ranked > 0, grade=grade)
     looked_at = _try_outside_space(asked, state, pool, tell)
     space = state.space
     front = front_of(state)
@@ -241,7 +240,7 @@ def search(
     recompute, since it may make them unnecessary. Raises `BelowLowerBound`.
     """
     recomputing = kinds or RecomputingKinds(state, pool, tell)
-    if grade is not None and not every_bound:
+    if grade is not None and not (every_bound or smallest):
         BestFirst(state, recomputing, tell, postpones=True).run(pool)
         grade()
     _evaluate_front(state, recomputing, pool, tell, every_bound=every_bound)

@@ -242,7 +242,8 @@ class SearchState:
 
         It is dominated by an evaluated recipe that is as fast as its lower bound. It must then not be
         smaller by `MEMORY_RESOLUTION`, and must not fit if that recipe does not. A candidate that is slower
-        than the fastest that fits is also dominated by recipes that are slower by `SPEED_RESOLUTION`.
+        than the fastest that fits is also dominated by recipes that are slower by `SPEED_RESOLUTION`. If
+        its program is not lowered, every other dominates it.
         """
         if least is None and self.has_better_sibling(number, self._stands_for(number)):
             return True
@@ -252,6 +253,9 @@ class SearchState:
             return True
         if least_seconds > self.fastest_that_fits:
             least_seconds *= 1 + SPEED_RESOLUTION
+            # Lowering takes longest, so a program that is no answer is lowered only for the whole front.
+            if self.slowest < math.inf and self.must_be_lowered(number):
+                return True
         # With infinite bytes, candidates of equal seconds count as faster.
         faster = bisect.bisect_right(self._best, (least_seconds, math.inf, 0))
         if not faster:
