@@ -99,13 +99,12 @@ def test_two_sizes_of_a_micro_batch_bound_a_larger_one() -> None:
     assert least.seconds == pytest.approx(3.8 - MOST_SAVED * 0.02)
 
 
-def test_one_size_of_a_budget_bounds_a_larger_one_where_its_passes_decide() -> None:
-    budget, without = "compiled + budget(0.5) + micro_batches", "compiled + micro_batches"
-    bounds = {number_of(f"{budget}(4)"): Bound(1200, 4.0)}
-    bounds |= {number_of(f"{without}({n})"): Bound(1000 + 1200 // n, 4.0) for n in (4, 2)}
-    large = number_of(f"{budget}(2)")
+def test_one_compiled_size_bounds_a_larger_one_where_its_passes_decide() -> None:
+    bounds = {number_of("compiled + micro_batches(4)"): Bound(1200, 4.0)}
+    bounds |= {number_of(f"micro_batches({n})"): Bound(1000 + 1200 // n, 4.0) for n in (4, 2)}
+    large = number_of("compiled + micro_batches(2)")
     assert OtherSizes(space(), bounds).least(large).needed_bytes == int(1400 * (1 - PEAK_SHARE))
-    bounds[number_of(f"{budget}(4)")] = Bound(1200, 4.0, resting_bytes=1200)
+    bounds[number_of("compiled + micro_batches(4)")] = Bound(1200, 4.0, resting_bytes=1200)
     assert OtherSizes(space(), bounds).least(large).needed_bytes == 0
 
 

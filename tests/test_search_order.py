@@ -81,7 +81,7 @@ def test_what_is_compiled_alike_goes_to_one_worker() -> None:
     needs_techniques("compiled")
     workers = Known(), Known()
     pool, state = WorkerPool(list(workers)), SearchState(space())
-    numbers = range(len(space().candidates))
+    numbers = [number for number, one in enumerate(space().candidates) if one.setup.lowering]
     state.bounds |= screen(state, pool, lambda what: None, numbers).bounds
     state.judge(state.by_trace(state.bounds), pool)
     programs = [
@@ -168,7 +168,7 @@ def test_compiled_layers_are_lowered_by_one_worker_each() -> None:
     assert programs[0].isdisjoint(programs[1])
 
 
-def test_a_size_that_nobody_lowered_explains_nothing() -> None:
+def test_a_reason_estimates_a_size_that_nobody_lowered() -> None:
     class Verifying(Known):
         def verify(self, recipe: Recipe, figures: Figures) -> FullCheck:
             return FullCheck(True, (), None)
@@ -177,8 +177,10 @@ def test_a_size_that_nobody_lowered_explains_nothing() -> None:
     pool = WorkerPool([worker])
     lowered = [Recipe.parse(f"{SETTLED} + compiled + micro_batches({n})") for n in (4, 2)]
     numbers = [number for number in map(space().number, lowered) if number is not None]
-    state.bounds |= screen(state, pool, lambda what: None, numbers).bounds
+    uncompiled = [space().variant(one, roster.plain(Slot.ENGINE)) for one in range(len(space().candidates))]
+    screened = {*numbers, *(number for number in uncompiled if number is not None)}
+    state.bounds |= screen(state, pool, lambda what: None, screened).bounds
     state.judge(state.by_trace(numbers[:1]), pool)
     reasons = {one.slot: one for one in explain(state, pool, numbers[0], JOB).reasons}
-    assert reasons["batching"].against == "micro_batches(2)"
-    assert {setup.micro_batches for setup in worker.judged if setup.lowering} == {4, 2}
+    assert (reasons["batching"].against, reasons["batching"].is_estimated) == ("whole_batch", True)
+    assert {setup.micro_batches for setup in worker.judged if setup.lowering} == {4}

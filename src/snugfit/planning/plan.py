@@ -188,6 +188,10 @@ class Reason:
     because: str = ""
     """Cause of the difference in seconds, if it is known."""
 
+    is_estimated: bool = False
+    """True if the other recipe was not compiled. Its figures then follow from the lower bounds of the
+    uncompiled recipes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:

@@ -13,7 +13,7 @@ activations a layer keeps less than its inputs, and torch then ignores every bud
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -36,6 +36,7 @@ class Budget(Technique):
 
     fidelity: ClassVar = Fidelity.ROUNDS
     lowered: ClassVar = True
+    grade_cost: ClassVar = 0.5
     needs: ClassVar = ("triton>=3.5",)
     extra: ClassVar = "compile"
     caveat: ClassVar = (
@@ -81,8 +82,13 @@ class Budget(Technique):
             )
 
     @classmethod
-    def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield memory budgets of three quarters, a half and a quarter of a layer's activations for plans to
-        try.
+    def grades(cls, job: Job) -> Sequence[Self]:
+        """Return memory budgets of three quarters, a half and a quarter of a layer's activations. Each one
+        compiles another program.
         """
-        yield from (cls(share=share) for share in PLANNED)
+        return [cls(share=share) for share in PLANNED]
+
+    @classmethod
+    def settings(cls, job: Job) -> Iterator[Self]:
+        """Yield the memory budgets that a plan may try."""
+        yield from cls.grades(job)

@@ -7,12 +7,11 @@ tensors that are live outside the layers, and the products' saved outputs, bound
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.planning.cost.figures import Bound
 from snugfit.planning.cost.lowered import CACHE_SHARE, LoweredKinds
-from snugfit.planning.plan import Exclusion
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
@@ -38,11 +37,9 @@ PIECES_SHARE = 0.1
 kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four."""
 
 
-BUDGET_SHARE = 0.02
-"""Largest share by which layers with a budget may take fewer seconds than compiled layers that keep all.
-
-None of GPT-2, RoBERTa, BERT, ViT, Qwen, Gemma and Llama took less than these by the rates of an H200.
-"""
+REST_SHARE = 0.01
+"""Largest share by which the kernels besides products and attention may be faster in more micro-batches
+(chosen)."""
 
 
 class _Counterparts(NamedTuple):
@@ -62,10 +59,9 @@ class CompiledKinds(LoweredKinds):
     space: Space
     state: SearchState
 
-    def __init__(self, *asked: Any, **how: Any) -> None:
-        super().__init__(*asked, **how)
+    def __init__(self, *asked: Any) -> None:
+        super().__init__(*asked)
         self._bounds: Mapping[int, Bound] = self.state.bounds
-        self._budgets = {n for n, one in enumerate(self.space.candidates) if one.setup.has_budget}
         self._uncompiled: dict[int, _Counterparts] = {}
         self._fewer: dict[int, list[int]] = {}
         """Numbers of the same recipes with fewer micro-batches, by recipe."""
@@ -128,7 +124,15 @@ class CompiledKinds(LoweredKinds):
             if known := self._bounds.get(other):
                 # Each micro-batch launches all kernels again, so more of them are hardly faster.
                 least = least.at_least(Bound(0, known.seconds * (1 - PIECES_SHARE)))
+                own, plain = self._of_uncompiled(number), self._of_uncompiled(other)
+                if own and plain:
+                    more = own.compiled_seconds - plain.compiled_seconds
+                    least = least.at_least(Bound(0, (known.seconds + more) * (1 - REST_SHARE)))
         return least
+
+    def _of_uncompiled(self, number: int) -> Bound | None:
+        alike = self.alike(number)
+        return None if alike is None else self._bounds.get(alike)
 
     def again_seconds(self, number: int) -> float:
         """Return a lower bound of the seconds of a compiled recipe's recomputation; 0 if it is unknown."""
@@ -151,49 +155,6 @@ class CompiledKinds(LoweredKinds):
             most = candidates[number].setup.micro_batches
             self._fewer[number] = [one for one in sizes if candidates[one].setup.micro_batches < most]
         return self._fewer[number]
-
-    def saved_share(self, number: int) -> float:
-        """Return the largest fraction of a recipe's seconds that a memory budget or less recomputation may
-        save.
-        """
-        return BUDGET_SHARE if number in self._budgets else CACHE_SHARE
-
-    def is_idle(self, number: int) -> bool:
-        """Return True if this recipe's memory budget is useless, because the recipe fits without one. The
-        user's own budget is always included.
-        """
-        # A budget is a program of its own for each size: 49 CPU seconds of a plan became 113 (Llama-3.2-1B).
-        if self.everywhere or number not in self._budgets:
-            return False
-        recipe, start = self.space.candidates[number].recipe, self.space.fixed.start
-        if start is not None and start[Slot.CHECKPOINTING] == recipe[Slot.CHECKPOINTING]:
-            return False
-        without = self._without(number)
-        return without is not None and self._fits(without)
-
-    def _without(self, number: int) -> int | None:
-        return self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
-
-    def left_out(self, numbers: Iterable[int]) -> Iterator[Exclusion]:
-        """Yield the search's reason for skipping recipes with a memory budget that they do not need."""
-        idle = [
-            number for number in numbers if self.is_idle(number) and self._without(number) in self._bounds
-        ]
-        if idle:
-            name = self.space.candidates[idle[0]].recipe[Slot.CHECKPOINTING].name
-            why = f"compiled layers fit without it, and are faster (--keep '{name}(0.5)' plans with it)"
-            yield Exclusion(what=name, why=why, recipes=len(idle))
-
-    def _fits(self, number: int) -> bool:
-        """Return True if a recipe may fit into the GPU's memory, by the bytes known so far.
-
-        A candidate that may fit and was not evaluated is no faster than another that fits. A candidate that
-        cannot be simulated cannot be simulated with a budget either.
-        """
-        state = self.state
-        # A candidate without known bytes may still fit.
-        known = state.judged.get(number) or state.bounds.get(number) or self.least_of(number)
-        return not known or state.memory_bytes is None or known.needed_bytes <= state.memory_bytes
 
 
 def _least_bytes(other: Bound, setup: Setup, uncompiled: Setup) -> int:

@@ -5,7 +5,7 @@ A feature with a `Lowering` has a subclass (`Feature.lowered_kinds`). Without on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from snugfit.techniques.registry import hooks
 
 if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Bound
-    from snugfit.planning.plan import Exclusion
 
 CACHE_SHARE = 0.1
 """Largest share of a step's seconds that recomputing may save, by disabling a cache of keys and values."""
@@ -25,8 +24,7 @@ class LoweredKinds:
     """Lower bounds for the compiled recipes of a search, which are compiled only when the search needs them.
     The base class has none.
 
-    `saves_nothing` maps a recomputing candidate to the same one without recomputing. `least_of` returns the
-    bounds of a waiting candidate. `everywhere` includes candidates that are idle.
+    `saves_nothing` maps a recomputing candidate to the same one without recomputing.
     """
 
     waiting: Sequence[int] = ()
@@ -37,12 +35,8 @@ class LoweredKinds:
         space: Any,
         state: Any,
         saves_nothing: Mapping[int, int | None],
-        least_of: Callable[[int], Bound | None],
-        *,
-        everywhere: bool = False,
     ) -> None:
         self.space, self.state, self.saves_nothing = space, state, saves_nothing
-        self.least_of, self.everywhere = least_of, everywhere
 
     @staticmethod
     def is_left(operator: str) -> bool:
@@ -79,18 +73,6 @@ class LoweredKinds:
     def again_seconds(self, number: int) -> float:
         """Return the least seconds that a recipe spends on recomputing activations; 0 if unknown."""
         return 0.0
-
-    def saved_share(self, number: int) -> float:
-        """Return the largest fraction of a recipe's seconds that less recomputation may save."""
-        return CACHE_SHARE
-
-    def is_idle(self, number: int) -> bool:
-        """Return True if this recipe saves memory without need, since it fits without the saving."""
-        return False
-
-    def left_out(self, numbers: Iterable[int]) -> Iterable[Exclusion]:
-        """Return the reasons for skipping those of these recipes that save memory without need."""
-        return ()
 
 
 @cache

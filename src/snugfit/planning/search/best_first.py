@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.planning.search.screening import groups_by_passes, note
+from snugfit.planning.search.state import SPEED_RESOLUTION
 from snugfit.prediction.worker_pool import Answer, Question
 
 if TYPE_CHECKING:
@@ -47,11 +48,13 @@ class _Needed(NamedTuple):
 
 class BestFirst:
     """Search that bounds and simulates all candidate recipes which may be on the Pareto front of bytes and
-    seconds, for one GPU.
+    seconds, for one GPU. If it `postpones`, it compiles no layers that recompute.
     """
 
-    def __init__(self, state: SearchState, kinds: RecomputingKinds, tell: Tell) -> None:
-        self.state, self.kinds, self.tell = state, kinds, tell
+    def __init__(
+        self, state: SearchState, kinds: RecomputingKinds, tell: Tell, *, postpones: bool = False
+    ) -> None:
+        self.state, self.kinds, self.tell, self.postpones = state, kinds, tell, postpones
         kinds.start()
         self._tasks: dict[int, _SearchTask] = {}
         """Tasks of the workers, by the number of the question."""
@@ -123,12 +126,39 @@ class BestFirst:
             entry = heapq.heappop(self._groups)
             numbers = [number for number in entry[-1] if not self.state.is_dominated(number)]
             if numbers and self.state.may_be_for(worker, numbers[0]):
-                task = _SearchTask("judge", entry[0], numbers)
+                task = self._smallest_of_alike(worker, _SearchTask("judge", entry[0], numbers))
             elif numbers:
                 passed.append(entry)
         for entry in passed:
             heapq.heappush(self._groups, entry)
         return task
+
+    def _smallest_of_alike(self, worker: int, fastest: _SearchTask) -> _SearchTask:
+        """Return the task to simulate the smallest recipes that are about as slow as these, if these are no
+        answer. Its result often makes the larger ones unnecessary.
+        """
+        if fastest.seconds <= self.state.fastest_that_fits:
+            return fastest
+        most, bounds = fastest.seconds * (1 + SPEED_RESOLUTION), self.state.bounds
+        alike = [
+            (group, numbers)
+            for group in self._groups
+            if group[0] <= most
+            and (numbers := [one for one in group[-1] if not self.state.is_dominated(one)])
+            and self.state.may_be_for(worker, numbers[0])
+        ]
+        smallest = min(alike, key=lambda one: one[0][1], default=None)
+        if smallest is None or smallest[0][1] >= min(bounds[one].needed_bytes for one in fastest.numbers):
+            return fastest
+        # The fastest of those that share its passes makes the others unnecessary.
+        passes = self.state.passes_of(smallest[1][0])
+        if self.state.passes_of(fastest.numbers[0]) == passes:
+            return fastest
+        group, numbers = min(one for one in alike if self.state.passes_of(one[1][0]) == passes)
+        self._groups.remove(group)
+        heapq.heapify(self._groups)
+        self._push_group(fastest.numbers)
+        return _SearchTask("judge", group[0], numbers)
 
     def _next_screened(self, worker: int, most: float, now: float) -> _SearchTask | None:
         """Return the task to bound a group of recipes that may take less than `most` seconds.
@@ -146,7 +176,8 @@ class BestFirst:
                 numbers = self.kinds.next_of(needed.numbers) if needed.seconds < most else []
                 if numbers and self.state.must_be_lowered(numbers[0]):
                     lowers_later |= seconds > now
-                    numbers = [] if lowers_later else numbers
+                    postponed = self.postpones and self.kinds.is_lowered_saving(numbers[0])
+                    numbers = [] if lowers_later or postponed else numbers
                 if numbers and self._may_screen(worker, numbers[0]):
                     return _SearchTask("screen", seconds, self.kinds.send(numbers))
             if self._complete or math.isfinite(most):

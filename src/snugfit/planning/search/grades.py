@@ -35,6 +35,7 @@ from snugfit.planning.search.mixture import (
     Tried,
     find_mixture,
     guess_between,
+    is_valid,
     mixture_of,
 )
 from snugfit.planning.search.simpler import AS_FAST
@@ -94,7 +95,11 @@ class _UnfitAndRecomputed(NamedTuple):
 
     def seconds_within(self, memory_bytes: int) -> float:
         """Return the interpolated seconds of a step in which just enough layers are recomputed to fit."""
-        return self.seconds + self.share(memory_bytes) * (self.most_seconds - self.seconds)
+        return self.seconds_at(self.share(memory_bytes))
+
+    def seconds_at(self, share: float) -> float:
+        """Return the interpolated seconds of a step in which this fraction of the layers is recomputed."""
+        return self.seconds + share * (self.most_seconds - self.seconds)
 
 
 def find_grades(
@@ -109,26 +114,9 @@ def find_grades(
     if state.memory_bytes is None or state.nothing_fits or not job.trains:
         return state.space
     fixed = state.space.fixed.slots
-    mixture = None if Slot.ACTIVATION_OFFLOAD in fixed else mixture_of(job, link)
-    for technique in roster.techniques():
-        grades = technique.grades(job)
-        if not grades or technique.slot is not Slot.CHECKPOINTING or technique.slot in fixed:
-            continue
-        tried = set[int]()
-        for _ in range(RECIPES):
-            between = _most_promising(state, technique.slot, tried)
-            if between is None:
-                break
-            # Recipes with the same passes would give the same line.
-            tried.add(state.space.candidates[between.number].sized)
-            tell(f"looking for {technique.name} that fits")
-            if mixture is not None:  # mostly makes grades unnecessary
-                _evaluate_mixtures(state, pool, between, mixture)
-            # The mixture may fit now, and grades must be faster than it.
-            if between.seconds_within(state.memory_bytes) >= state.fastest_that_fits * (1 - AS_FAST):
-                continue
-            if least_grade := _least_that_fits(state, pool, between, grades):
-                add_candidate(state, *least_grade)
+    if Slot.CHECKPOINTING not in fixed:
+        mixture = None if Slot.ACTIVATION_OFFLOAD in fixed else mixture_of(job, link)
+        _find_recomputed(state, pool, job, tell, mixture)
     for slot in Slot:
         if slot not in fixed:
             _find_smaller(state, pool, job, slot, tell)
@@ -137,6 +125,38 @@ def find_grades(
             tell(f"looking for the fewest layers of {whole}")
             _find_lesser(state, pool, slot, lesser)
     return state.space
+
+
+def _find_recomputed(
+    state: SearchState, pool: WorkerPool, job: Job, tell: Tell, mixture: Mixture | None
+) -> None:
+    """Evaluate the fewest recomputed layers, or parts of layers, of the most promising recipes that do not
+    fit."""
+    slot = Slot.CHECKPOINTING
+    kinds = [kind for kind in roster.techniques() if kind.slot is slot and not kind.planning_objection(job)]
+    kinds.sort(key=lambda kind: kind.lowered)  # a grade that is compiled takes longest
+    graded = {kind: grades for kind in kinds if (grades := kind.grades(job)) and not kind.missing_package()}
+    while graded and len(state.graded) < RECIPES:
+        between = _most_promising(state, slot, min(kind.grade_cost for kind in graded))
+        if between is None:
+            break
+        # Recipes with the same passes would give the same line.
+        state.graded.add(state.space.candidates[between.number].sized)
+        memory, base = state.memory_bytes or 0, state.space.candidates[between.number].recipe
+
+        def may_be_fastest(cost: float, share: float, between: _UnfitAndRecomputed = between) -> bool:
+            return between.seconds_at(share * cost) < state.fastest_that_fits * (1 - AS_FAST)
+
+        if mixture is not None and may_be_fastest(1.0, between.share(memory)):
+            tell("looking for activations on the host that fit")
+            _evaluate_mixtures(state, pool, between, mixture)  # mostly makes grades unnecessary
+        for kind, grades in graded.items():
+            steps = len(grades) + 1
+            share = math.ceil(between.share(memory) * steps) / steps
+            if is_valid(base.with_(grades[0]), job) and may_be_fastest(kind.grade_cost, share):
+                tell(f"looking for {kind.name} that fits")
+                if least_grade := _least_that_fits(state, pool, between, grades):
+                    add_candidate(state, *least_grade)
 
 
 def _evaluate_mixtures(
@@ -234,18 +254,20 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
                 low = middle
 
 
-def _most_promising(state: SearchState, slot: Slot, tried: set[int]) -> _UnfitAndRecomputed | None:
+def _most_promising(state: SearchState, slot: Slot, cost: float) -> _UnfitAndRecomputed | None:
     """Return the recipe with the least estimated seconds, the simplest of equally fast ones, with other
-    passes than those `tried`.
+    passes than those in `state.graded`.
 
-    Return None if they are no faster than every recipe that fits.
+    Return None if they are no faster than every recipe that fits, even at this share (`cost`) of the seconds
+    on the line.
     """
     space, memory = state.space, state.memory_bytes or 0
     most = state.fastest_that_fits * (1 - AS_FAST)
     lines = [
         line
         for line in _lines(state, slot)
-        if line.seconds_within(memory) < most and space.candidates[line.number].sized not in tried
+        if line.seconds_at(line.share(memory) * cost) < most
+        and space.candidates[line.number].sized not in state.graded
     ]
     least = min((line.seconds_within(memory) for line in lines), default=math.inf)
     as_fast = [line for line in lines if line.seconds_within(memory) <= least * (1 + AS_FAST)]
@@ -292,8 +314,8 @@ def _least_that_fits(
         if high - low <= 1:
             break
         guess = guess_between(low, high, low_bytes, high_bytes, memory)
-        # If one of two neighbours misses and the other fits, the search ends at once.
-        for grade in sorted({guess, max(guess - 1, low + 1)}):
+        # If one of two neighbours misses and the other fits, the search ends at once. Compiling is expensive.
+        for grade in sorted({guess, guess if grades[0].lowered else max(guess - 1, low + 1)}):
             judged = judge_recipe(state, pool, base.with_(grades[grade - 1]))
             if judged is None:
                 return least_grade

@@ -162,9 +162,10 @@ def guess_between(low: int, high: int, low_bytes: float, high_bytes: float, limi
 
 def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:
     """Return the settings of the slot's technique by number of layers, such as 1 to L - 1 recomputed ones.
-    Empty if it has none.
+    Empty if it has none. Techniques for compiled layers are left out.
     """
-    of_slot = (kind.grades(job) for kind in roster.techniques() if kind.slot is slot)
+    kinds = (kind for kind in roster.techniques() if kind.slot is slot and not kind.lowered)
+    of_slot = (kind.grades(job) for kind in kinds)
     return next(filter(None, of_slot), ())
 
 

@@ -3,7 +3,7 @@
 Recomputation at most doubles a kernel's runs, and the host has slightly more work. Fewer micro-batches
 therefore save at most three times the seconds that they save without it. The peak is the maximum of several
 moments, each linear in the samples. It is a convex function, and beyond two known sizes it is never below the
-line through them. A budget only changes the growth with the samples, so one size is enough for it.
+line through them. Compiled layers only change the growth with the samples, so one size is enough for them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ it.
 A small GPT-2, bound by the host, reached 2.2.
 """
 
+
+PLAIN_PASSES = (Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
+"""Slots whose plain techniques give uncompiled passes with whole logits and nothing recomputed."""
 
 TWO_SIZES = 2
 """Number of sizes that determine a line."""
@@ -75,29 +78,35 @@ class OtherSizes:
         return bound.seconds - MOST_SAVED * max(0.0, plain.seconds - own.seconds)
 
     def _needed_bytes(self, number: int, known: Sequence[tuple[int, Bound]]) -> float:
-        """Extrapolate the least bytes of a recipe from two smaller micro-batch sizes, or from one if it has a
-        memory budget.
+        """Extrapolate the least bytes of a recipe from two smaller micro-batch sizes, or from one if its layers
+        are compiled.
         """
         (first, bound), *further = known
         pieces = self.pieces(number)
         if further:
             second, other = further[0]
             return self._on_line([(first, bound), (second, other)], 1 / pieces)
-        if not self.space.candidates[number].setup.has_budget:
+        if self.space.candidates[number].setup.lowering is None:
             return 0.0
-        sizes = (first, number, *self.smaller(number))
-        plain = {one: self._bounds[self._not_recomputing(one)] for one in sizes if self._is_plain_known(one)}
-        if first not in plain or len(plain) < TWO_SIZES:
+        for slots in ((Slot.CHECKPOINTING,), (Slot.CHECKPOINTING, Slot.ENGINE), PLAIN_PASSES):
+            if two := self._two_plainer(number, first, slots):
+                break
+        else:
             return 0.0
-        two = [*plain.items()][:TWO_SIZES]
-        if any(one.needed_bytes <= one.resting_bytes for one in (*dict(two).values(), bound)):
+        if any(one.needed_bytes <= one.resting_bytes for one in (*(one for _, one in two), bound)):
             return 0.0  # the update determines the peak
         at_rest = self._on_line(two, 0.0)
         points, values = [0.0, 1 / self.pieces(first)], [at_rest, bound.needed_bytes]
         return float(linear_extrapolate(points, values, 1 / pieces))
 
-    def _is_plain_known(self, number: int) -> bool:
-        return self._not_recomputing(number) in self._bounds
+    def _two_plainer(self, number: int, first: int, slots: tuple[Slot, ...]) -> list[tuple[int, Bound]]:
+        """Return the bounds of the recipe with default techniques in `slots`, for two micro-batch sizes from
+        that of `first` on. Empty if they are unknown.
+        """
+        sizes = (first, number, *self.smaller(number))
+        plain = {one: self._bounds.get(self._plainer(one, *slots)) for one in sizes}
+        known = [(one, bound) for one, bound in plain.items() if bound is not None]
+        return known[:TWO_SIZES] if plain[first] and len(known) >= TWO_SIZES else []
 
     def _on_line(self, sizes: Sequence[tuple[int, Bound]], share: float) -> float:
         """Return the bytes with micro-batches of this fraction of the batch, on the line through two
@@ -110,11 +119,7 @@ class OtherSizes:
         """Return the index of the recipe with this micro-batch size that is uncompiled, has whole logits and
         recomputes nothing.
         """
-        return self._plainer(number, Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
-
-    def _not_recomputing(self, number: int) -> int:
-        """Return the index of the same recipe without recomputation."""
-        return self._plainer(number, Slot.CHECKPOINTING)
+        return self._plainer(number, *PLAIN_PASSES)
 
     def _plainer(self, number: int, *slots: Slot) -> int:
         if (number, slots) not in self._plain:

@@ -1,8 +1,9 @@
 """Reasons for a plan's answer, slot by slot, and the changes that it proposes for the user's own recipe.
 
-A slot's reason is a comparison, with both sides evaluated in full. It compares the recipe with the same
-recipe and the slot's plain technique. If the plain one was chosen or is not available, it uses the fastest
-other technique. A fixed slot gives that as its reason.
+A slot's reason is a comparison, with both sides evaluated in full. A program that is not lowered yet is
+estimated instead. The reason compares the recipe with the same recipe and the slot's plain technique. If the
+plain one was chosen or is not available, it uses the fastest other technique. A fixed slot gives that as its
+reason.
 
 Each change of the user's recipe is evaluated alone: the recipe with only this slot as in the plan. Changes
 do not add up (a smaller micro-batch saves less once layers are recomputed). All of them together give the
@@ -64,7 +65,10 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
             add_candidate(state, other)
     candidates = state.space.candidates
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
-    unknown = {n for n in numbers.values() if n is not None and n in state.bounds and n not in state.judged}
+    unjudged = {number for number in numbers.values() if number is not None and number not in state.judged}
+    to_lower = [number for number in unjudged if state.must_be_lowered(number)]
+    estimates = {number: one for number in to_lower if (one := _estimate(state, answer, number))}
+    unknown = {one for one in unjudged if one in state.bounds or one in to_lower} - estimates.keys()
     questions = [Question(answer, "verify", (recipe, state.judged[answer]))]
     # A program that is not lowered yet takes longest, so it starts first.
     longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.lowering is None))
@@ -78,11 +82,13 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
         elif not isinstance(value, SnugfitError):
             state.judged[number] = value[0][0]
     fixed, own = state.space.fixed, state.judged[answer]
-    figures = {slot: state.judged.get(number) for slot, number in numbers.items() if number is not None}
+    known = state.judged | estimates
+    figures = {slot: known.get(number) for slot, number in numbers.items() if number is not None}
     reasons = (
         replace(
             _reason(slot, recipe, other, figures.get(slot), fixed.why(slot)),
             because=_because(recipe, other, own, figures.get(slot)),
+            is_estimated=numbers.get(slot) in estimates,
         )
         for slot, other in alternatives.items()
         if other is not None or slot in fixed.slots
@@ -91,12 +97,33 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
 
 
 def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
-    """Yield the recipes with which the answer's technique in one slot may be compared."""
+    """Yield the recipes with which the answer's technique in one slot may be compared. Those that would have
+    to be compiled have their uncompiled ones instead.
+    """
     for slot in Slot:
         if (plainer := _plainer(state, recipe, slot)) is None:
             yield from _affordable(state, recipe, slot)
-        elif (number := state.space.number(plainer)) is not None:
-            yield number
+        elif (number := stand_in(state.space, plainer)) is not None:
+            if state.must_be_lowered(number):
+                number = state.space.variant(number, roster.plain(Slot.ENGINE))
+            yield from () if number is None else (number,)
+
+
+def _estimate(state: SearchState, answer: int, number: int) -> Figures | None:
+    """Return the estimated bytes and seconds of a recipe that is not compiled yet; None without bounds.
+
+    They differ from those of the answer as the lower bounds of both uncompiled recipes do.
+    """
+    bounds = []
+    for one in (answer, number):
+        plain = stand_in(state.space, state.space.candidates[one].recipe.with_(roster.plain(Slot.ENGINE)))
+        bounds.append(state.bounds.get(plain) if plain is not None else None)
+    own, (first, second) = state.judged[answer], bounds
+    if first is None or second is None:
+        return None
+    more = second.needed_bytes - first.needed_bytes
+    seconds = own.seconds + second.seconds - first.seconds
+    return own._replace(reserved_bytes=own.reserved_bytes + more, seconds=seconds)
 
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
@@ -115,17 +142,9 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
 
 
 def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe with the slot's default technique; None if that is its own or is not available. Also
-    None if its compiled layers would have to be compiled for the simulation and those of another technique
-    are already.
-    """
+    """Return the recipe with the slot's default technique; None if that is its own or is not available."""
     plain = roster.plain(slot)
-    if recipe[slot] == plain or plain not in state.space.offers(slot):
-        return None
-    number = stand_in(state.space, recipe.with_(plain))
-    if number is None or not state.must_be_lowered(number) or not _affordable(state, recipe, slot):
-        return recipe.with_(plain)
-    return None
+    return None if recipe[slot] == plain or plain not in state.space.offers(slot) else recipe.with_(plain)
 
 
 def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:

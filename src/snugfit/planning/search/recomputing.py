@@ -35,7 +35,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING
 
 from snugfit.planning.cost.figures import Bound
-from snugfit.planning.cost.lowered import lowered_kinds
+from snugfit.planning.cost.lowered import CACHE_SHARE, lowered_kinds
 from snugfit.planning.search.other_sizes import OtherSizes
 from snugfit.planning.search.screening import Screening, screen
 from snugfit.planning.search.state import MEMORY_RESOLUTION
@@ -47,7 +47,6 @@ from snugfit.techniques.setup import EVERY_LAYER, CheckpointWish, Setup
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
-    from snugfit.planning.plan import Exclusion
     from snugfit.planning.search.progress import Tell
     from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
@@ -85,7 +84,7 @@ class RecomputingKinds:
     compiled layers. Recipes with the same forward and backward passes form a kind.
     """
 
-    def __init__(self, state: SearchState, pool: WorkerPool, tell: Tell, *, budgets: bool = False) -> None:
+    def __init__(self, state: SearchState, pool: WorkerPool, tell: Tell) -> None:
         self.state, self.space, self.pool, self.tell = state, state.space, pool, tell
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """Waiting candidates by kind of passes."""
@@ -129,9 +128,7 @@ class RecomputingKinds:
                 self._whole[number] = self.space.variant(number, plain[0])
             if (full := self._with_each(number)) is not None:
                 self._full[number] = full
-        self._lowered = lowered_kinds()(
-            self.space, state, self._without, self._least_of_waiting, everywhere=budgets
-        )
+        self._lowered = lowered_kinds()(self.space, state, self._without)
         for number in self._lowered.waiting:
             self.waiting[self.space.candidates[number].passes].append(number)
             # They have no counterpart without savings here; `_least_of_lowered` bounds them.
@@ -165,7 +162,7 @@ class RecomputingKinds:
         # Whole logits bound the memory of chunks within layers, so they come first.
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
         # Lowering takes longest, and compiled layers without savings bound those with them.
-        kinds = [kind for kind in kinds if not self._is_lowered_saving(needed[kind][0])] or kinds
+        kinds = [kind for kind in kinds if not self.is_lowered_saving(needed[kind][0])] or kinds
         # The fastest kind comes first: its figures exclude most of the slower ones.
         kinds.sort(key=lambda kind: self.least_seconds_of(needed[kind]))
         chosen = [number for kind in kinds for number in needed[kind]]
@@ -181,7 +178,7 @@ class RecomputingKinds:
             self._twins.drop_if_misleading()
         return list(asked)
 
-    def _is_lowered_saving(self, number: int) -> bool:
+    def is_lowered_saving(self, number: int) -> bool:
         """Return True if this recipe has compiled layers and saves memory. The recipe without savings then
         gives its bounds.
         """
@@ -191,16 +188,24 @@ class RecomputingKinds:
         """Return the recipes whose lower bounds must be computed before those of these recipes of one kind.
 
         Each size of compiled layers takes long, so only one size is returned. The fastest size without
-        savings bounds the seconds of smaller micro-batches. With savings, the smallest micro-batches bound
-        the bytes of larger ones.
+        savings bounds the seconds of smaller micro-batches, if it probably fits. The smallest micro-batches
+        bound the bytes of larger ones.
         """
         firsts = [*map(self._first_of, numbers)]
         if uncompiled := [number for number in firsts if number not in self._lowered]:
             return uncompiled
         pieces = {number: self._sizes.pieces(number) for number in firsts}
         saves = self.space.candidates[firsts[0]].setup.saves_memory
-        size = max(pieces.values()) if saves else pieces[min(firsts, key=self._least_seconds)]
+        fitting = [] if saves else [number for number in firsts if self._probably_fits(number)]
+        size = pieces[min(fitting, key=self._least_seconds)] if fitting else max(pieces.values())
         return [number for number in firsts if pieces[number] == size]
+
+    def _probably_fits(self, number: int) -> bool:
+        """Return True if this compiled recipe fits with the mean of its lower bound and the uncompiled bytes."""
+        uncompiled = self._bound_of(self._lowered.alike(number))
+        least = self._least(number).needed_bytes
+        most = least if uncompiled is None else uncompiled.needed_bytes
+        return self.state.fits((least + most) // 2)
 
     def _is_any_below(self, asked: Mapping[int, Bound]) -> bool:
         """Return True if the new lower bound of one of these recipes is less than its earlier estimate in
@@ -217,9 +222,7 @@ class RecomputingKinds:
         needed = [
             number
             for number in self.waiting[kind]
-            if may_be_needed(number)
-            and (twins or not self._saves_nothing(number))
-            and not self._lowered.is_idle(number)
+            if may_be_needed(number) and (twins or not self._saves_nothing(number))
         ]
         return needed if twins or not needed or not self._twins.of(kind, needed) else []
 
@@ -263,9 +266,6 @@ class RecomputingKinds:
 
     def _waits(self, number: int) -> bool:
         return number in self.waiting.get(self.space.candidates[number].passes, ())
-
-    def _least_of_waiting(self, number: int) -> Bound | None:
-        return self._least(number) if self._waits(number) else None
 
     def add(self, numbers: Collection[int]) -> None:
         """Compute the lower bounds of these recipes by simulations of few layers."""
@@ -339,7 +339,7 @@ class RecomputingKinds:
         logits or without savings.
         """
         first = self.waiting[kind][0]
-        return 2 * (first in self._whole) + self._is_lowered_saving(first)
+        return 2 * (first in self._whole) + self.is_lowered_saving(first)
 
     def next_of(self, numbers: Sequence[int]) -> list[int]:
         """Return the recipes of one kind to bound next, in one simulation. Return nothing if pending results
@@ -441,7 +441,7 @@ class RecomputingKinds:
     def _least_of(self, number: int) -> Bound:
         without, least = self._without[number], NOTHING
         if without is not None and (known := self.state.bounds.get(without)):
-            seconds = known.seconds * (1 - self._lowered.saved_share(number))
+            seconds = known.seconds * (1 - CACHE_SHARE)
             needed = self._least_saving(number, without, known)
             least = Bound(needed, seconds + self._lowered.again_seconds(number))
         whole = self._bound_of_whole(number)
@@ -459,7 +459,7 @@ class RecomputingKinds:
         without = self._without[number]
         if without is None or not self._waits(without):
             return least
-        seconds = self._least(without).seconds * (1 - self._lowered.saved_share(number))
+        seconds = self._least(without).seconds * (1 - CACHE_SHARE)
         return least.at_least(Bound(0, seconds + self._lowered.again_seconds(number)))
 
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
@@ -522,10 +522,6 @@ class RecomputingKinds:
 
     def _bound_of(self, number: int | None) -> Bound | None:
         return None if number is None else self.state.bounds.get(number)
-
-    def left_out(self) -> Iterator[Exclusion]:
-        """Return the reasons for skipping the recipes for which no lower bound was ever computed."""
-        yield from self._lowered.left_out(itertools.chain.from_iterable(self.waiting.values()))
 
     # ---- twins -------------------------------------------------------------------------------------------
 

@@ -114,13 +114,13 @@ def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
 
     job, gpu, smallest, start = asked.job, asked.gpu, asked.wants_smallest, asked.fixed.start
     memory, headroom_bytes = asked.memory_on(gpu), asked.headroom_on(gpu)
-    listed = asked.ranked > 0  # any candidate may be among the best few
     bound = None if memory is None else memory - headroom_bytes
     # The answer may be a simpler recipe that is slower by up to this share.
     slowest = asked.slowest * (1 + AS_FAST)
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
-    search(state, pool, tell, smallest=smallest, every_bound=listed)
+    grade = partial(find_grades, state, pool, job, tell, link_of(gpu))
+    search(state, pool, tell, smallest=smallest, every_bound=asked.ranked > 0, grade=grade)
     looked_at = _try_outside_space(asked, state, pool, tell)
     space = state.space
     front = front_of(state)
@@ -231,14 +231,19 @@ def search(
     smallest: bool = False,
     every_bound: bool = False,
     kinds: RecomputingKinds | None = None,
+    grade: Callable[[], object] | None = None,
 ) -> RecomputingKinds:
     """Simulate the Pareto front (bytes, seconds) of the searched recipes, including the fastest that fits.
 
     If it is requested or nothing fits, evaluate the smallest recipe too. `every_bound` also computes lower
     bounds of all other candidates. The `kinds` of an earlier search of this state continue it; return them.
-    Raises `BelowLowerBound`.
+    `grade` evaluates recipes that recompute some layers. It runs before compiled layers are lowered that
+    recompute, since it may make them unnecessary. Raises `BelowLowerBound`.
     """
-    recomputing = kinds or RecomputingKinds(state, pool, tell, budgets=every_bound)
+    recomputing = kinds or RecomputingKinds(state, pool, tell)
+    if grade is not None and not (every_bound or smallest):
+        BestFirst(state, recomputing, tell, postpones=True).run(pool)
+        grade()
     _evaluate_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
         state.judge_smallest(pool, tell)
@@ -249,7 +254,6 @@ def search(
     if state.nothing_fits:
         state.most_bytes = state.smallest * (1 + state.beyond)
         _evaluate_front(state, recomputing, pool, tell, every_bound=every_bound)
-    state.excluded += recomputing.left_out()
     return recomputing
 
 

@@ -47,6 +47,10 @@ MEMORY_RESOLUTION = 0.03
 It is approximately the allocator's loss between the blocks of a step.
 """
 
+SPEED_RESOLUTION = 0.05
+"""Share by which a recipe that cannot be the fastest must be faster than a smaller one for it to be listed
+(chosen)."""
+
 NEGLIGIBLE_BYTES = 160 << 20
 """Least number of bytes that a slower recipe must save to be listed (chosen). Segments of the allocator and
 workspaces of libraries cost a tiny model some 100 MiB that no lower bound contains."""
@@ -91,6 +95,8 @@ class SearchState:
     fits."""
     slowest: float = math.inf
     """Greatest seconds of candidates for the front, in multiples of the seconds of the fastest that fits."""
+    graded: set[int] = field(default_factory=set)
+    """Passes of the recipes whose grades were evaluated (`grades.py`)."""
     screen_these: Callable[[Iterable[int], Callable[[Bound], bool]], None] = lambda numbers, is_needed: None
     """Function that screens these postponed candidates if their known lower bounds show a need."""
     _best: list[tuple[float, int, int]] = field(default_factory=list)
@@ -238,7 +244,9 @@ class SearchState:
         """Return True if this recipe cannot be on the Pareto front: it is too large, too slow, or dominated.
 
         It is dominated by an evaluated recipe that is as fast as its lower bound. It must then not be
-        smaller by `MEMORY_RESOLUTION`, and must not fit if that recipe does not.
+        smaller by `MEMORY_RESOLUTION`, and must not fit if that recipe does not. A candidate that is slower
+        than the fastest that fits is also dominated by recipes that are slower by `SPEED_RESOLUTION`. If
+        its program is not lowered, every other dominates it.
         """
         if least is None and self.has_better_sibling(number, self._stands_for(number)):
             return True
@@ -246,6 +254,11 @@ class SearchState:
         least_seconds = least.seconds * (1 - TIME_BOUND_MARGIN)
         if least.needed_bytes > self.most_bytes or least_seconds > self.most_seconds:
             return True
+        if least_seconds > self.fastest_that_fits:
+            least_seconds *= 1 + SPEED_RESOLUTION
+            # Lowering takes longest, so a program that is no answer is lowered only for the whole front.
+            if self.slowest < math.inf and self.must_be_lowered(number):
+                return True
         # With infinite bytes, candidates of equal seconds count as faster.
         faster = bisect.bisect_right(self._best, (least_seconds, math.inf, 0))
         if not faster:

@@ -98,6 +98,8 @@ def _sentence(shown: Choice, reason: Reason) -> str:
         text += f", {'+' if apart > 0 else '-'}{show_seconds(abs(apart))} start-up"
     if reason.because:
         text += f", {reason.because}"
+    if reason.is_estimated:
+        text += " (estimated from uncompiled steps)"
     return f"{text}."
 
 

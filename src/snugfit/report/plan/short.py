@@ -147,6 +147,8 @@ def _all_gains(plan: Plan) -> Iterator[Gain]:
         if reason.needed_bytes and reason.step_seconds and not is_plain:
             less, faster = reason.needed_bytes - shown.needed_bytes, reason.step_seconds - shown.step_seconds
             text = f"{reason.chosen} in place of {reason.against}"
+            if reason.is_estimated:
+                text += " (estimated)"
             yield Gain(text, less, faster, shown.needed_bytes, shown.step_seconds)
 
 

@@ -8,8 +8,8 @@ computed below from the layer's own sizes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,18 +25,22 @@ from reported import foreseen, reports
 from small_models import small_job
 from small_runs import killed_in, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError
-from snugfit.features.compile.compiled_kinds import CompiledKinds
 from snugfit.features.compile.memory_budget import InductorWithin
 from snugfit.job.job import Job
 from snugfit.job.model import Model
+from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.keep import kept_of
+from snugfit.planning.search.grades import find_grades
 from snugfit.planning.search.space import space_of
+from snugfit.planning.search.state import SearchState
 from snugfit.prediction.predict import predict
+from snugfit.prediction.worker_pool import WorkerPool
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Slot
 from snugfit.training.run.train import train
 from snugfit.units import MIB
@@ -240,22 +244,42 @@ def test_a_run_within_a_budget_goes_on_where_it_was(tmp_path: Path, monkeypatch:
 # ---- plans ------------------------------------------------------------------------------------------------
 
 
-def test_plans_look_at_budgets_where_compiled_layers_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Judge:
+    """A worker of a plan. A budget costs half the seconds of the line to recomputing each layer."""
+
+    def __init__(self) -> None:
+        self.judged: list[str] = []
+
+    def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures]]:
+        self.judged.append(repr((setups[0].checkpoint, setups[0].lowering)))
+        return [(self.figures(setup),) for setup in setups]
+
+    def figures(self, setup: Setup) -> Figures:
+        share = 1 - setup.lowering.budget if setup.lowering else 0.0
+        if (wish := setup.checkpoint) is not None:
+            return Figures(100 - 10 * (wish.first or 5), 0, 100 - 10 * (wish.first or 5), 0, 20.0)
+        return Figures(0, 0, int(100 - 50 * share), 0, 10 + 1.5 * share)
+
+
+@pytest.mark.parametrize(("memory", "budget"), [(100, None), (90, 0.75), (80, 0.5), (62, 0.25)])
+def test_a_plan_takes_the_largest_budget_that_fits(
+    memory: int, budget: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind in roster.techniques():
         if kind.name in ("compiled", "budget"):
             monkeypatch.setattr(kind, "needs", ())
     job = small_job("llama")
     space = space_of(job, fixed=kept_of(job, f"{OTHERS} + adamw_fused"))
-    within = next(n for n, one in enumerate(space.candidates) if one.setup.has_budget)
-    without = space.number(space.candidates[within].recipe.with_(roster.plain(Slot.CHECKPOINTING)))
-    assert without is not None
-    for needed, idle in ((10, True), (11, False)):
-        state: Any = SimpleNamespace(
-            judged={}, bounds={without: SimpleNamespace(needed_bytes=needed)}, memory_bytes=10
-        )
-        budgets = CompiledKinds(space, state, {}, lambda number: None)
-        assert budgets.is_idle(within) == idle
-        left_out = list(budgets.left_out([within, without]))
-        assert [(one.what, one.recipes) for one in left_out] == ([("budget", 1)] if idle else [])
-        assert not budgets.is_idle(without)
-        assert not CompiledKinds(space, state, {}, lambda number: None, everywhere=True).is_idle(within)
+    assert not any(one.setup.has_budget for one in space.candidates)
+    worker, state = _Judge(), SearchState(space, memory_bytes=memory)
+    for checkpoint in ("keep_all", "every_layer"):
+        number = space.number(Recipe.parse(f"{OTHERS} + adamw_fused + compiled + {checkpoint}"))
+        assert number is not None
+        figures = worker.figures(space.candidates[number].setup)
+        state.bounds[number] = Bound(figures.needed_bytes, figures.seconds)
+        state.learn(number, figures)
+    found = find_grades(state, WorkerPool([worker]), job, lambda what: None)  # type: ignore[list-item]
+    fitting = [n for n in state.judged if state.fits(state.judged[n].needed_bytes)]
+    fastest = found.candidates[min(fitting, key=state.rank)].recipe
+    wanted = "keep_all" if budget is None else f"budget({budget})"
+    assert str(fastest[Slot.CHECKPOINTING]) == wanted

@@ -89,7 +89,8 @@ class FewestRecomputed:
         kinds = [
             one for one in roster.techniques() if one.slot is slot and not one.planning_objection(self._job)
         ]
-        some = next((grades for one in kinds if (grades := one.grades(self._job))), ())
+        graded = (one.grades(self._job) for one in kinds if not one.lowered)
+        some = next(filter(None, graded), ())
         every = next(
             (one for one in recomputings(self._job, self._fixed) if _wish_of(one) == EVERY_LAYER), None
         )
