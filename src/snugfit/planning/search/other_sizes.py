@@ -78,8 +78,8 @@ class OtherSizes:
         return bound.seconds - MOST_SAVED * max(0.0, plain.seconds - own.seconds)
 
     def _needed_bytes(self, number: int, known: Sequence[tuple[int, Bound]]) -> float:
-        """Extrapolate the least bytes of a recipe from two smaller micro-batch sizes, or from one if its layers
-        are compiled.
+        """Extrapolate the least bytes of a recipe from two smaller micro-batch sizes. One is enough for
+        compiled layers.
         """
         (first, bound), *further = known
         pieces = self.pieces(number)

@@ -201,7 +201,7 @@ class RecomputingKinds:
         return [number for number in firsts if pieces[number] == size]
 
     def _probably_fits(self, number: int) -> bool:
-        """Return True if this compiled recipe fits with the mean of its lower bound and the uncompiled bytes."""
+        """Return True if this compiled recipe fits with the mean of its bound and of the uncompiled bytes."""
         uncompiled = self._bound_of(self._lowered.alike(number))
         least = self._least(number).needed_bytes
         most = least if uncompiled is None else uncompiled.needed_bytes
