@@ -196,6 +196,7 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
         clock=runs[slowest].clock() if outcome == causes.OK else None,
         host_loop_seconds=result.host_loop_seconds,
         losses=runs[0].result.losses,
+        results=runs[0].result.results,
         message=_message(runs, cause),
         gpus=len(runs),
         ranks=tuple(run.to_measured(rank, footprints[rank], reasons[rank]) for rank, run in enumerate(runs))
@@ -344,7 +345,8 @@ class RankRun:
         """Return the seconds of the rank's steps, in each of which all ranks together process a
         global batch.
         """
-        return timing_of(self.result.seconds, self.request.job.batch_size, self.quiet)
+        result = self.result
+        return timing_of(result.seconds, self.request.job.batch_size, self.quiet, result.cpu_seconds)
 
     def clock(self) -> GpuClock | None:
         """Return the clock of the rank's GPU in the timed steps; None on a CPU, and where NVML does not
