@@ -5,8 +5,8 @@
 In each round every engine has a turn: one call that is not timed, then `CALLS` timed ones. So a load of the
 machine that lasts for seconds is shared by all. CPU seconds are those of all threads of the process, and
 wall seconds are beside them. Evaluations are called without labels, because exported models have no loss.
-Outputs are compared with the plain model in fp32 after the last turn. Of the first calls, a compiled one may
-come from the compiler's cache on disk, and the first set-up includes imports.
+Outputs are compared with the plain model in fp32 after the last turn. A compiled first call may
+come from the compiler's cache on disk. The first set-up includes imports.
 
 `nn.TransformerEncoder` has torch's own fast path, with and without padding. Its eager row has the path
 switched off.

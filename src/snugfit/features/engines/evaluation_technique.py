@@ -14,6 +14,9 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueByS
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
+EXPORTED_MODELS = "transformers>=5.23"
+"""First version of transformers whose exports can be loaded and called (`ExportedModel`)."""
+
 ONLY_PLAIN = (Slot.ADAPTERS, Slot.ATTENTION, Slot.MATMUL, Slot.BATCHING)
 """Slots whose techniques change a model or its calls, and were not tried with another engine."""
 
@@ -23,8 +26,12 @@ class EvaluationTechnique(Technique):
     """Runs the forward passes of an evaluation by other code than the model's own."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
-    unplanned: ClassVar = "it is measured, and never simulated"
+    unplanned: ClassVar = "it only evaluates, and is not simulated"
     searched: ClassVar = False
+
+    def is_searched(self) -> bool:
+        """Return True, so that a plan which keeps the technique ends with the reason of its simulation."""
+        return True
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield objections to training, autocast, changed models, and unsupported ways to generate."""

@@ -53,7 +53,7 @@ def export(engine: str, loop: Any, folder: Path) -> Mapping[str, Any]:
     if run.returncode:
         last = run.stdout.decode(errors="replace").strip().splitlines()[-1:]
         raise UsageError(
-            f"transformers cannot export {loop.job.model.name} for {engine}: {' '.join(last)[:300]} "
+            f"transformers cannot export {loop.job.model.name} for {engine}: {' '.join(last)[:300]}. "
             "Try the recipe plain or compiled(what=model)."
         )
     return {**read_document(folder / "facts.json"), "seconds": time.monotonic() - begin}

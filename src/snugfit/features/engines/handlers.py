@@ -27,8 +27,8 @@ class _EvaluationHandler(Handler):
         """Raise `UsageError`: the memory of the engine's activations is not torch's."""
         word = value if isinstance(value, str) else "fastpath"
         raise UsageError(
-            f"{word} allocates its activations itself, so there is no prediction of them. To measure it: "
-            f"snugfit measure {job.model.name} --phase {job.phase} --recipe {word}"
+            f"{word} allocates its activations itself, so there is no prediction of them. To measure "
+            f"them, run snugfit measure {job.model.name} --phase {job.phase} --recipe {word}."
         )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from snugfit.features.engines.evaluation_technique import ExportTechnique
+from snugfit.features.engines.evaluation_technique import EXPORTED_MODELS, ExportTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class OnnxRuntime(ExportTechnique):
     """Runs evaluations and text generation in ONNX Runtime, from an exported file."""
 
     title: ClassVar = "ONNX Runtime"
-    needs: ClassVar = ("onnx>=1.20", "onnxscript>=0.7", "onnxruntime>=1.24")
+    needs: ClassVar = ("onnx>=1.20", "onnxscript>=0.7", "onnxruntime>=1.24", EXPORTED_MODELS)
     extra: ClassVar = "onnx"
     source: ClassVar = "onnxruntime.InferenceSession; transformers.exporters.OnnxExporter"
     elsewhere: ClassVar = ("onnx", "ort", "onnxrt")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from snugfit.features.engines.evaluation_technique import ExportTechnique
+from snugfit.features.engines.evaluation_technique import EXPORTED_MODELS, ExportTechnique
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class OpenVino(ExportTechnique):
     """Runs evaluations and text generation in OpenVINO on the CPU, from an exported file."""
 
     title: ClassVar = "OpenVINO"
-    needs: ClassVar = ("openvino>=2026.0",)
+    needs: ClassVar = ("openvino>=2026.0", EXPORTED_MODELS)
     extra: ClassVar = "openvino"
     source: ClassVar = "openvino.CompiledModel; transformers.exporters.OpenVINOExporter"
     elsewhere: ClassVar = ("ov",)

@@ -104,7 +104,7 @@ def _load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) ->
     # ONNX Runtime has no common class of its errors, and lacks kernels of some dtypes.
     except Exception as error:
         raise UsageError(
-            f"{engine} cannot load the exported model: {one_line(error, 300)} Try --dtype float32."
+            f"{engine} cannot load the exported model: {one_line(error, 300)}. Try --dtype float32."
         ) from None
 
 

@@ -31,6 +31,7 @@ MODELS = {
     "bert": {"model_type": "bert", "architectures": ["BertForSequenceClassification"], **SIZES},
     "llama": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
     },
 }  # fmt: skip
 GENERATES = {"phase": "generate", "phase_settings": {"new_tokens": 4}}
@@ -95,7 +96,7 @@ MISTAKES = [
     ("measure LLAMA --sequence-length 12 --recipe captured --phase evaluate", "mode=reduce-overhead"),
     (
         "predict LLAMA --sequence-length 12 --recipe onnxruntime --phase evaluate",
-        "To measure it: snugfit measure",
+        "To measure them, run snugfit measure",
     ),
     ("predict LLAMA --sequence-length 12 --recipe fastpath --phase evaluate", "so there is no prediction"),
     ("predict LLAMA --sequence-length 12 --recipe compiled --phase evaluate", "simulated in training only"),
