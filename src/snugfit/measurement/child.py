@@ -165,6 +165,8 @@ def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
         cpu_seconds=tuple(stopwatch.cpu_seconds()),
         smi_bytes=smi_bytes,
         smi_nvml_bytes=nvml_bytes,
+        # Further steps, and the plain model of a comparison, have other peaks.
+        peaks_at=time.monotonic(),
     )
 
 
@@ -176,7 +178,7 @@ def _run_with_further_steps(
     read: list[ChildResult] = []
 
     def when_timed() -> None:
-        read.append(replace(_read_idle(request, stopwatch), peaks_at=time.monotonic()))
+        read.append(_read_idle(request, stopwatch))
 
     fabric = group.run_further(step, steps, stopwatch, when_timed)
     if fabric is None:

@@ -119,7 +119,7 @@ class ChildResult:
     """A moment after the end of the last steady step on the device, by the same clock."""
 
     peaks_at: float | None = None
-    """Moment of the reading of the peaks, by the same clock; None if they are read at the very end."""
+    """Moment of the reading of the peaks, by the same clock; None for a run that died."""
 
     failed_at: float | None = None
     """Moment of the exception that ended the run, by the same clock."""

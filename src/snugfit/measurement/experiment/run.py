@@ -337,7 +337,7 @@ class RankRun:
         """Return the bytes of the rank's process at their peak; None without a result."""
         peak = None
         if self.baseline and self.sampler:
-            # After `peaks_at` the ranks run further steps with a profiler, whose bytes do not count.
+            # Afterwards ranks run further steps with a profiler, and an evaluation is compared.
             peak = self.baseline.growth(self.sampler.peak_until(self.result.peaks_at))
         return measured_footprint(self.result, peak)
 
