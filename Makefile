@@ -31,7 +31,7 @@ $(CORE): pyproject.toml constraints.txt
 	touch $@
 
 $(STAMP): $(CORE)
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bnb,peft$(COMPILED)]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bnb,peft,onnx,openvino$(COMPILED)]'
 	touch $@
 
 demo: $(CORE)

@@ -24,7 +24,7 @@ BUILT = {
 }  # fmt: skip
 LIVE = {"change", "make_scaler", "loader_arguments", "around_forward", "around_run", "set_process"}
 ENDS = {
-    "plain": BUILT | {"prepare_pieces", "step_runner"},
+    "plain": BUILT | {"prepare_pieces", "step_runner", "evaluated_model"},
     "accelerate": BUILT | {"accelerate_does_it", "accelerator_arguments"},
     "trainer": BUILT | {"accelerate_does_it", "training_arguments"},
     "fit": LIVE - {"make_scaler"} | {"accelerate_does_it", "training_arguments"},

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.documents import read_document, write_document
 from snugfit.measurement import causes
+from snugfit.measurement.agreement import results_of
 from snugfit.measurement.child_result import ChildResult
 from snugfit.measurement.host import HostLoad, crowding, host_load, peak_resident_bytes
 from snugfit.measurement.nvml import NvmlUnavailable, open_nvml
@@ -140,6 +141,7 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
             context_seconds=context.ready - imported,
         ),
         losses=tuple(losses),
+        results=results_of(step, SEED),  # needs memory, so the peaks were read before
         crowded=crowding(loads[-2], loads[-1], os.cpu_count() or 1),
         disturbed=core.disturbed_share() if core else None,
         host_loop_seconds=core.loop_seconds() if core else None,
@@ -157,7 +159,15 @@ def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
     uuid = request["uuid"]
     nvml_bytes = _used_bytes(uuid) if request["device"] != "cpu" else None
     smi_bytes = smi_used_bytes(uuid) if uuid and nvml_bytes is not None else None
-    return replace(peaks, seconds=seconds, smi_bytes=smi_bytes, smi_nvml_bytes=nvml_bytes)
+    return replace(
+        peaks,
+        seconds=seconds,
+        cpu_seconds=tuple(stopwatch.cpu_seconds()),
+        smi_bytes=smi_bytes,
+        smi_nvml_bytes=nvml_bytes,
+        # Further steps, and the plain model of a comparison, have other peaks.
+        peaks_at=time.monotonic(),
+    )
 
 
 def _run_with_further_steps(
@@ -168,7 +178,7 @@ def _run_with_further_steps(
     read: list[ChildResult] = []
 
     def when_timed() -> None:
-        read.append(replace(_read_idle(request, stopwatch), peaks_at=time.monotonic()))
+        read.append(_read_idle(request, stopwatch))
 
     fabric = group.run_further(step, steps, stopwatch, when_timed)
     if fabric is None:

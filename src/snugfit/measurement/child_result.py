@@ -56,6 +56,12 @@ class ChildResult:
     seconds: tuple[float, ...] = ()
     """Seconds of each steady step."""
 
+    cpu_seconds: tuple[float, ...] = ()
+    """CPU seconds of each steady step."""
+
+    results: Mapping[str, Any] = field(default_factory=dict)
+    """Results of an evaluation beside its bytes and seconds (`Measurement.results`)."""
+
     startup: Startup | None = None
     """Seconds from the start of the process to the steady steps."""
 
@@ -113,7 +119,7 @@ class ChildResult:
     """A moment after the end of the last steady step on the device, by the same clock."""
 
     peaks_at: float | None = None
-    """Moment of the reading of the peaks, by the same clock; None if they are read at the very end."""
+    """Moment of the reading of the peaks, by the same clock; None for a run that died."""
 
     failed_at: float | None = None
     """Moment of the exception that ended the run, by the same clock."""
@@ -178,6 +184,8 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_COUNTS, _is_count_or_none),
     **dict.fromkeys(_SECONDS, lambda value: value is None or _are_durations([value])),
     "seconds": _are_durations,
+    "cpu_seconds": _are_durations,
+    "results": lambda value: isinstance(value, dict),
     "quiet": lambda value: _is_list_of(value, bool),
     "losses": lambda value: _is_list_of(value, int, float, type(None)),
     "versions": lambda value: isinstance(value, dict) and _is_list_of(list(value.values()), str),

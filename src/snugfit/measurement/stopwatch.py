@@ -72,6 +72,8 @@ class _Boundary(NamedTuple):
     """Disturbed samples of the core until this boundary."""
     disturbed_after: int
     """Disturbed samples with the sample at this boundary."""
+    cpu: float
+    """CPU seconds of all threads of this process until this boundary."""
 
 
 class Stopwatch(Observer):
@@ -122,6 +124,10 @@ class Stopwatch(Observer):
         """Return the seconds of each steady step; waits for the device."""
         return self._between([boundary.mark for boundary in self._boundaries])
 
+    def cpu_seconds(self) -> list[float]:
+        """Return the CPU seconds of each steady step, summed over the threads of this process."""
+        return [end.cpu - begin.cpu for begin, end in pairwise(self._boundaries)]
+
     def quiet(self) -> list[bool]:
         """Return True for each steady step with a quiet core at all checks in it and at both its
         boundaries."""
@@ -161,7 +167,8 @@ class Stopwatch(Observer):
         before = self._core.disturbed_samples if self._core else 0
         if self._core:
             self._core.sample()
-        self._boundaries.append(_Boundary(mark, before, self._core.disturbed_samples if self._core else 0))
+        after = self._core.disturbed_samples if self._core else 0
+        self._boundaries.append(_Boundary(mark, before, after, time.process_time()))
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -173,7 +180,9 @@ class Stopwatch(Observer):
         return event
 
 
-def timing_of(seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] = ()) -> Timing | None:
+def timing_of(
+    seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] = (), cpu_seconds: Sequence[float] = ()
+) -> Timing | None:
     """Return mean, spread and samples per second of steady steps, without those that are False in `quiet`.
 
     None when no step was timed. One step alone has no spread, so it cannot be called stable.
@@ -198,6 +207,7 @@ def timing_of(seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] =
         unstable=len(seconds) < 2 or spread > MAX_STABLE_SPREAD,
         seconds=all_seconds,
         every_seconds=_trimmed_mean(all_seconds),
+        cpu_seconds=tuple(cpu_seconds),
     )
 
 

@@ -24,7 +24,7 @@ from snugfit.rehearsal.missing_gradients import MissingGradients
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
 from snugfit.rehearsal.trace.repeat import ShortRun, repeat, short_run, whole_run
-from snugfit.step.applier import import_code, rehearsal_context
+from snugfit.step.applier import import_code, refuse_rehearsal, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
 from snugfit.techniques.registry import features, hooks
@@ -78,6 +78,8 @@ def rehearse(
     config has no such key.
     """
     import torch
+
+    refuse_rehearsal(setup, job)
 
     def open_it(job: Job, setup: Setup) -> Step:
         step = open_step(job, setup, loop, torch.device("meta"))

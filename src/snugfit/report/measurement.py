@@ -30,6 +30,8 @@ def render(measurement: Measurement) -> RenderableType:
         parts.append(timing_table(measurement.timing, fabric_rows(measurement)))
     if measurement.startup and measurement.timing:
         parts.append(startup_table(measurement.startup, measurement.timing, several=measurement.gpus > 1))
+    if calls := list(_calls(measurement)):
+        parts.append(Facts(tuple(calls)))
     parts += [words(note, style) for note, style in _notes(measurement)]
     return Group(*parts)
 
@@ -48,7 +50,7 @@ def short(measurement: Measurement) -> Page:
     role = "good" if measurement.ok else "bad"
     return Page(
         [Sentence(about, role), Sentence(f"{'recipe':{LABEL}}  {measurement.recipe}", "recipe")],
-        [Facts((*_bytes(footprint), *_seconds(timing)))],
+        [Facts((*_bytes(footprint), *_seconds(timing), *_calls(measurement)))],
         (
             Sentence(note, "uncertain" if style else "")
             # The first note of a failed run is its outcome, which the first line has already.
@@ -72,6 +74,30 @@ def _seconds(timing: Timing | None) -> Iterator[tuple[str, str]]:
         spread = f"spread {100 * timing.spread:.1f} % over {timing.steps} steps"
         yield "step time", f"{show_seconds(timing.step_seconds)}, {spread}"
         yield "throughput", f"{timing.samples_per_second:,.1f} samples/s"
+
+
+def _calls(measurement: Measurement) -> Iterator[tuple[str, str]]:
+    """Yield the label and the text of the figures of an evaluation's calls; nothing for training."""
+    calls = dict(measurement.calls or {})
+    if not calls:
+        return
+    del calls["peak_bytes"]  # it is a line of its own already
+    yield "set-up", show_seconds(calls.pop("setup_seconds"))
+    yield "first call", show_seconds(calls.pop("first_call_seconds"))
+    for label, name in (("median", "median"), ("90th perc.", "p90")):
+        wall, cpu = calls.pop(f"{name}_seconds"), calls.pop(f"{name}_cpu_seconds", None)
+        yield label, show_seconds(wall) + (f", {show_seconds(cpu)} of CPU" if cpu is not None else "")
+    if "largest_error" in calls:
+        equal = "equal" if calls.pop("ids_equal") else "different"
+        yield "error", f"at most {calls.pop('largest_error'):.2g} from the plain model in fp32, ids {equal}"
+    elif "not_compared" in calls:
+        yield "error", f"not compared: {calls.pop('not_compared')}"
+    for name, value in calls.items():
+        first, _, unit = name.rpartition("_")
+        if (show := {"seconds": show_seconds, "bytes": show_bytes}.get(unit)) is None:
+            yield name, value
+        else:
+            yield "", f"{first.replace('_', ' ')} {show(value)}"
 
 
 def _heading(measurement: Measurement) -> Text:

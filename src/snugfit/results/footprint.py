@@ -137,6 +137,9 @@ class Timing(JsonFields):
     every_seconds: float | None = None
     """Mean that includes disturbed steps; None in results older than this field."""
 
+    cpu_seconds: tuple[float, ...] = ()
+    """CPU seconds of each timed step, summed over the threads of its process; empty in older results."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Startup(JsonFields):

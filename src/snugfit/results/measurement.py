@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -148,10 +149,32 @@ class Measurement(JsonDocument, Tabular):
     exposed_fabric_seconds: float | None = None
     """Part of `fabric_seconds` in which no other kernel ran."""
 
+    results: Mapping[str, Any] = field(default_factory=dict)
+    """Further results of an evaluation by name, such as its largest error; empty for training."""
+
     @property
     def ok(self) -> bool:
         """True when the run ended without a fault."""
         return self.outcome == "ok"
+
+    @property
+    def calls(self) -> dict[str, Any] | None:
+        """Seconds of the calls of an evaluation, their peak bytes, and its results, by name.
+
+        The set-up includes an export, the first call includes a compilation. It is None for training, and for
+        a run that died.
+        """
+        timing, startup, shape = self.timing, self.startup, self.footprint
+        if self.job.trains or timing is None or startup is None:
+            return None
+        return {
+            "setup_seconds": startup.build_seconds,
+            "first_call_seconds": startup.first_step_seconds,
+            **_percentiles(timing.seconds, "seconds"),
+            **_percentiles(timing.cpu_seconds, "cpu_seconds"),
+            "peak_bytes": shape and (shape.nvml_bytes or shape.reserved_bytes or shape.host_bytes),
+            **self.results,
+        }
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row with the outcome, the bytes at the peak and the seconds."""
@@ -173,11 +196,21 @@ class Measurement(JsonDocument, Tabular):
         ]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the losses, null where one is not finite."""
+        """Return the losses, null where one is not finite, and the calls of an evaluation."""
         # JSON has no NaN, which a diverged run's losses contain.
-        return {"losses": finite_or_null(self.losses)}
+        return {"losses": finite_or_null(self.losses), "calls": self.calls}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the measurement written by `to_json`."""
         return decode_fields(cls, {**document, "losses": null_to_nan(document["losses"])})
+
+
+def _percentiles(values: Sequence[float], unit: str) -> dict[str, float]:
+    """Return the median and the 90th percentile (nearest rank) of seconds, by name; empty without any."""
+    ranked = sorted(values)
+    return {
+        f"{name}_{unit}": ranked[math.ceil(share * len(ranked)) - 1]
+        for name, share in (("median", 0.5), ("p90", 0.9))
+        if ranked
+    }

@@ -222,6 +222,18 @@ def group_bytes(setup: Setup, loop: str = "plain") -> int:
     return 0 if engine is None else engine.group_bytes(loop)
 
 
+def evaluated_model(loop: Step, build: Callable[[], torch.nn.Module]) -> Any:
+    """Return the model that an evaluation calls: another library's or a compiled one, or the usual one."""
+    model = _first(handler.evaluated_model(value, loop, build) for handler, value in _used(loop.setup))
+    return build() if model is None else model
+
+
+def refuse_rehearsal(setup: Setup, job: Job) -> None:
+    """Raise `UsageError` for a Setup that can be measured in this job, but not simulated."""
+    for handler, value in _used(setup):
+        handler.refuse_rehearsal(value, job)
+
+
 def refuse_training(recipe: Recipe, setup: Setup) -> None:
     """Raise `UsageError` for a Setup that can be predicted and measured, but cannot train on data."""
     for handler, value in _used(setup):

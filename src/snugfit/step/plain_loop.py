@@ -21,6 +21,7 @@ from snugfit.job.batch import label_items
 from snugfit.step.applier import (
     after_update,
     distribute_model,
+    evaluated_model,
     forward_context,
     make_scaler,
     pass_context,
@@ -33,7 +34,7 @@ from snugfit.step.batches import micro_batches, place
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.clipping import clip
 from snugfit.step.loss import loss_of
-from snugfit.step.step import Step
+from snugfit.step.step import Outputs, Step
 from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
@@ -257,11 +258,36 @@ class PlainStep(OptimizerLoop):
         # Without any counted item the weights are 0, and not 0/0.
         return [share / (sum(items) or 1) for share in items]
 
+    def evaluated_model(self) -> Any:
+        """Build and return the model that an evaluation calls, on the device."""
+        return evaluated_model(self, lambda: build_model(self.job, self.setup, self.device))
+
+    def first_batch(self) -> dict[str, Any]:
+        """Return the inputs of the first call of an evaluation, on the device."""
+        with contextlib.closing(self._batches()) as batches:
+            return place(next(batches)[0], self.device)
+
+    def outputs(self) -> Outputs:
+        """Return the outputs of the model that an evaluation has run, for the first batch of the job."""
+        import torch
+
+        assert self.model is not None
+        batch = self.first_batch()
+        with torch.no_grad(), self.forward_context():
+            out = self.model(**batch)
+        values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
+        # The loss is a scalar, and an exported model has none.
+        largest = next(one for one in values if torch.is_tensor(one) and one.dim())
+        # An engine may leave padding out, whose outputs have no meaning.
+        if (mask := batch.get("attention_mask")) is not None and largest.shape[:2] == mask.shape:
+            largest = largest[mask.bool()]
+        return Outputs(largest, largest.argmax(-1))
+
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:
         import torch
 
         observer.phase("build")
-        model = build_model(self.job, self.setup, self.device)
+        model = self.evaluated_model()
         observer.build_ends(model, None)
         with contextlib.closing(self._batches()) as batches:
             for index in range(steps):

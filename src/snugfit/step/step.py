@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from snugfit.results.footprint import Kind
 
@@ -56,6 +56,15 @@ class Observer:
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Receive the end of building: model and optimizer exist, and the first step has not begun."""
+
+
+class Outputs(NamedTuple):
+    """Outputs of an evaluation for one batch, with which two runs of a model are compared."""
+
+    values: torch.Tensor
+    """The logits, or the first output of a model without any."""
+    ids: torch.Tensor
+    """Index of the largest value in each row, or the generated tokens."""
 
 
 class StepPasses(Protocol):
@@ -149,6 +158,8 @@ class Step(ABC):
         self.pieces = setup.micro_batches
         """Micro-batches of a step."""
         self.model: torch.nn.Module | None = None
+        self.results: dict[str, Any] = {}
+        """Further results of a measured run by name, as JSON values, such as the size of an exported file."""
         self.optimizer: torch.optim.Optimizer | None = None
 
     def kind_of(self, operator: str, module: str, dtype: str) -> str:

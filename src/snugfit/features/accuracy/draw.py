@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from snugfit.errors import SnugfitError
 from snugfit.job.job import Job
+from snugfit.step.applier import refuse_rehearsal
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import on_gpus
@@ -53,6 +54,10 @@ def _divides(technique: Technique, gpus: int) -> bool:
     return processes is None or gpus % math.prod(processes.axes.values()) == 0
 
 
+def _is_simulated(technique: type[Technique]) -> bool:
+    return technique.searched or technique.needs_several_gpus
+
+
 def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     """Draw a random technique for each slot, with a setting that it proposes for the job. Return None for an
     invalid combination, or one that does not fit this number of GPUs. Installed packages are not checked: a
@@ -62,7 +67,7 @@ def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     for slot in Slot:
         if slot in roster.slots_of_several_gpus() and slot is not Slot.SHARDING:
             continue  # not drawn so far
-        in_slot = [technique for technique in roster.techniques() if technique.slot is slot]
+        in_slot = [one for one in roster.techniques() if one.slot is slot and _is_simulated(one)]
         candidates = [one for one in in_slot if one.plain or one.needs_several_gpus is (gpus > 1)]
         if slot not in roster.slots_of_several_gpus():
             candidates = in_slot
@@ -77,6 +82,7 @@ def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     recipe = Recipe(tuple(drawn))
     try:
         recipe.check(job, installed=False)
+        refuse_rehearsal(recipe.setup(), job)
         on_gpus(recipe.setup(), gpus)
     except SnugfitError:
         return None

@@ -155,8 +155,14 @@ class Compiled(Technique):
             yield f"{attention} was not tried with it. Take 'sdpa'."
         if not gradients.plain:
             yield f"{gradients} was not tried with it. Leave one of them out."
-        if not job.trains:
-            yield "compiled layers are simulated in training only. Leave it out."
+        if job.added_phase is not None and (self.what, job.phase_settings.get("cache")) != (
+            "model",
+            "static",
+        ):
+            yield (
+                "a cache that grows is compiled again for each token. Try 'compiled(what=model)' with "
+                "--cache static."
+            )
         # A budget is a setting of Inductor's partitioner.
         if self.backend != "inductor" and COMPILE.of(recipe[Slot.CHECKPOINTING].alone) is not None:
             yield (
@@ -213,6 +219,11 @@ class Compiled(Technique):
                 "batches of other lengths record CUDA graphs of their own, whose memory adds up. Pad "
                 "all batches to one length."
             )
+
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Return the reason why no plan for an evaluation has it: only training steps are simulated."""
+        return "" if job.trains else "a compiled evaluation is measured, and not simulated"
 
     def is_searched(self) -> bool:
         """Return False if steps record CUDA graphs, since a search assumes equal steps from the second on."""

@@ -21,7 +21,7 @@ import inspect
 import os
 import shlex
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,30 @@ def compile_parts(model: torch.nn.Module, wish: CompileWish) -> None:
         _compile_model(model, wish)
     else:
         compile_layers(model, wish)
+
+
+def compile_evaluated(model: torch.nn.Module, wish: CompileWish, *, generates: bool) -> None:
+    """Compile a model in place for an evaluation whose batches have one length, or for text generation.
+
+    Only generation keeps a cache of keys and values, and its size must not change.
+    """
+    if wish.is_one_program:
+        forward = compiled_function(model.forward, wish)
+        without = {} if generates or not _takes_cache(model) else {"use_cache": False}
+        # `generate` reads the names of the arguments.
+        model.forward = functools.wraps(model.forward)(functools.partial(forward, **without))
+        return
+    for layer in (layer for layers in _stacks_to_compile(model) for layer in layers):
+        layer.forward = _without_cache(compiled_function(layer.forward, wish))
+
+
+def _without_cache(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        # Caches of keys and values are for generation; torch gives up after eight programs of one code.
+        arguments, keywords = without_cache(arguments, keywords)
+        return compiled(*arguments, **keywords)
+
+    return run
 
 
 def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
@@ -92,16 +116,21 @@ def _takes_cache(model: Any) -> bool:
 
 def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:
     """Compile each of the model's repeated layers."""
+    for layers in _stacks_to_compile(model):
+        for layer in layers:
+            _BEFORE[layer] = vars(layer).get("forward"), None
+            layer.forward = _in_training(layer, layer.forward, wish)
+
+
+def _stacks_to_compile(model: torch.nn.Module) -> Sequence[Sequence[torch.nn.Module]]:
+    """Return the stacks of a model's repeated layers. Raises `RecipeError` for a model without any."""
     stacks = layer_stacks(model)
     if not stacks:
         raise RecipeError(
             f"{type(model).__name__} has no stack of layers that are alike, so there is nothing to compile "
             "layer by layer. Leave 'compiled' out of the recipe."
         )
-    for layers in stacks:
-        for layer in layers:
-            _BEFORE[layer] = vars(layer).get("forward"), None
-            layer.forward = _in_training(layer, layer.forward, wish)
+    return stacks
 
 
 def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, ...]:
@@ -213,15 +242,11 @@ def _in_training(
     """Return a replacement of a forward pass that runs compiled code in training, without a cache.
     Evaluation, with batches of any length, runs uncompiled.
     """
-    compiled = compiled_function(forward, wish)
+    compiled = _without_cache(compiled_function(forward, wish))
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:
-        if not layer.training:
-            return forward(*arguments, **keywords)
-        # Caches of keys and values are for generation; torch gives up after eight programs of one code.
-        arguments, keywords = without_cache(arguments, keywords)
-        return compiled(*arguments, **keywords)
+        return (compiled if layer.training else forward)(*arguments, **keywords)
 
     return run
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import RecipeError
-from snugfit.features.compile.compiling import compile_lines, compile_parts, run_as_written, whole_files
+from snugfit.errors import RecipeError, UsageError
+from snugfit.features.compile.compiling import (
+    compile_evaluated,
+    compile_lines,
+    compile_parts,
+    run_as_written,
+    whole_files,
+)
 from snugfit.features.compile.fields import COMPILE
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.model import unwrap_layers
@@ -15,6 +21,7 @@ from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.features.compile.fields import CompileWish
+    from snugfit.job.job import Job
 
 
 class CompileHandler(Handler):
@@ -30,6 +37,21 @@ class CompileHandler(Handler):
         """Compile the model's layers, or the whole model, in place."""
         if value is not None:
             compile_parts(model, value)
+
+    def evaluated_model(self, value: CompileWish | None, loop: Any, build: Callable[[], Any]) -> Any:
+        """Return the usual model, compiled for the calls of an evaluation."""
+        model = build()
+        if value is not None:
+            compile_evaluated(model, value, generates=loop.job.added_phase is not None)
+        return model
+
+    def refuse_rehearsal(self, value: CompileWish | None, job: Job) -> None:
+        """Raise `UsageError` for a job without training steps, of which no compiled one is simulated."""
+        if not job.trains:
+            raise UsageError(
+                "Compiled layers are simulated in training only. Leave 'compiled' out of the prediction, or "
+                f"run snugfit measure {job.model.name} --phase {job.phase} with this recipe."
+            )
 
     def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
         """Compile a live model like a new one; parts compiled for another recipe are restored first."""

@@ -62,7 +62,10 @@ class Captured(Technique):
         """Yield objections to techniques that read the device, use another stream, or draw random numbers
         again."""
         if not job.trains:
-            yield "only training steps are recorded. Leave it out."
+            yield (
+                "only training steps are recorded. Leave it out, or try 'compiled(what=model, "
+                "mode=reduce-overhead)', by which torch records the forward pass."
+            )
         # The host reads the scaler's flag after each step.
         if recipe[Slot.PRECISION].alone.scale_gradients:
             yield (

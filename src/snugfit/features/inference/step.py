@@ -17,8 +17,8 @@ from snugfit.errors import UsageError
 from snugfit.features.inference.settings import GenerationSettings
 from snugfit.results.footprint import Kind
 from snugfit.step.batches import place
-from snugfit.step.build import build_model
 from snugfit.step.plain_loop import PlainStep
+from snugfit.step.step import Outputs
 
 if TYPE_CHECKING:
     import torch
@@ -74,11 +74,9 @@ class GenerateStep(PlainStep):
         if self.always_mask:
             raise UsageError("The phase generate is for the installed software only. Leave --software out.")
         observer.phase("build")
-        model: Any = build_model(self.job, self.setup, self.device)
-        settings = GenerationSettings.of(self.job)
-        # Adapters wrap the model that generates.
-        inner: Any = next(module for module in model.modules() if isinstance(module, GenerationMixin))
-        settings.prepare(inner)
+        model: Any = self.evaluated_model()
+        inner = _generator_in(model)
+        GenerationSettings.of(self.job).prepare(inner)
         observer.build_ends(model, None)
         with contextlib.closing(self._batches()) as batches, _Follower(self, inner, observer) as follower:
             for index in range(steps):
@@ -95,7 +93,9 @@ class GenerateStep(PlainStep):
                         contextlib.suppress(StoppedEarly),
                     ):
                         # Whisper's own `generate` calls this one for each part of a recording.
-                        out = GenerationMixin.generate(inner, **batch, generation_config=settings.config())
+                        out = GenerationMixin.generate(
+                            inner, **batch, generation_config=self.generation_config()
+                        )
                         # Otherwise the tokens would live during the next call.
                         del out
                     del batch
@@ -120,6 +120,29 @@ class GenerateStep(PlainStep):
                 stack.enter_context(patch.object(torch, "multinomial", draw))
             yield
 
+    def first_batch(self) -> dict[str, Any]:
+        """Return the inputs of the first call of `generate`, on the device."""
+        with contextlib.closing(self._batches()) as batches:
+            return place(self._inputs(_generator_in(self.model), next(batches)[0]), self.device)
+
+    def outputs(self) -> Outputs:
+        """Return the logits of each new token and the generated ids, for the first batch of prompts."""
+        import torch
+        from transformers import GenerationMixin
+
+        config = self.generation_config()
+        config.output_logits = config.return_dict_in_generate = True
+        config.do_sample = False  # draws would differ in every comparison
+        with torch.no_grad(), self.forward_context():
+            out: Any = GenerationMixin.generate(
+                _generator_in(self.model), **self.first_batch(), generation_config=config
+            )
+        return Outputs(torch.stack(out.logits), out.sequences)
+
+    def generation_config(self) -> Any:
+        """Return the `GenerationConfig` of each call."""
+        return GenerationSettings.of(self.job).config()
+
     def _inputs(self, model: Any, piece: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a host batch, without labels; with `decoder_prompt`, also decoder tokens."""
         import torch
@@ -129,6 +152,13 @@ class GenerateStep(PlainStep):
             rows, start = len(next(iter(inputs.values()))), model.generation_config.decoder_start_token_id
             inputs["decoder_input_ids"] = torch.full((rows, self.decoder_prompt), start or 0, device="cpu")
         return inputs
+
+
+def _generator_in(model: Any) -> Any:
+    """Return the module that generates, which adapters wrap."""
+    from transformers import GenerationMixin
+
+    return next(module for module in model.modules() if isinstance(module, GenerationMixin))
 
 
 class _Follower:

@@ -196,6 +196,7 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
         clock=runs[slowest].clock() if outcome == causes.OK else None,
         host_loop_seconds=result.host_loop_seconds,
         losses=runs[0].result.losses,
+        results=runs[0].result.results,
         message=_message(runs, cause),
         gpus=len(runs),
         ranks=tuple(run.to_measured(rank, footprints[rank], reasons[rank]) for rank, run in enumerate(runs))
@@ -338,7 +339,7 @@ class RankRun:
         """Return the bytes of the rank's process at their peak; None without a result."""
         peak = None
         if self.baseline and self.sampler:
-            # After `peaks_at` the ranks run further steps with a profiler, whose bytes do not count.
+            # Afterwards ranks run further steps with a profiler, and an evaluation is compared.
             peak = self.baseline.growth(self.sampler.peak_until(self.result.peaks_at))
         return measured_footprint(self.result, peak)
 
@@ -346,7 +347,8 @@ class RankRun:
         """Return the seconds of the rank's steps, in each of which all ranks together process a
         global batch.
         """
-        return timing_of(self.result.seconds, self.request.job.batch_size, self.quiet)
+        result = self.result
+        return timing_of(result.seconds, self.request.job.batch_size, self.quiet, result.cpu_seconds)
 
     def clock(self) -> GpuClock | None:
         """Return the clock of the rank's GPU in the timed steps; None on a CPU, and where NVML does not

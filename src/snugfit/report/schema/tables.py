@@ -98,6 +98,7 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
     },
     Measurement: {
         "losses": (tuple[float | None, ...], "The loss of each step; null where it is not finite."),
+        "calls": (Mapping[str, Any] | None, ""),
     },
     Comparison: {
         **heads(Literal["comparison"]),

@@ -194,6 +194,14 @@ class Handler:
         without one.
         """
 
+    def evaluated_model(self, value: Any, loop: Any, build: Callable[[], Any]) -> Any:
+        """Return the model that an evaluation calls, such as one that another library runs. None for the
+        usual model, which `build` returns.
+        """
+
+    def refuse_rehearsal(self, value: Any, job: Job) -> None:
+        """Raise `UsageError` for a field's value that can be measured in this job, but not simulated."""
+
     def refuse_training(self, value: Any, recipe: Recipe) -> None:
         """Raise `UsageError` for a field's value that can be predicted and measured, but not trained."""
 

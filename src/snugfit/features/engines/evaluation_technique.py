@@ -1,0 +1,71 @@
+"""The base class of techniques that change evaluations and text generation alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from snugfit.features.engines.fields import RUNTIME
+from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+EXPORTED_MODELS = "transformers>=5.23"
+"""First version of transformers whose exports can be loaded and called (`ExportedModel`)."""
+
+ONLY_PLAIN = (Slot.ADAPTERS, Slot.ATTENTION, Slot.MATMUL, Slot.BATCHING)
+"""Slots whose techniques change a model or its calls, and were not tried with another engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationTechnique(Technique):
+    """Runs the forward passes of an evaluation by other code than the model's own."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    unplanned: ClassVar = "it only evaluates, and is not simulated"
+    searched: ClassVar = False
+
+    def is_searched(self) -> bool:
+        """Return True, so that a plan which keeps the technique ends with the reason of its simulation."""
+        return True
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield objections to training, autocast, changed models, and unsupported ways to generate."""
+        if job.trains:
+            yield "it has no backward pass. Add --phase evaluate, or leave it out."
+        elif job.added_phase is not None:
+            yield from self.objections_to_generation(job)
+        if recipe[Slot.PRECISION].alone.autocast:
+            yield f"{recipe[Slot.PRECISION]} casts in eager code alone. Try 'fp32' or 'bf16_pure'."
+        for slot in ONLY_PLAIN:
+            if not recipe[slot].plain:
+                yield f"{recipe[slot]} was not tried with it. Leave one of them out."
+
+    @abstractmethod
+    def objections_to_generation(self, job: Job) -> Iterator[str]:
+        """Yield objections to a job that generates text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportTechnique(EvaluationTechnique):
+    """Exports the model to a file, and runs the file in another library."""
+
+    def install(self, setup: Setup) -> Setup:
+        """Set the library that runs the exported model."""
+        return setup.with_fields(**{RUNTIME.name: self.name})
+
+    def objections_to_generation(self, job: Job) -> Iterator[str]:
+        """Yield objections to beams, other caches and encoder-decoder models."""
+        settings = job.phase_settings
+        if settings.get("beams", 1) != 1:
+            yield "the exported model does not reorder its cache for beams. Leave --beams out."
+        if settings.get("cache", "dynamic") != "dynamic":
+            yield f"the exported model has a dynamic cache, not {settings['cache']}. Leave --cache out."
+        if job.task != "causal-lm":
+            yield f"only causal-lm models generate with it, and the task is {job.task}. Leave it out."
+        if job.padding:
+            yield "padded prompts were not tried with it. Leave --padding out."

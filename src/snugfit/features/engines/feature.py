@@ -1,0 +1,23 @@
+"""The feature `engines`, registered: libraries and operators that evaluate models faster than eager torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from snugfit.techniques.feature import Feature
+from snugfit.techniques.technique import Slot
+
+
+class Engines(Feature):
+    """The feature that adds the techniques `fastpath`, `onnxruntime`, `openvino` and `tensorrt`."""
+
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
+        Slot.ENGINE: ("fastpath", "onnxruntime", "openvino", "tensorrt"),
+    }
+
+    def handlers(self) -> Sequence[Any]:
+        """Return the handlers that replace the model of an evaluation."""
+        from snugfit.features.engines.handlers import FastLayersHandler, RuntimeHandler
+
+        return (RuntimeHandler(), FastLayersHandler())

@@ -1,0 +1,62 @@
+"""The handlers of the feature's fields: each returns the model that an evaluation calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError
+from snugfit.features.engines.fields import FAST_LAYERS, RUNTIME
+from snugfit.step.wishes.handler import Handler
+from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.technique import Slot
+
+if TYPE_CHECKING:
+    from snugfit.job.job import Job
+
+TRAINS = "other engines evaluate and generate, and a front-end of training does neither"
+
+
+class _EvaluationHandler(Handler):
+    """Base class of handlers whose field can be measured in an evaluation, and nowhere else."""
+
+    slot, stage = Slot.ENGINE, InstallStage.COMPILE
+    refused = dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop", "script"), TRAINS)
+
+    def refuse_rehearsal(self, value: Any, job: Job) -> None:
+        """Raise `UsageError`: the memory of the engine's activations is not torch's."""
+        word = value if isinstance(value, str) else "fastpath"
+        raise UsageError(
+            f"{word} allocates its activations itself, so there is no prediction of them. To measure "
+            f"them, run snugfit measure {job.model.name} --phase {job.phase} --recipe {word}."
+        )
+
+
+class RuntimeHandler(_EvaluationHandler):
+    """Handler of the field `runtime`: another library runs the exported model."""
+
+    wish = RUNTIME.name
+
+    def evaluated_model(self, value: str, loop: Any, build: Callable[[], Any]) -> Any:
+        """Export the model in a process of its own, and return one that the library runs."""
+        from snugfit.features.engines.session import exported_model, tensorrt_model
+
+        return tensorrt_model(loop, build) if value == "tensorrt" else exported_model(value, loop)
+
+
+class FastLayersHandler(_EvaluationHandler):
+    """Handler of the field `fast_layers`: one operator computes each encoder layer."""
+
+    wish = FAST_LAYERS.name
+
+    def evaluated_model(self, value: bool, loop: Any, build: Callable[[], Any]) -> Any:
+        """Return the usual model with faster encoder layers. Raises `UsageError` without such layers."""
+        from snugfit.features.engines.fast_layers import use_fast_layers
+
+        model = build()
+        if not use_fast_layers(model):
+            raise UsageError(
+                f"fastpath: {loop.job.model.name} has no encoder layers like BERT's with GELU or ReLU. Leave "
+                "it out."
+            )
+        return model

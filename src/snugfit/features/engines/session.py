@@ -1,0 +1,164 @@
+"""Models whose forward pass runs an exported file in ONNX Runtime or OpenVINO.
+
+Such a model has the class, the config and the module tree of the original, and weights without data. So
+transformers' `generate` works on it, and the process holds the weights of the engine alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import UsageError, one_line
+from snugfit.versions import version_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+def exported_model(engine: str, loop: Any) -> Any:
+    """Export the model of a step, load the file, and return a model whose forward pass runs it.
+
+    Seconds and bytes of the export are added to the results of the step.
+    """
+    from snugfit.features.engines.export import export
+
+    arguments, model = runner_arguments(engine, loop), _skeleton(loop)
+    if loop.job.added_phase is not None:
+        _refuse_other_caches(engine, model)
+    # The libraries have mapped the files, so their names may be removed.
+    with tempfile.TemporaryDirectory(prefix="snugfit-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        facts = export(engine, loop, folder)
+        loop.results |= {
+            "engine": f"{engine} {version_of(engine) or ''}".strip(),
+            "export_seconds": facts["seconds"],
+            "export_peak_bytes": facts["peak_bytes"],
+            "file_bytes": sum(one.stat().st_size for one in folder.iterdir()),
+        }
+        begin = time.monotonic()
+        exported = _load(engine, folder, loop, arguments)
+        loop.results["load_seconds"] = time.monotonic() - begin
+    return with_forward(model, exported, loop.device, facts.get("cache"))
+
+
+def tensorrt_model(loop: Any, build: Callable[[], Any]) -> Any:
+    """Return the model compiled by torch-tensorrt; without it, one that runs the exported ONNX file."""
+    try:
+        import torch_tensorrt  # noqa: F401
+
+        missing = "" if loop.device.type == "cuda" else "TensorRT needs a GPU"
+    # Without TensorRT's libraries it raises a plain Exception.
+    except Exception as error:
+        missing = f"torch_tensorrt cannot be imported ({one_line(error, 200)})"
+    if missing:
+        model = exported_model("onnxruntime", loop)
+        loop.results["note"] = f"{missing}. The ONNX file was checked, and run in ONNX Runtime instead."
+        return model
+    model = build()
+    model.compile(backend="torch_tensorrt")
+    return model
+
+
+def runner_arguments(engine: str, loop: Any) -> dict[str, Any]:
+    """Return the arguments with which transformers loads an export: torch's threads, and fp32 for fp32.
+
+    Raises `UsageError` for a device that the installed library does not have.
+    """
+    import torch
+
+    if engine == "openvino":
+        if loop.device.type != "cpu":
+            raise UsageError("openvino runs on the CPU. Add --device cpu.")
+        dtype = loop.setup.weights_dtype or loop.job.dtype
+        # A loaded file loses the hint of its export. A CPU with bf16 instructions then computes in bf16.
+        precision = {"float32": {"INFERENCE_PRECISION_HINT": "f32"}}.get(dtype, {})
+        return {"config": {"INFERENCE_NUM_THREADS": torch.get_num_threads(), **precision}}
+    import onnxruntime
+
+    if loop.device.type == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        raise UsageError(
+            "The installed onnxruntime has no CUDA. Add --device cpu, or install onnxruntime-gpu instead."
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return {"session_options": options}
+
+
+def _load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return transformers' `ExportedModel` of a folder. Raises `UsageError` for a file that the engine
+    refuses."""
+    from transformers.exporters import ExportedModel
+
+    if engine == "onnxruntime":
+        import onnx
+
+        onnx.checker.check_model(str(folder / "model.onnx"))
+    try:
+        return ExportedModel.from_pretrained(folder, device=loop.device, **arguments)
+    # ONNX Runtime has no common class of its errors, and lacks kernels of some dtypes.
+    except Exception as error:
+        raise UsageError(
+            f"{engine} cannot load the exported model: {one_line(error, 300)}. Try --dtype float32."
+        ) from None
+
+
+def _refuse_other_caches(engine: str, model: Any) -> None:
+    """Raise `UsageError` for a model whose cache has more than all keys and values of the tokens."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    # The export would fix the length of a window, or the number of tokens in a state.
+    if not all(type(layer) is DynamicLayer for layer in cache.layers):
+        raise UsageError(
+            f"{engine}: the model's cache has windows or states, and such a decode step was not tried with "
+            "it. Leave it out."
+        )
+
+
+def _skeleton(loop: Any) -> Any:
+    """Return the model of a step without data."""
+    import torch
+
+    from snugfit.job.build import instantiate
+    from snugfit.step.applier import model_arguments
+
+    with torch.device("meta"):
+        return instantiate(loop.job, **model_arguments(loop.setup))
+
+
+def with_forward(model: Any, exported: Any, device: torch.device, cache: Sequence[Any] | None) -> Any:
+    """Return the model with a forward pass that runs the export on a device.
+
+    `cache` has the shapes of keys and values by layer, for a model that generates.
+    """
+    traced, forward = frozenset(exported.runners["model"].metadata.kwargs), model.forward
+
+    @functools.wraps(forward)
+    def run(**inputs: Any) -> Any:
+        if cache is not None:
+            begin_cache(inputs["past_key_values"], cache, len(inputs["input_ids"]), device)
+        return exported(**{name: value for name, value in inputs.items() if name in traced})
+
+    # `generate` places its tensors on the device of the weights, which have no data.
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (kind,), {"device": device, "__module__": kind.__module__})
+    model.forward = run
+    return model
+
+
+def begin_cache(cache: Any, shapes: Sequence[Any], rows: int, device: torch.device) -> None:
+    """Fill a cache without layers with empty keys and values, which are inputs of the exported graph."""
+    import torch
+
+    if cache.get_seq_length():
+        return
+    for layer, pair in enumerate(shapes):
+        keys, values = (torch.empty(rows, heads, 0, size, device=device) for _, heads, _, size in pair)
+        cache.update(keys, values, layer)
