@@ -87,7 +87,7 @@ class GenerateStep(PlainStep):
                     observer.phase(PREFILL)
                     follower.passes = 0
                     with (
-                        self._off_the_gpu(settings, observer, index),
+                        self._off_the_gpu(observer, index),
                         torch.no_grad(),
                         self.forward_context(),
                         contextlib.suppress(StoppedEarly),
@@ -104,10 +104,11 @@ class GenerateStep(PlainStep):
         return []
 
     @contextlib.contextmanager
-    def _off_the_gpu(self, settings: GenerationSettings, observer: Observer, call: int) -> Iterator[None]:
+    def _off_the_gpu(self, observer: Observer, call: int) -> Iterator[None]:
         """Context of a call, numbered from 0: substitutes for CUDA's streams and for draws, if needed."""
         import torch
 
+        settings = GenerationSettings.of(self.job)
         with contextlib.ExitStack() as stack:
             if settings.is_offloaded and self.device.type != "cuda":
                 from snugfit.features.inference.offloaded import without_streams
