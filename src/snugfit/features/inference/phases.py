@@ -22,6 +22,8 @@ class Generation(AddedPhase):
         "Loading assumes from_pretrained and its warm-up, which is not measured."
     )
     setting_types: ClassVar[Mapping[str, type]] = {"new_tokens": int, "beams": int, "cache": str}
+    slots: ClassVar[frozenset[str]] = frozenset({"cache"})
+    unused: ClassVar[frozenset[str]] = frozenset({"batching"})
     sizes: ClassVar[Mapping[str, tuple[str, int]]] = {
         "context": ("sequence_length", MOST_CONTEXT),
         "beams": ("beams", MOST_BEAMS),

@@ -61,7 +61,7 @@ class GenerateStep(PlainStep):
             raise UsageError("The phase generate is for the installed software only. Leave --software out.")
         observer.phase("build")
         model: Any = build_model(self.job, self.setup, self.device)
-        settings = GenerationSettings.of(self.job)
+        settings = GenerationSettings.of(self.job, self.setup)
         # Adapters wrap the model that generates.
         inner: Any = next(module for module in model.modules() if isinstance(module, GenerationMixin))
         settings.prepare(inner)
