@@ -31,7 +31,7 @@ class LowBits(Technique):
     extra: ClassVar = "qlora"
     source: ClassVar = "Dettmers et al., arXiv 2208.07339, 2305.14314; transformers.BitsAndBytesConfig"
 
-    bits: Literal[4, 8]
+    bits: Literal[4, 8] = 4
     """Bits of a weight."""
 
     double: bool = False
@@ -51,7 +51,7 @@ class LowBits(Technique):
                 "Load it with quantization_config=BitsAndBytesConfig(...), and leave this out."
             )
         if self.bits == 8 and job.build_on == "host":
-            yield "weights of 8 bits are quantized on the GPU. Leave build_on out, or try low_bits(4)."
+            yield "weights of 8 bits are quantized on the GPU. Leave build_on out, or try low_bits."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -15,24 +15,24 @@ from snugfit.techniques.technique import Fidelity, Slot
 
 
 def test_weights_of_linear_layers_shrink_by_their_bits() -> None:
-    needs_techniques("low_bits(4)")
+    needs_techniques("low_bits")
     job = small_job("llama", 2, batch_size=2, phase="evaluate")
     sizes = [
         predict(job, recipe, gpu="h200").footprint.kinds[Kind.WEIGHTS]
-        for recipe in ("plain", "low_bits(8)", "low_bits(4)")
+        for recipe in ("plain", "low_bits(bits=8)", "low_bits")
     ]
     assert sizes == sorted(sizes, reverse=True)
     assert len({*sizes}) == 3
 
 
 def test_training_refuses_it_and_plans_take_it_with_permission_alone() -> None:
-    needs_techniques("low_bits(4)")
+    needs_techniques("low_bits")
     with pytest.raises(RecipeError, match=r"quantized weights do not train\. Try 'qlora'"):
-        Recipe.parse("low_bits(4)").check(small_job("llama", 2))
+        Recipe.parse("low_bits").check(small_job("llama", 2))
     job = small_job("llama", 2, phase="evaluate")
     usual, all_of_them = (
         {str(one) for one in space_of(job, fidelity=fidelity).offers(Slot.ADAPTERS)}
         for fidelity in (Fidelity.ROUNDS, Fidelity.LEARNS)
     )
     assert usual == {"full"}
-    assert all_of_them == {"full", "low_bits(4)", "low_bits(8)"}
+    assert all_of_them == {"full", "low_bits", "low_bits(bits=8)"}
