@@ -27,6 +27,14 @@ def trace(*requests: int) -> Trace:
     return Trace(tuple(blocks), tuple(events), (Mark(0, 0, "forward"),), (), 0, ())
 
 
+def test_the_peak_of_a_trace_is_its_first_largest_moment() -> None:
+    for requests in ((5, 3, -1, 5, -2), (4, -1, 4, -2), (7,), ()):
+        live = list(trace(*requests).live())
+        found = trace(*requests).peak()
+        assert found.nbytes == max(live, default=0)
+        assert found.position == (live.index(found.nbytes) if live else -1)
+
+
 # ---- rule 1: rounding and pools ------------------------------------------------------------------------
 
 

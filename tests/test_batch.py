@@ -3,16 +3,19 @@ do."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from snugfit.job.batch import IGNORED, SyntheticDataset, label_items, synthetic
+from snugfit.job.batch import IGNORED, REAL_VALUES, SyntheticDataset, label_items, synthetic
 from snugfit.job.build import instantiate
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.step.batches import SAMPLES, collator, dataset
+from snugfit.techniques.setup import Setup
 
 BERT = {
     "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -179,3 +182,13 @@ def test_an_example_batch_is_repeated_row_by_row() -> None:
     assert batch["name"] == "as it is"
     assert label_items(job, batch) == 5
     assert SyntheticDataset(job, 3)[1]["rows"].tolist() == [[2.0]], "a batch of one"
+
+
+def test_a_simulated_batch_repeats_its_real_samples() -> None:
+    job = job_of(BERT, Task.SEQUENCE_CLASSIFICATION)
+    samples = dataset(replace(job, batch_size=SAMPLES + 3), Setup(), torch.device("meta"))
+    batch = collator(job, torch.device("meta"))([samples[index] for index in range(SAMPLES + 3)])
+    real = getattr(batch["input_ids"], REAL_VALUES)()
+    assert real.shape == batch["input_ids"].shape
+    assert torch.equal(real[SAMPLES:], real[:3])
+    assert not torch.equal(real[0], real[1])

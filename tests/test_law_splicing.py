@@ -50,10 +50,11 @@ def is_spliced(technique: type[Technique]) -> bool:
     """True if plans splice recipes with this technique from parts.
 
     They do not for DeepSpeed's engine, which wraps a whole step, nor for steps of several GPUs. Steps
-    recorded as graphs, or with updates inside the backward pass, are also simulated whole.
+    recorded as graphs, or with updates inside the backward pass, are also simulated whole. Two techniques are
+    for phases without an update.
     """
     whole = technique.needs_several_gpus or technique.name in ("captured", "released")
-    return technique.searched and not whole
+    return technique.searched and not whole and technique.name not in ("kv_cache", "low_bits")
 
 
 def notations() -> list[list[str]]:

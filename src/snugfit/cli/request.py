@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -99,7 +99,7 @@ class Request:
         from snugfit.techniques.recipe import Recipe, techniques_of, without_auto
         from snugfit.units import parse_bytes
 
-        settings = _with_number_of_gpus(_settings(flags))
+        settings = own = _with_number_of_gpus(_settings(flags))
         configuration = _configuration(flags, settings)
         settings = {**(configuration.settings if configuration else {}), **settings}
         settings |= _on_mesh(settings)
@@ -109,7 +109,7 @@ class Request:
         use_plugins(words_in(settings.get("plugin", "")))
         text = settings.get("recipe", "plain")
         rest = without_auto(text) if takes_auto else None
-        return cls(
+        request = cls(
             flags=flags,
             configuration=configuration,
             model_name=str(settings.get("model", "")),
@@ -127,6 +127,9 @@ class Request:
             training={key: value for key, value in settings.items() if key in training_keys()},
             job=_job(settings, online=_may_ask_hub(flags)),
         )
+        if unused := ", ".join(_without_effect(own, request)):
+            typer.echo(f"{unused}: without effect in the phase {request.job.phase}", err=True)
+        return request
 
     def with_least(
         self, local_gpu: Callable[[], Gpu | str | None] = lambda: None, *, fresh: bool = False
@@ -370,6 +373,16 @@ def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
         raise UsageError(
             f"--largest sequence-length: the task {job.task} has no sequences. Try --largest batch."
         )
+
+
+def _without_effect(own: Mapping[str, Any], request: Request) -> Iterator[str]:
+    """Yield the user's `own` settings and the techniques of the recipe that the phase of the job ignores."""
+    from snugfit.job.job import OF_UPDATES
+    from snugfit.techniques.recipe import unused_slots
+
+    unused = unused_slots(request.job)
+    yield from () if request.job.trains else (key.replace("_", " ") for key in OF_UPDATES if key in own)
+    yield from (str(one) for one in request.recipe if one.slot in unused and not one.plain)
 
 
 def _known_loop(loop: str) -> str:

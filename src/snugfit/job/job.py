@@ -28,6 +28,9 @@ LARGEST_LENGTH = 1 << 24
 MOST_LABELS = 1 << 18
 """Largest number of labels: transformers writes each name several times, and public label sets have fewer."""
 
+OF_UPDATES = ("clip", "decay_groups", "learning_rate")
+"""Fields of a job that only an optimizer step reads."""
+
 _TASKS_ELSEWHERE = {
     "text-classification": "sequence-classification",
     "sentiment-analysis": "sequence-classification",

@@ -27,6 +27,12 @@ class AddedPhase:
     setting_types: ClassVar[Mapping[str, type]] = {}
     """Types of its settings by name, which are keys of a job file."""
 
+    slots: ClassVar[frozenset[str]] = frozenset()
+    """Slots of recipes that no other phase uses, by name."""
+
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Slots of recipes that this phase does not use, beside those of training alone."""
+
     sizes: ClassVar[Mapping[str, tuple[str, int]]] = {}
     """Sizes that `--largest` may search besides the core's: a field of `Job` or a setting, and its limit."""
 

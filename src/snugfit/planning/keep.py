@@ -20,7 +20,7 @@ from snugfit.errors import UsageError, did_you_mean
 from snugfit.job.job import Job
 from snugfit.planning.plan import KeptSlot
 from snugfit.techniques import roster
-from snugfit.techniques.recipe import ONLY_TRAINING, Recipe, techniques_of
+from snugfit.techniques.recipe import Recipe, techniques_of, unused_slots
 from snugfit.techniques.technique import Slot, Technique
 from snugfit.techniques.wish import processes_of
 
@@ -127,7 +127,7 @@ def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None =
     own = {
         slot: (start[slot], *_family(start[slot], job))
         for slot in OF_START
-        if start and slot not in freed and (job.trains or slot not in ONLY_TRAINING)
+        if start and slot not in freed and slot not in unused_slots(job)
         # A technique without its package must not be the only choice of its slot.
         if not start[slot].missing_package()
     }

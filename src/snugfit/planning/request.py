@@ -16,10 +16,6 @@ def refuse_bad_request(
 ) -> None:
     """Raise `UsageError` for an invalid job, objective, number of bytes or number of processes."""
     refuse_what_is_no_job(job)
-    if job.added_phase is not None:
-        raise UsageError(
-            f"A plan is for training or evaluation. For the phase {job.phase}, use a prediction."
-        )
     if objective not in OBJECTIVES:
         raise UsageError(
             f"Unknown objective {objective!r}.{did_you_mean(str(objective), OBJECTIVES)} "

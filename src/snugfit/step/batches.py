@@ -114,10 +114,11 @@ def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Ca
     def repeat_first(samples: list[Any]) -> Any:
         batch = {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
         # Real samples are made only if a model reads their values, and once for all inputs.
-        real = functools.cache(lambda: collate([sample.real() for sample in samples]))
+        few = range(min(len(samples), SAMPLES))
+        real = functools.cache(lambda: collate([samples[index].real() for index in few]))
         for name, value in batch.items():
             if name != "attention_mask":  # all samples are padded alike
-                setattr(value, REAL_VALUES, functools.partial(_tensor_of, real, name))
+                setattr(value, REAL_VALUES, functools.partial(_tensor_of, real, name, len(samples)))
         return batch
 
     return repeat_first
@@ -129,8 +130,11 @@ def _with_mask(batch: Any) -> Any:
     return batch
 
 
-def _tensor_of(batch: Callable[[], Mapping[str, Any]], name: str) -> Any:
-    return batch()[name]
+def _tensor_of(batch: Callable[[], Mapping[str, Any]], name: str, samples: int) -> Any:
+    """Return a tensor of a batch with this number of samples; those of a smaller batch are repeated."""
+    value = batch()[name]
+    times = -(-samples // len(value))
+    return value if times == 1 else value.repeat(times, *[1] * (value.dim() - 1))[:samples]
 
 
 class _CastSamples(SyntheticDataset):

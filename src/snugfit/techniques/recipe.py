@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import RecipeError
 from snugfit.job.dtype import LOST_BELOW
+from snugfit.job.phases import added_phases
 from snugfit.techniques import roster
 from snugfit.techniques.notation import parse
 from snugfit.techniques.setup import Setup
@@ -47,8 +48,14 @@ ONLY_TRAINING = (
     Slot.OPTIMIZER,
     Slot.GRADIENTS,
 )
-"""Slots that an evaluation ignores: it returns all logits, keeps nothing for a backward pass and updates
-nothing."""
+"""Slots of training alone: other phases keep nothing for a backward pass and update nothing."""
+
+
+def unused_slots(job: Job) -> frozenset[Slot]:
+    """Return the slots whose techniques change nothing in the phase of this job."""
+    names = {slot for name, one in added_phases().items() if name != job.phase for slot in one.slots}
+    names |= job.added_phase.unused if job.added_phase else frozenset()
+    return frozenset(map(Slot, names)).union(() if job.trains else ONLY_TRAINING)
 
 
 @dataclass(frozen=True)
@@ -150,11 +157,8 @@ class Recipe:
             # A user may name a technique that no plan would choose; the reason becomes a warning.
             if doubt := technique.planning_objection(job) or technique.uncertain(job):
                 yield f"{technique}: {doubt}."
-            if not job.trains and technique.slot in ONLY_TRAINING and not technique.plain:
-                yield (
-                    f"{technique}: an evaluation has no optimizer step, so this changes nothing. Leave "
-                    "it out."
-                )
+            if technique.slot in unused_slots(job) and not technique.plain:
+                yield f"{technique}: it changes nothing in the phase {job.phase}. Leave it out."
         yield from self.lost_updates(job)
 
     def lost_updates(self, job: Job) -> Iterator[str]:

@@ -48,6 +48,7 @@ class Slot(StrEnum):
     PIPELINE_PARALLEL = "pipeline_parallel"
     ALLOCATOR = "allocator"
     LOADING = "loading"
+    CACHE = "cache"
 
 
 FIELDS = {
@@ -243,6 +244,11 @@ class Technique(ABC):
         all the same.
         """
         return iter(())
+
+    @classmethod
+    def fidelity_for(cls, job: Job) -> Fidelity:
+        """Return the difference to the plain recipe's mathematics in this job: by default `fidelity`."""
+        return cls.fidelity
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

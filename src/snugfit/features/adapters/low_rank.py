@@ -146,6 +146,11 @@ class LowRank(Technique):
                     f"{self.name}: rank_pattern has {entry!r}. Write a name and a rank, 'down_proj:4'."
                 )
 
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Return the reason against adapters in a job that does not train."""
+        return "" if job.trains else "nothing trains here, so adapters only add work"
+
     def adapters(self) -> Call:
         """Return the call that wraps a model with peft and these settings."""
         arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -42,6 +43,12 @@ Optimizers = Annotated[
         "--optimizers", help="Also predict the bytes per parameter of every optimizer: a minute or two more."
     ),
 ]
+Inference = Annotated[
+    bool,
+    typer.Option(
+        "--inference", help="Show instead the guide's backends for inference today, and its kinds of memory."
+    ),
+]
 Format = Annotated[
     Literal["terminal", "markdown", "csv", "json"], typer.Option("--format", help="What to print.")
 ]
@@ -53,6 +60,7 @@ def guide(
     measure: Measure = False,
     modern: Modern = False,
     optimizers: Optimizers = False,
+    inference: Inference = False,
     output: Output = Path("snugfit-guide"),
     workers: Workers = None,
     form: Format = "terminal",
@@ -61,7 +69,7 @@ def guide(
 ) -> None:
     """Predict (and measure) the experiments of the Hugging Face single-GPU guide."""
     from snugfit.cli.progress import show_progress
-    from snugfit.errors import GpuError
+    from snugfit.errors import GpuError, UsageError
     from snugfit.features.guide.suite import own_gpu
     from snugfit.job.gpu import find_gpu
     from snugfit.user_files import writable_folder
@@ -77,6 +85,13 @@ def guide(
     folder = writable_folder(output)
 
     workers = workers or os.cpu_count() or 1
+    if inference:
+        if measure or modern or optimizers or form == "csv":
+            raise UsageError(
+                "--inference has its own tables. Leave --measure, --modern, --optimizers and csv out."
+            )
+        _print_inference(target, folder, workers, form, of_features)
+        return
     with show_progress("measuring the guide" if measure else "predicting the guide") as tell:
         from snugfit.features.guide.run import run
 
@@ -92,7 +107,7 @@ def guide(
         result = _with_modern(result, target, workers)
     paths = write(result, folder)
     given.hand_over(of_features, result)
-    plot = next((path.name for path in paths if path.suffix == ".png"), "")
+    plot = _plot_of(paths)
     _print(result, form, plot)
     typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")
 
@@ -104,16 +119,47 @@ guide.__signature__ = inspect.Signature([*_PARAMETERS, *given.feature_parameters
 def write(result: GuideResult, folder: Path) -> list[Path]:
     """Write guide.md, guide.csv, guide.json, and pictures if a feature draws them; return their paths."""
     from snugfit.features.guide.tables import csv, markdown
+
+    return _write(result, folder, "guide", markdown, {"csv": csv(result)})
+
+
+def _write(
+    result: Any, folder: Path, name: str, markdown: Callable[..., str], further: Mapping[str, str]
+) -> list[Path]:
+    """Write a result as Markdown, JSON, pictures if a feature draws them, and in `further` formats."""
     from snugfit.report.text.files import write_atomically
 
-    drawn = {f"guide.{form}": picture(result, form) for form in ("png", "svg")}
-    pictures = {name: content for name, content in drawn.items() if content}
+    drawn = {f"{name}.{form}": picture(result, form) for form in ("png", "svg")}
+    pictures = {file: content for file, content in drawn.items() if content}
     contents = pictures | {
-        "guide.md": markdown(result, plot=next(iter(pictures), "")).encode(),
-        "guide.csv": csv(result).encode(),
-        "guide.json": json.dumps(result.to_json(), indent=2, allow_nan=False).encode() + b"\n",
+        f"{name}.md": markdown(result, plot=next(iter(pictures), "")).encode(),
+        **{f"{name}.{form}": text.encode() for form, text in further.items()},
+        f"{name}.json": json.dumps(result.to_json(), indent=2, allow_nan=False).encode() + b"\n",
     }
-    return [write_atomically(folder / name, content) for name, content in contents.items()]
+    return [write_atomically(folder / file, content) for file, content in contents.items()]
+
+
+def _plot_of(paths: Sequence[Path]) -> str:
+    """Return the name of the picture among these files; empty without one."""
+    return next((path.name for path in paths if path.suffix == ".png"), "")
+
+
+def _print_inference(gpu: Gpu, folder: Path, workers: int, form: str, of_features: Mapping[str, Any]) -> None:
+    """Predict, write and print the guide's backends and kinds of memory."""
+    from snugfit.cli.progress import show_progress
+    from snugfit.features.guide.inference import run_inference
+    from snugfit.features.guide.inference_tables import markdown, render
+    from snugfit.report.text.page import print_as
+
+    with show_progress("predicting the guide's backends") as tell:
+        result = run_inference(gpu, workers=workers, tell=tell)
+    paths = _write(result, folder, "guide-inference", markdown, {})
+    given.hand_over(of_features, result)
+    if form == "markdown":
+        typer.echo(markdown(result, plot=_plot_of(paths)), nl=False)
+    else:
+        print_as(form, result.to_json(), render(result))
+    typer.echo("\n".join(f"Written: {path}" for path in paths), err=form != "terminal")
 
 
 def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:

@@ -22,6 +22,7 @@ class Guide(Feature):
 
     def documents(self) -> Mapping[str, type]:
         """Return the document of `snugfit guide`."""
+        from snugfit.features.guide.inference import InferenceGuide
         from snugfit.features.guide.result import GuideResult
 
-        return {"guide --json": GuideResult}
+        return {"guide --json": GuideResult, "guide --inference --json": InferenceGuide}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from snugfit.features.guide import inference_tables
+from snugfit.features.guide.inference import KINDS, InferenceGuide
 from snugfit.features.guide.result import GuideResult, GuideRow, ModernRow, PublishedPrediction
 from snugfit.features.guide.suite import machines
 from snugfit.features.guide.tables import render
@@ -129,5 +131,33 @@ def _number(figure: Figure, unit: int) -> float | None:
     return None if figure is None else figure / unit
 
 
+def inference_page(result: InferenceGuide) -> PageParts:
+    """Return the page of the backends and of the kinds of memory."""
+    known = [one for one in result.memory if one.kinds]
+    kinds = [
+        BarGroup(
+            name, [BarFigure(one.kinds[name] / GIB, f"{one.kinds[name] / GIB:.2f}") for one in known], ""
+        )
+        for name in KINDS
+    ]
+    speeds = [
+        BarGroup(
+            row.name,
+            [BarFigure(rate := row.speed.samples_per_second, f"{rate:.1f}") if row.speed else None],
+            row.refused or row.today,
+        )
+        for row in result.backends
+    ]
+    charts = [
+        draw_bars(
+            "The guide's kinds of memory at the peak, in GiB", kinds, [one.name for one in known], None
+        ),
+        draw_bars("Samples per second of the guide's backends", speeds, [f"predicted, {result.gpu}"], None),
+    ]
+    title = f"The guide's backends for inference on {result.gpu}"
+    return PageParts(title, [], charts, inference_tables.render(result), result.doubts)
+
+
 PAGE = PageMaker(GuideResult, page_parts)
-"""The charts of the guide's results for HTML pages, which the feature `page` looks up under this name."""
+INFERENCE_PAGE = PageMaker(InferenceGuide, inference_page)
+"""The charts of both guides for HTML pages, which the feature `page` looks up under these names."""

@@ -185,6 +185,11 @@ def anatomy() -> Mapping[str, Any]:
     return dict(_guide()["anatomy"])
 
 
+def inference() -> Mapping[str, Any]:
+    """Return the guide's backends as they are today, and the generation that shows its kinds of memory."""
+    return dict(_guide()["inference"])
+
+
 def own_gpu() -> str:
     """Return the GPU on which the guide's own figures were measured."""
     return next(machine.gpu for machine in machines().values() if machine.gpu)

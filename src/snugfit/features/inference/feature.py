@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.techniques.feature import Feature
+from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     import inspect
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 class Inference(Feature):
     """The feature that predicts the generation of text."""
 
+    techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.CACHE: ("kv_cache",)}
+
     def options(self, command: str) -> Sequence[inspect.Parameter]:
         """Return the command-line options of text generation, such as the number of new tokens, as
         parameters.
@@ -24,6 +27,12 @@ class Inference(Feature):
         from snugfit.features.inference.options import COMMANDS, OPTIONS
 
         return OPTIONS if command in COMMANDS else ()
+
+    def handlers(self) -> Sequence[Any]:
+        """Return the handler of the field `cache`."""
+        from snugfit.features.inference.handler import CacheHandler
+
+        return (CacheHandler(),)
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
         """Set the sequence length to that of the prompt in the command's settings."""

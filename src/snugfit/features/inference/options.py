@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from snugfit.cli import arguments as given
 from snugfit.errors import UsageError
 
-COMMANDS = ("predict", "measure")
+COMMANDS = ("predict", "plan", "gpus", "measure")
 """Commands that take the phase."""
 
 

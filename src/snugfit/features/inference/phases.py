@@ -17,13 +17,15 @@ class Generation(AddedPhase):
     name: ClassVar[str] = "generate"
     title: ClassVar[str] = "generation"
     note: ClassVar[str] = (
-        "A step is one call of generate. On one H200, predicted seconds differed from measured ones by 7 % "
-        "in prefill and in decoding (medians of seven runs). "
+        "A step is one call of generate. On two H200s, predicted seconds differed from measured ones by 6 to "
+        "9 % in prefill, and by 16 to 20 % in decoding, which waits for the host (medians). "
         "Loading assumes from_pretrained and its warm-up, which is not measured."
     )
     setting_types: ClassVar[Mapping[str, type]] = {
         "new_tokens": int, "beams": int, "cache": str, "sample": bool, "top_k": int, "top_p": float,
     }  # fmt: skip
+    slots: ClassVar[frozenset[str]] = frozenset({"cache"})
+    unused: ClassVar[frozenset[str]] = frozenset({"batching"})
     sizes: ClassVar[Mapping[str, tuple[str, int]]] = {
         "context": ("sequence_length", MOST_CONTEXT),
         "beams": ("beams", MOST_BEAMS),

@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import JobError, did_you_mean
+from snugfit.features.inference.fields import CACHE
 from snugfit.job.limits import input_limit, target_limit
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
 
 CACHES = ("dynamic", "static", "quantized", "offloaded", "offloaded_static")
 """Kinds of transformers' caches, by their names in `GenerationConfig.cache_implementation`."""
@@ -39,9 +41,10 @@ class GenerationSettings:
     """Share of the probability that the tokens of a draw have together; 1 takes all."""
 
     @classmethod
-    def of(cls, job: Job) -> Self:
-        """Return the settings of a job in this phase."""
-        return cls(**job.phase_settings)
+    def of(cls, job: Job, setup: Setup | None = None) -> Self:
+        """Return the settings of a job in this phase, with the cache of the `Setup` if it has one."""
+        cache = CACHE.of(setup) if setup else ""
+        return cls(**{**job.phase_settings, **({"cache": cache} if cache else {})})
 
     @classmethod
     def complete(cls, job: Job, given: Mapping[str, Any]) -> dict[str, Any]:

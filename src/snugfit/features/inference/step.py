@@ -76,7 +76,7 @@ class GenerateStep(PlainStep):
         observer.phase("build")
         model: Any = self.evaluated_model()
         inner = _generator_in(model)
-        GenerationSettings.of(self.job).prepare(inner)
+        GenerationSettings.of(self.job, self.setup).prepare(inner)
         observer.build_ends(model, None)
         with contextlib.closing(self._batches()) as batches, _Follower(self, inner, observer) as follower:
             for index in range(steps):
@@ -108,7 +108,7 @@ class GenerateStep(PlainStep):
         """Context of a call, numbered from 0: substitutes for CUDA's streams and for draws, if needed."""
         import torch
 
-        settings = GenerationSettings.of(self.job)
+        settings = GenerationSettings.of(self.job, self.setup)
         with contextlib.ExitStack() as stack:
             if settings.is_offloaded and self.device.type != "cuda":
                 from snugfit.features.inference.offloaded import without_streams
@@ -142,7 +142,7 @@ class GenerateStep(PlainStep):
 
     def generation_config(self) -> Any:
         """Return the `GenerationConfig` of each call."""
-        return GenerationSettings.of(self.job).config()
+        return GenerationSettings.of(self.job, self.setup).config()
 
     def _inputs(self, model: Any, piece: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a host batch, without labels; with `decoder_prompt`, also decoder tokens."""

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Quantized(Feature):
-    """The feature that adds the techniques `fp8` and `qlora`, and their handlers."""
+    """The feature that adds the techniques `fp8`, `low_bits` and `qlora`, and their handlers."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.PRECISION: ("fp8",),
-        Slot.ADAPTERS: ("qlora",),
+        Slot.ADAPTERS: ("low_bits", "qlora"),
     }
 
     needs: ClassVar[Mapping[str, str]] = {"qlora": "adapters"}

@@ -173,7 +173,7 @@ def _offer(
         spare_bytes=spare,
         step_seconds=seconds,
         slowdown=seconds / before - 1 if seconds and before else None,
-        fidelity=max((one.fidelity for one in changed), key=list(Fidelity).index).value,
+        fidelity=max((one.fidelity_for(prediction.job) for one in changed), key=list(Fidelity).index).value,
         tight=spare < prediction.headroom_bytes,
     )
 

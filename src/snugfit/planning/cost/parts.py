@@ -128,7 +128,7 @@ class Parts:
         """
         # A job without an update is simulated as a whole, which gives its exact bound.
         if not self.job.trains:
-            return [self._exact_bound(setup) for setup in setups]
+            return self._exact_bounds(setups)
         bounds = self.lower_bounds.of(setups)
         self.startup.forget()
         # A context depends on the kinds of libraries, so a trace with a mark and the attention suffices.
@@ -143,15 +143,24 @@ class Parts:
         software, needs = Software(), ContextNeeds.of(trace)
         return [context_for(gpu, software, needs)[0] for gpu in self.gpus]
 
-    def _exact_bound(self, setup: Setup) -> tuple[Bound, ...]:
-        trace = self._whole_trace(setup)
-        timed = trace_under(setup, trace)
-        share = self.startup.of(setup, timed).share
-        nbytes = trace.peak().nbytes
-        seconds = [seconds + share for seconds in self.timer(timed)]
-        return tuple(
-            Bound(nbytes + context, one) for context, one in zip(self._contexts(trace), seconds, strict=True)
-        )
+    def _exact_bounds(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...] | UnsupportedStep]:
+        """Return the exact bounds of these Setups. Those with one trace, or one timing, share its figures."""
+        traces = {step_key(as_rehearsed(setup)): self._whole_trace(setup) for setup in setups}
+        needed = {
+            key: [trace.peak().nbytes + context for context in self._contexts(trace)]
+            for key, trace in traces.items()
+        }
+        seconds: dict[Hashable, list[float]] = {}
+        bounds: list[tuple[Bound, ...] | UnsupportedStep] = []
+        for setup in setups:
+            key = step_key(as_rehearsed(setup))
+            timing = key, timing_key(setup)
+            if timing not in seconds:
+                timed = trace_under(setup, traces[key])
+                share = self.startup.of(setup, timed).share
+                seconds[timing] = [one + share for one in self.timer(timed)]
+            bounds.append(tuple(map(Bound, needed[key], seconds[timing])))
+        return bounds
 
     # ---- exact figures -----------------------------------------------------------------------------------
 

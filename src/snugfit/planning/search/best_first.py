@@ -86,7 +86,7 @@ class BestFirst:
         if task is None:
             return None
         screens, first = task.method == "screen", task.numbers[0]
-        if not screens or self._is_compiled(first):
+        if not screens or self.state.is_reserved(first):
             self.state.is_for(worker, first)  # from now on reserved for this worker
         # The complement keeps the numbers of screenings apart from those of evaluations.
         number = ~first if screens else first
@@ -206,10 +206,7 @@ class BestFirst:
         return needed
 
     def _may_screen(self, worker: int, number: int) -> bool:
-        return not self._is_compiled(number) or self.state.may_be_for(worker, number)
-
-    def _is_compiled(self, number: int) -> bool:
-        return self.state.space.candidates[number].setup.lowering is not None
+        return not self.state.is_reserved(number) or self.state.may_be_for(worker, number)
 
     # ---- the answers -------------------------------------------------------------------------------------
 

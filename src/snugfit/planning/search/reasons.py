@@ -199,7 +199,7 @@ def cures(
     more = [
         technique.name
         for technique in roster.techniques()
-        if technique.fidelity in looser
+        if technique.fidelity_for(job) in looser
         and technique.slot not in fixed.slots
         and not technique.planning_objection(job)
         and not technique.needs_several_gpus

@@ -303,6 +303,10 @@ class RecomputingKinds:
         done = self.waiting.keys() | self._looked_at
         return [n for n, one in enumerate(self.space.candidates) if one.passes not in done]
 
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        """Treat the kinds of passes of these candidates as screened."""
+        self._looked_at.update(self.space.candidates[number].passes for number in numbers)
+
     def add_others(self) -> None:
         """Compute the lower bounds of all recipes that recompute nothing."""
         self.add(self.others)

@@ -44,7 +44,7 @@ def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection
     def ask(worker: int) -> Question | None:
         for index in reversed(waiting) if worker % 2 else waiting:
             setups = [space.candidates[number].setup for number in order[index]]
-            if setups[0].lowering is None or state.is_for(worker, order[index][0]):
+            if not state.is_reserved(first := order[index][0]) or state.is_for(worker, first):
                 waiting.remove(index)
                 return Question(index, "screen", (setups,))
         return None

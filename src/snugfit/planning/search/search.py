@@ -34,6 +34,7 @@ from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.simpler import AS_FAST
+from snugfit.planning.search.single_changes import screen_single_changes
 from snugfit.planning.search.space import Space, space_of
 from snugfit.planning.search.state import NEGLIGIBLE_BYTES, SearchState
 from snugfit.prediction.device import doubts_about, policy_for
@@ -241,6 +242,8 @@ def search(
     recompute, since it may make them unnecessary. Raises `BelowLowerBound`.
     """
     recomputing = kinds or RecomputingKinds(state, pool, tell)
+    if kinds is None and not state.space.trains:
+        screen_single_changes(state, recomputing, smallest=smallest)
     if grade is not None and not (every_bound or smallest):
         BestFirst(state, recomputing, tell, postpones=True).run(pool)
         grade()

@@ -25,7 +25,7 @@ from snugfit.planning.plan import Exclusion
 from snugfit.planning.search.combinations import Combinations, Objection
 from snugfit.planning.step_key import as_written, passes_key, program_key, trace_key
 from snugfit.techniques import roster
-from snugfit.techniques.recipe import ONLY_TRAINING, Recipe
+from snugfit.techniques.recipe import Recipe, unused_slots
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique
 
@@ -79,6 +79,8 @@ class Space:
     """Slots that no recipe of the space changes."""
     numbers: Mapping[int, int]
     """Number of each candidate, by its index among all combinations of the techniques."""
+    trains: bool = True
+    """True for a job with an update, whose recipes have lower bounds from few layers."""
     graded: Mapping[Recipe, int] = field(default_factory=dict)
     """Candidates outside these combinations (`grades.py`), with their numbers."""
 
@@ -207,8 +209,9 @@ def space_of(
         raise RecipeError(_no_candidate(combinations.objections, fixed))
     excluded += _by_reason(combinations.objections)
     return Space(
-        candidates=tuple(candidates), excluded=tuple(excluded), choices=choices, fixed=fixed, numbers=numbers
-    )
+        candidates=tuple(candidates), excluded=tuple(excluded), choices=choices, fixed=fixed, numbers=numbers,
+        trains=job.trains,
+    )  # fmt: skip
 
 
 def _by_reason(objections: Counter[Objection]) -> Iterator[Exclusion]:
@@ -248,7 +251,7 @@ def _offered_in(
     ]
     choices = _best_settings(offered, capability, refused)
     # The user's own technique remains a choice, even if another one always beats it.
-    own = fixed.start[slot] if fixed.start and (job.trains or slot not in ONLY_TRAINING) else None
+    own = fixed.start[slot] if fixed.start and slot not in unused_slots(job) else None
     if own and own not in choices and not _missing_on(type(own), capability):
         choices.append(own)
         refused = [exclusion for exclusion in refused if exclusion.what != own.name]
@@ -286,7 +289,7 @@ def _choices(
     many_gpus: bool,
 ) -> Iterator[Technique]:
     """Yield the techniques that a search tries in this slot; all omitted ones are added to `excluded`."""
-    if not job.trains and slot in ONLY_TRAINING:
+    if slot in unused_slots(job):
         yield roster.plain(slot)
         return
     degrees = list(Fidelity)
@@ -301,8 +304,8 @@ def _choices(
             word = technique.last_resort or next(iter(technique.grades(job)), technique.name)
             why = f"plans for many GPUs include it only on request (--keep '{word}')"
             excluded.append(Exclusion(what=technique.name, why=why))
-        elif degrees.index(technique.fidelity) > degrees.index(fidelity):
-            excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[technique.fidelity]))
+        elif degrees.index(own := technique.fidelity_for(job)) > degrees.index(fidelity):
+            excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[own]))
         elif settings := dict.fromkeys(technique.settings(job)):
             if not technique.grades(job):
                 yield from settings

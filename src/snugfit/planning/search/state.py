@@ -93,6 +93,8 @@ class SearchState:
     nearly: float = 0.0
     """Share of bytes and seconds by which the found smallest recipe may exceed the true one, if nothing
     fits."""
+    rehearses_whole: bool = False
+    """True if the trace of a screened candidate serves its evaluation too, so one worker does both."""
     slowest: float = math.inf
     """Greatest seconds of candidates for the front, in multiples of the seconds of the fastest that fits."""
     graded: set[int] = field(default_factory=set)
@@ -163,6 +165,10 @@ class SearchState:
     def is_begun(self, number: int) -> bool:
         """Return True if some worker has simulated a recipe with the same compiled layers."""
         return self.space.candidates[number].program in self.worker_of
+
+    def is_reserved(self, number: int) -> bool:
+        """Return whether one worker alone should simulate the candidate, from its screening on."""
+        return self.rehearses_whole or self.space.candidates[number].setup.lowering is not None
 
     def must_be_lowered(self, number: int) -> bool:
         """Return True if the recipe has layers that no worker has compiled yet."""
@@ -266,9 +272,9 @@ class SearchState:
         smallest = self._best[faster - 1][1]
         if self.memory_bytes is not None and least.needed_bytes <= self.memory_bytes < smallest:
             return False
-        return self._worth_listing(smallest) <= least.needed_bytes
+        return self.worth_listing(smallest) <= least.needed_bytes
 
-    def _worth_listing(self, needed_bytes: int) -> float:
+    def worth_listing(self, needed_bytes: int) -> float:
         """Return the bytes above which a slower recipe is not listed next to a faster one with
         `needed_bytes`."""
         return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
@@ -299,7 +305,7 @@ class SearchState:
         needed = self.bounds[number].needed_bytes
 
         def stands(other: int) -> bool:
-            if self._worth_listing(self.bounds[other].needed_bytes) > needed:
+            if self.worth_listing(self.bounds[other].needed_bytes) > needed:
                 return False
             fits_too = self.fits(self._least_beside(number, other))
             return self.fits(self.judged[other].needed_bytes) or not fits_too

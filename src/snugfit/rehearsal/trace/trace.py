@@ -354,11 +354,13 @@ class Trace:
 
     def peak(self) -> Peak:
         """Return the first moment with the most allocated bytes live."""
-        peak = Peak(0, -1)
-        for position, current in enumerate(self.live()):
-            if current > peak.nbytes:
-                peak = Peak(current, position)
-        return peak
+        import numpy as np
+
+        events = np.array(self.events, np.int64)
+        sizes = np.array([block.nbytes for block in self.blocks], np.int64)
+        live = np.cumsum(np.sign(events) * sizes[abs(events) - 1])
+        position = int(live.argmax()) if len(live) else -1
+        return Peak(int(live[position]), position) if len(live) and live[position] > 0 else Peak(0, -1)
 
     def alive_at(self, position: int) -> list[int]:
         """Return the indices of the memory blocks that are live after event `position`."""

@@ -48,10 +48,9 @@ def _sentences(ways: WaysOut | None, command: str, of: str) -> list[str]:
 
 
 def plan_command(prediction: Prediction) -> str:
-    """Return the command line of a plan for this job; empty for an evaluation, or a model that only Python
-    has."""
+    """Return the command line of a plan for this job; empty for a model that only Python has."""
     job, gpu = prediction.job, prediction.gpu
-    if job.model.module is not None or not job.trains:
+    if job.model.module is not None:
         return ""
     words = ["--routing", job.routing] if job.routing != "balanced" else []
     words += ["--gpu", shlex.quote(gpu.key.lower()) if gpu else "NAME"]

@@ -33,6 +33,13 @@ class Bf16(Technique):
         # bfloat16 has the exponent of fp32, so no gradient underflows and none is scaled.
         return setup.with_precision(products="bfloat16")
 
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Return the reason against autocast around weights in bfloat16 that do not train."""
+        if job.dtype == "bfloat16" and not job.trains:
+            return "the weights are loaded in bfloat16, so it only adds conversions"
+        return ""
+
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning for a GPU before Ampere, which emulates bfloat16."""
         if compute_capability and compute_capability < (8, 0):

@@ -33,6 +33,11 @@ class Bf16Pure(Technique):
         return setup.with_precision(weights="bfloat16")
 
     @classmethod
+    def fidelity_for(cls, job: Job) -> Fidelity:
+        """Return `ROUNDS` without training, since no small update can be lost."""
+        return cls.fidelity if job.trains else Fidelity.ROUNDS
+
+    @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Return the reason why no plan chooses weights in bfloat16: weights that are loaded in bfloat16 stay
         as they are.

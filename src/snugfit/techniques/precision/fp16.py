@@ -44,6 +44,13 @@ class Fp16(Technique):
         # From Ampere on, both have the same rate, and bfloat16 needs no scaler.
         return other.name == "bf16" and compute_capability is not None and compute_capability >= (8, 0)
 
+    @classmethod
+    def planning_objection(cls, job: Job) -> str:
+        """Return the reason against autocast around 16-bit weights that do not train."""
+        if job.dtype in LOST_BELOW and not job.trains:
+            return f"the weights are loaded in {job.dtype}, so it only adds conversions (--dtype float16)"
+        return ""
+
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield an objection to trained weights of 16 bits: the scaler takes 32-bit gradients only."""
         # Adapters may train in fp32 on 16-bit weights, which the scaler accepts.

@@ -20,6 +20,7 @@ from snugfit.features.guide import run as suite_run
 from snugfit.features.guide import tables
 from snugfit.features.guide.cells import inert
 from snugfit.features.guide.feature import Guide
+from snugfit.features.guide.inference import BackendRow, InferenceGuide, MemoryOfJob
 from snugfit.features.guide.methods import helps, method_lines, stage_lines
 from snugfit.features.guide.suite import machines, suite, without_figures
 from snugfit.job.gpu import find_gpu
@@ -205,7 +206,15 @@ def test_predictions_of_the_suite_come_in_the_order_of_their_requests(
 
 
 def test_answers_are_valid_against_the_schema() -> None:
-    printed = {"guide --json": guide_result(measured=True, modern=True)}
+    backend = BackendRow(
+        name="eager", guide="For debugging.", state="registered", today="", recipe="plain", needed_bytes=GIB,
+        speed=guide_result().rows[0].predicted_speed,
+    )  # fmt: skip
+    memory = MemoryOfJob(name="training", job="a job", kinds={"gradients": 1})
+    backends = InferenceGuide(
+        gpu="a GPU", job="a job", backends=(backend,), memory=(memory,), versions={"torch": "2.13"}
+    )
+    printed = {"guide --json": guide_result(measured=True, modern=True), "guide --inference --json": backends}
     hold_to_schema(Guide().documents(), printed.items())
 
 

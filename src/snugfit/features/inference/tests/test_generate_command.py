@@ -18,7 +18,6 @@ from snugfit.features.inference.step import DECODE, LOOP_FUNCTIONS
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.largest import field_of, largest
-from snugfit.planning.request import refuse_bad_request
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import rates_for
@@ -66,7 +65,7 @@ MISTAKES = [
     ("predict gpt2 --phase generate --recipe auto --gpu h200", "Leave 'auto' out"),
     ("predict gpt2 --phase generate --software published-2022", "installed software only"),
     ("predict gpt2 --phase generate --largest width --gpu h200", "batch, sequence-length, context, beams"),
-    ("plan gpt2 --phase generate --gpu h200", "snugfit plan does not support --phase generate yet"),
+    ("plan gpt2 --phase generate --gpu h200 --gpus 2", "for one GPU"),
 ]
 
 
@@ -81,11 +80,6 @@ def test_a_mistake_is_one_clear_error(typed: str, message: str, capsys: pytest.C
 def test_another_loop_is_refused() -> None:
     with pytest.raises(UsageError, match="no loop 'trainer'"):
         GENERATION.step_class("trainer")
-
-
-def test_a_plan_in_python_is_refused() -> None:
-    with pytest.raises(UsageError, match="For the phase generate, use a prediction"):
-        refuse_bad_request(generating_job("gpt2"))
 
 
 def test_other_phases_have_no_settings() -> None:

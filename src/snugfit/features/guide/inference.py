@@ -1,0 +1,184 @@
+"""The guide's backends of `torch.compile` for inference as they are today, and its six kinds of memory.
+
+The backends are predicted on an evaluation of the guide's own job. The kinds of memory are those of a
+training step of that job, and of text generation with one beam and with several. The cache and the logits of
+the generation are the guide's functionality-specific memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snugfit.documents import JsonDocument
+from snugfit.errors import JobError, RecipeError
+from snugfit.features.guide.predictions import PredictionRequest, predict_all
+from snugfit.features.guide.suite import VANILLA, inference, job_of, suite, without_figures
+from snugfit.job.job import Phase
+from snugfit.prediction.profile import installed_versions
+from snugfit.report.text.job import job_line
+from snugfit.results.footprint import Kind
+from snugfit.results.speed import StepSpeed
+from snugfit.techniques.recipe import Recipe
+
+if TYPE_CHECKING:
+    from snugfit.job.gpu import Gpu
+    from snugfit.results.prediction import Prediction
+
+KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "model weights": (Kind.WEIGHTS, Kind.GATHERED),
+    "optimizer states": (Kind.OPTIMIZER_STATES,),
+    "gradients": (Kind.GRADIENTS,),
+    "forward activations": (Kind.ACTIVATIONS,),
+    "temporary buffers": (Kind.TEMPORARIES, Kind.CACHES, Kind.WORKSPACES, Kind.INPUTS, Kind.COMMUNICATION),
+    "functionality-specific memory": (Kind.KEY_VALUES, Kind.LOGITS),
+}
+"""The guide's six kinds of memory, each with the kinds of a prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendRow:
+    """One backend of the guide: its state in the installed torch, and the prediction of its recipe."""
+
+    name: str
+    """Name of the backend in the guide."""
+    guide: str
+    """The guide's claim; empty for a backend that it does not name."""
+    state: str
+    """State in the installed torch: `registered`, `gone`, or `needs` a package."""
+    today: str
+    """Its replacement, or a remark."""
+    recipe: str = ""
+    """The recipe with the same effect; empty without one."""
+    needed_bytes: int | None = None
+    """Predicted bytes of an evaluation on the GPU."""
+    speed: StepSpeed | None = None
+    """Predicted speed of the evaluation."""
+    refused: str = ""
+    """Reason for a missing prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOfJob:
+    """Predicted bytes at the peak of one job, by the guide's kinds of memory."""
+
+    name: str
+    """Short name of the job."""
+    job: str
+    """The job in words."""
+    kinds: Mapping[str, int]
+    """Bytes by the guide's name of the kind; empty without a prediction."""
+    refused: str = ""
+    """Reason for a missing prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceGuide(JsonDocument):
+    """The guide's backends and kinds of memory, with predictions for one GPU."""
+
+    what: ClassVar = "guide --inference"
+
+    gpu: str
+    """GPU of the predictions."""
+    job: str
+    """The evaluation of the backends, in words."""
+    backends: tuple[BackendRow, ...]
+    """The backends in the guide's order, then further ones."""
+    memory: tuple[MemoryOfJob, ...]
+    """A training step, and generations with few and many beams."""
+    versions: Mapping[str, str]
+    """Versions of the packages that predicted."""
+    doubts: tuple[str, ...] = ()
+    """Uncertainties of the predictions, as sentences."""
+
+
+def run_inference(
+    gpu: Gpu, *, workers: int = 1, tell: Callable[[str], None] = lambda line: None
+) -> InferenceGuide:
+    """Return the backends and the kinds of memory, predicted for this GPU by `workers` processes."""
+    facts = inference()
+    vanilla = next(one for one in suite() if one.name == VANILLA)
+    job = replace(vanilla.job(), phase=Phase.EVALUATE)
+    recipes = [recipe for one in facts["backends"] if (recipe := _known_recipe(one))]
+    requests = [PredictionRequest(about=one, job=job, recipe=one, gpu=gpu) for one in recipes]
+    memory: list[PredictionRequest | str] = [
+        PredictionRequest(about="training", job=vanilla.job(), recipe=vanilla.recipe, gpu=gpu)
+    ]
+    for beams in facts["beams"]:
+        settings = {"new_tokens": facts["new_tokens"], "beams": beams}
+        try:
+            generation = job_of({**facts["job"], "phase_settings": settings})
+        except JobError as error:
+            # The phase belongs to a feature that may be deleted.
+            memory.append(f"generation: {error}")
+            continue
+        memory.append(
+            PredictionRequest(about=f"generation, beams={beams}", job=generation, recipe="plain", gpu=gpu)
+        )
+    known = [one for one in memory if not isinstance(one, str)]
+    answers = predict_all([*requests, *known], workers=workers, tell=tell)
+    by_recipe = dict(zip(recipes, answers, strict=False))
+    rest = iter(answers[len(recipes) :])
+    jobs = [
+        MemoryOfJob(name="generation", job="", kinds={}, refused=one)
+        if isinstance(one, str)
+        else _memory(one, next(rest))
+        for one in memory
+    ]
+    doubts = (doubt for one in answers if not isinstance(one, str) for doubt in one.doubts)
+    return InferenceGuide(
+        gpu=gpu.name,
+        job=job_line(job),
+        backends=tuple(_backends(facts["backends"], by_recipe)),
+        memory=tuple(jobs),
+        versions=installed_versions(),
+        doubts=tuple(dict.fromkeys(doubts)),
+    )
+
+
+def _known_recipe(line: Mapping[str, str]) -> str:
+    """Return the recipe of a backend; empty without one, or if its technique belongs to a missing feature."""
+    try:
+        Recipe.parse(recipe := line.get("recipe", ""))
+    except RecipeError:
+        return ""
+    return recipe
+
+
+def _backends(lines: list[dict[str, Any]], answers: Mapping[str, Prediction | str]) -> Iterator[BackendRow]:
+    """Yield a row for each backend of the guide's data."""
+    import torch._dynamo
+
+    registered = torch._dynamo.list_backends(None)
+    guide = {line.name: line.guide for line in without_figures()}
+    for line in lines:
+        package = line.get("package", "")
+        lacks = package and importlib.util.find_spec(package) is None
+        in_torch = "registered" if line["backend"] in registered else "gone"
+        row = BackendRow(
+            name=line["name"],
+            guide=guide.get(line["name"], ""),
+            state=f"{in_torch}; needs {package}" if lacks else in_torch,
+            today=line["today"],
+            recipe=_known_recipe(line),
+        )
+        answer = answers.get(row.recipe)
+        if isinstance(answer, str):
+            # An objection begins with the technique, which the row has already.
+            why = answer.strip().rpartition("\n")[2].removeprefix(f"{row.recipe}: ")
+            row = replace(row, refused=why)
+        elif answer is not None:
+            row = replace(row, needed_bytes=answer.needed_bytes, speed=answer.speed)
+        yield row
+
+
+def _memory(request: PredictionRequest, answer: Prediction | str) -> MemoryOfJob:
+    row = MemoryOfJob(name=request.about, job=job_line(request.job), kinds={})
+    if isinstance(answer, str):
+        return replace(row, refused=answer)
+    nbytes = answer.footprint.kinds
+    return replace(
+        row, kinds={name: sum(nbytes.get(kind, 0) for kind in kinds) for name, kinds in KINDS.items()}
+    )

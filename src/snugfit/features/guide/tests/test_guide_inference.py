@@ -1,0 +1,65 @@
+"""`snugfit guide --inference`: backends as they are today, and the six kinds of memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_up import prediction
+from snugfit.cli.main import run
+from snugfit.features.guide import inference
+from snugfit.features.guide.inference import KINDS, run_inference
+from snugfit.features.guide.inference_tables import render
+from snugfit.job.gpu import find_gpu
+from snugfit.report.text.terminal import as_text
+from snugfit.results.footprint import Kind
+from snugfit.techniques.recipe import Recipe
+from snugfit.units import GIB
+
+
+@pytest.fixture(autouse=True)
+def made_up_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predict 12 GiB for every request but a compiled one."""
+
+    def predict_all(requests: Any, **_: Any) -> Any:
+        return [
+            "compiled: it is refused here"
+            if "compiled" in one.recipe
+            else prediction(12 * GIB, job=one.job, recipe=Recipe.parse(one.recipe))
+            for one in requests
+        ]
+
+    monkeypatch.setattr(inference, "predict_all", predict_all)
+
+
+def test_each_backend_has_its_state_in_the_installed_torch() -> None:
+    result = run_inference(find_gpu("h200"))
+    states = {row.name: row.state for row in result.backends}
+    assert states["inductor"] == states["aot_cudagraphs"] == "registered"
+    assert {states[name] for name in ("ofi", "ipex", "nvfuser, aot_nvfuser")} == {"gone"}
+    eager = next(row for row in result.backends if row.name == "eager")
+    assert eager.needed_bytes
+    assert eager.guide
+    refused = next(row for row in result.backends if row.name == "inductor")
+    assert refused.needed_bytes is None
+    text = " ".join(as_text(render(result), width=120).split())
+    assert "Not predicted: inductor" in text
+    assert "functionality-specific memory" in text
+    assert type(result).from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_each_kind_of_a_prediction_belongs_to_one_kind_of_the_guide() -> None:
+    named = [kind for kinds in KINDS.values() for kind in kinds]
+    assert sorted(named) == sorted({*Kind} - {Kind.CONTEXT})
+
+
+def test_the_command_writes_its_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["guide", "--inference", "--gpu", "h200", "--output", str(tmp_path)]) == 0
+    assert {"guide-inference.md", "guide-inference.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert "nvfuser" in (tmp_path / "guide-inference.md").read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert run(["guide", "--inference", "--modern", "--gpu", "h200", "--output", str(tmp_path)]) == 2
+    assert "--inference has its own tables" in capsys.readouterr().err

@@ -1,0 +1,8 @@
+"""The field of `Setup` that the feature `inference` adds."""
+
+from __future__ import annotations
+
+from snugfit.techniques.wish import Wish
+
+CACHE = Wish[str]("cache", str, "", touches=("passes",))
+"""The field `cache`: a kind of cache in place of the one that the job names; empty keeps that one."""

@@ -1,0 +1,1 @@
+"""Techniques of the slot `cache`: the store of keys and values that generation reads again."""
