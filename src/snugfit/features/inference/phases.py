@@ -17,8 +17,8 @@ class Generation(AddedPhase):
     name: ClassVar[str] = "generate"
     title: ClassVar[str] = "generation"
     note: ClassVar[str] = (
-        "A step is one call of generate. On two H200s, predicted seconds differed from measured ones by 6 to "
-        "9 % in prefill, and by 16 to 20 % in decoding, which waits for the host (medians). "
+        "A step is one call of generate. On two H200s, seconds of prefill differed by 6 to 9 %, and those of "
+        "decoding by 16 to 20 % (medians). "
         "Loading assumes from_pretrained and its warm-up, which is not measured."
     )
     setting_types: ClassVar[Mapping[str, type]] = {

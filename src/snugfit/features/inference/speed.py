@@ -44,7 +44,7 @@ class PassSeconds:
 class GenerationResult:
     """The cache of a predicted generation, and its seconds.
 
-    On one H200, the seconds of seven runs differed by 7 % in prefill and in decoding (medians).
+    On two H200s, they differed by 6 to 9 % in prefill and by 16 to 20 % in decoding (medians).
     `results/h200-2026-11-30/generation-again.json` has each.
     """
 

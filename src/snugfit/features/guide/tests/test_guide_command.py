@@ -84,6 +84,9 @@ def test_a_command_of_the_docs_is_understood(
     monkeypatch.setattr("snugfit.features.guide.run.run", lambda *_, **__: guide_result())
     monkeypatch.setattr("snugfit.features.guide.command.picture", lambda *_: b"a picture")
     monkeypatch.setattr(
+        "snugfit.features.guide.inference.predict_all", lambda asked, **_: ["made up"] * len(asked)
+    )
+    monkeypatch.setattr(
         "snugfit.features.guide.modern.predict_all", lambda asked, **_: ["made up"] * len(asked)
     )
     assert run(shlex.split(command)) == 0, capsys.readouterr().err
