@@ -119,8 +119,13 @@ class GenerationSettings:
         return self.cache.startswith("offloaded")
 
     def prepare(self, model: Any) -> None:
-        """Remove the end token from the defaults of a model, so that no sequence ends early."""
+        """Remove the end token from the defaults of a model, so that no sequence ends early. Import what its
+        cache needs.
+        """
         model.generation_config.eos_token_id = None
+        if self.cache.endswith("static"):
+            # Imported during a call, it would keep the call's frames and their tensors alive.
+            import torch._dynamo  # noqa: F401
 
     def config(self) -> Any:
         """Return the `GenerationConfig` of transformers with these settings."""

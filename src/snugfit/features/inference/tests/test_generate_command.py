@@ -136,7 +136,7 @@ def test_the_answer_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert run(typed) == 0
     short = capsys.readouterr().out
     assert "a token" in short
-    assert "differed from measured ones" in " ".join(short.split())
+    assert "seconds of prefill differed by" in " ".join(short.split())
     assert "/ disk rate" in short
     assert "not measured" in " ".join(short.split())
     assert len(short.splitlines()) <= 16
