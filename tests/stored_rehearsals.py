@@ -42,7 +42,9 @@ ROOMS = (
 only those that add fields of `Setup`, without their modules for searches, prices and training runs, and the
 files `inputs.py`."""
 
-ABOVE = re.compile(r"^ *from snugfit\.(cli|frontends|planning|prediction|report|training)\b", re.MULTILINE)
+ABOVE = re.compile(
+    r"^ *from snugfit\.(cli|frontends|measurement|planning|prediction|report|training)\b", re.MULTILINE
+)
 """An import of a room above `rehearsal`, by which a feature's module is no part of a rehearsal."""
 
 SIZES = "planning/cost/batch_sizes.py"

@@ -159,7 +159,7 @@ def test_the_command_of_a_plan_has_the_whole_job() -> None:
         assert "--padding 0.5 --vocab-size 99 --set decay_groups=True --routing worst --gpu v100-sx" in text
         assert "--gpus 2" in text
     evaluation = replace(one, job=replace(job(), phase=Phase.EVALUATE))
-    assert "snugfit plan" not in as_text(short.render(evaluation)), "a plan is for training"
+    assert "--phase evaluate" in as_text(short.render(evaluation), width=300)
 
 
 def test_sizes_that_differ_never_look_alike() -> None:

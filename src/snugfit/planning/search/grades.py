@@ -152,7 +152,8 @@ def _find_recomputed(
             _evaluate_mixtures(state, pool, between, mixture)  # mostly makes grades unnecessary
         for kind, grades in graded.items():
             steps = len(grades) + 1
-            share = math.ceil(between.share(memory) * steps) / steps
+            # The last step recomputes each layer, which is no grade.
+            share = min(math.ceil(between.share(memory) * steps), len(grades)) / steps
             if is_valid(base.with_(grades[0]), job) and may_be_fastest(kind.grade_cost, share):
                 tell(f"looking for {kind.name} that fits")
                 if least_grade := _least_that_fits(state, pool, between, grades):

@@ -39,9 +39,10 @@ def test_sixteen_draws_meet_every_family() -> None:
 
 
 def test_draws_are_lawful_and_broad() -> None:
-    """Every technique but four is drawn. One package cannot be measured here, another is slower than a
-    fourth. Frozen parts are a user's choice, and `first_layers` covers `every_nth_layer`. Few draws miss a
-    few more techniques. All draws are valid, some with lengths that are not powers of two."""
+    """Every technique for training but four is drawn; two are for inference. One package cannot be measured
+    here, another is slower than a fourth. Frozen parts are a user's choice, and `first_layers` covers
+    `every_nth_layer`. Few draws miss a few more techniques. All draws are valid, some with lengths that are
+    not powers of two."""
     everything = [one for seed in range(12) for one in drawn(seed)]
     for one in everything:
         one.recipe.check(one.job, (9, 0), installed=False)
@@ -49,7 +50,7 @@ def test_draws_are_lawful_and_broad() -> None:
     searched = [technique for technique in roster.techniques() if technique.searched]
     for_one = {technique.name for technique in searched if not technique.needs_several_gpus}
     assert {"flash", "flex"} <= for_one - used
-    assert len(for_one - used) <= 6
+    assert len(for_one - used) <= 8
     assert used <= for_one
     lengths = {one.job.sequence_length for one in everything}
     assert any(length & (length - 1) for length in lengths)
