@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXPORTED_MODELS = "transformers>=5.23"
 """First version of transformers whose exports can be loaded and called (`ExportedModel`)."""
 
-ONLY_PLAIN = (Slot.ADAPTERS, Slot.ATTENTION, Slot.MATMUL, Slot.BATCHING)
+ONLY_PLAIN = (Slot.ADAPTERS, Slot.ATTENTION, Slot.CACHE, Slot.MATMUL, Slot.BATCHING)
 """Slots whose techniques change a model or its calls, and were not tried with another engine."""
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from snugfit.cli.main import run
-from snugfit.errors import UsageError
+from snugfit.errors import RecipeError, UsageError
 from snugfit.features.engines import export, session
 from snugfit.features.engines.fast_layers import use_fast_layers
 from snugfit.job.job import Job
@@ -170,6 +170,13 @@ EXPORTS = [
     pytest.param("openvino", "llama", GENERATES, marks=pytest.mark.slow),
     pytest.param("onnxruntime", "llama", {}, marks=pytest.mark.slow),
 ]
+
+
+def test_another_cache_of_a_recipe_is_refused() -> None:
+    pytest.importorskip("snugfit.features.inference", reason="the feature inference is not there")
+    job = replace(small_job("llama"), phase="generate", phase_settings={"new_tokens": 4})
+    with pytest.raises(RecipeError, match=r"kv_cache\(static\) was not tried with it"):
+        Recipe.parse("onnxruntime + kv_cache(static)").check(job, installed=False)
 
 
 @pytest.mark.parametrize(("engine", "model", "changes"), EXPORTS)
