@@ -30,12 +30,7 @@ class LoweredKinds:
     waiting: Sequence[int] = ()
     """Candidates with compiled layers that save no memory: without recomputing and with whole logits."""
 
-    def __init__(
-        self,
-        space: Any,
-        state: Any,
-        saves_nothing: Mapping[int, int | None],
-    ) -> None:
+    def __init__(self, space: Any, state: Any, saves_nothing: Mapping[int, int | None]) -> None:
         self.space, self.state, self.saves_nothing = space, state, saves_nothing
 
     @staticmethod

@@ -113,10 +113,8 @@ def find_grades(
     """
     if state.memory_bytes is None or state.nothing_fits or not job.trains:
         return state.space
+    find_recomputed(state, pool, job, tell, link)
     fixed = state.space.fixed.slots
-    if Slot.CHECKPOINTING not in fixed:
-        mixture = None if Slot.ACTIVATION_OFFLOAD in fixed else mixture_of(job, link)
-        _find_recomputed(state, pool, job, tell, mixture)
     for slot in Slot:
         if slot not in fixed:
             _find_smaller(state, pool, job, slot, tell)
@@ -127,12 +125,16 @@ def find_grades(
     return state.space
 
 
-def _find_recomputed(
-    state: SearchState, pool: WorkerPool, job: Job, tell: Tell, mixture: Mixture | None
+def find_recomputed(
+    state: SearchState, pool: WorkerPool, job: Job, tell: Tell, link: float | None = None
 ) -> None:
-    """Evaluate the fewest recomputed layers, or parts of layers, of the most promising recipes that do not
-    fit."""
-    slot = Slot.CHECKPOINTING
+    """Simulate the fewest recomputed layers, or parts of layers, of the most promising recipes that do not
+    fit. No recipe is taken twice (`SearchState.graded`). `link` is as in `find_grades`.
+    """
+    slot, fixed = Slot.CHECKPOINTING, state.space.fixed.slots
+    if state.memory_bytes is None or state.nothing_fits or not job.trains or slot in fixed:
+        return
+    mixture = None if Slot.ACTIVATION_OFFLOAD in fixed else mixture_of(job, link)
     kinds = [kind for kind in roster.techniques() if kind.slot is slot and not kind.planning_objection(job)]
     kinds.sort(key=lambda kind: kind.lowered)  # a grade that is compiled takes longest
     graded = {kind: grades for kind in kinds if (grades := kind.grades(job)) and not kind.missing_package()}

@@ -3,8 +3,9 @@
 Each Setup first gets its lower bounds (`Parts.screen`), except for kinds of recomputing that cannot matter
 (`recomputing.py`). Setups are evaluated in the order of their least seconds: spliced, timed, and replayed
 through the allocator. A kind that may be faster than all of them is screened before (`best_first.py`). A
-Setup is skipped if its lower bounds are dominated by an evaluated Setup, up to a resolution of memory. It is
-still evaluated if it may fit and the other does not.
+Setup is skipped if its lower bounds are dominated by an evaluated Setup, up to a resolution of memory. One
+that cannot be the fastest is compared up to a resolution of seconds too. A Setup that may fit is evaluated if
+the other does not fit.
 
 The result is the Pareto front of the space up to that resolution. The fastest recipe that fits is exact: less
 memory can never give a faster plan. If the smallest recipe is requested, or nothing fits, all possibly
@@ -28,7 +29,7 @@ from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.keep import Free, Keep
 from snugfit.planning.plan import Pace, Plan, nearest_miss
 from snugfit.planning.search.best_first import BestFirst
-from snugfit.planning.search.grades import find_grades
+from snugfit.planning.search.grades import find_grades, find_recomputed
 from snugfit.planning.search.plan_request import PlanRequest
 from snugfit.planning.search.progress import Tell, with_best
 from snugfit.planning.search.ranking import rank_best
@@ -120,7 +121,7 @@ def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     slowest = asked.slowest * (1 + AS_FAST)
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
-    grade = partial(find_grades, state, pool, job, tell, link_of(gpu))
+    grade = partial(find_recomputed, state, pool, job, tell, link_of(gpu))
     search(state, pool, tell, smallest=smallest, every_bound=asked.ranked > 0, grade=grade)
     looked_at = _try_outside_space(asked, state, pool, tell)
     space = state.space

@@ -247,11 +247,7 @@ def test_a_run_within_a_budget_goes_on_where_it_was(tmp_path: Path, monkeypatch:
 class _Judge:
     """A worker of a plan. A budget costs half the seconds of the line to recomputing each layer."""
 
-    def __init__(self) -> None:
-        self.judged: list[str] = []
-
     def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures]]:
-        self.judged.append(repr((setups[0].checkpoint, setups[0].lowering)))
         return [(self.figures(setup),) for setup in setups]
 
     def figures(self, setup: Setup) -> Figures:
