@@ -128,9 +128,9 @@ class _PutOffModule(ModuleType):
 
 
 class _AsItIs:
-    """Wrapper of a function that torch's compiler must not compile, before the compiler is imported. The
-    reference to it is weak. The function refers to this object, so a strong one would make a cycle that keeps
-    its objects alive.
+    """Wrapper of a function that torch's compiler must skip, used until the compiler is imported. It has only
+    a weak reference to the function, because the function refers to this object. A strong one would form a
+    cycle that delays the release of memory.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -149,8 +149,9 @@ class _AsItIs:
 
 
 class _StandInSettings:
-    """Placeholder of torch's compiler settings. Access to any setting other than those here imports the
-    compiler."""
+    """Placeholder of torch's compiler settings. Access to a setting that is not listed here imports the
+    compiler.
+    """
 
     error_on_nested_fx_trace = True
     """Setting that checkpointing reads at each call; only graphs of a tracer depend on it."""
@@ -199,7 +200,9 @@ class _StandInCompiler:
         return register
 
     def hand_over(self) -> None:
-        """Repeat the stored decorator calls, and exclude functions from compilation again."""
+        """Give the imported compiler the stored decorator calls, and exclude functions from compilation
+        again.
+        """
         registered, self._registered = self._registered, []
         for name, function in registered:
             getattr(importlib.import_module(COMPILER), name)(function)
@@ -365,8 +368,9 @@ def _absolute(name: str, package: str, level: int) -> str:
 
 @contextlib.contextmanager
 def _outside_of_modes() -> Iterator[None]:
-    """Context that hides computations at import from torch's modes (a recorder, the device of a `with`), and
-    suppresses library warnings."""
+    """Context in which computations at import are invisible to torch's modes (a recorder, the device of a
+    `with`), and library warnings are hidden.
+    """
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 

@@ -80,7 +80,7 @@ class OutOfMemory(SnugfitError):
 
 
 class OutsideBand(SnugfitError):
-    """Error for a prediction that differs from its measurement by more than the stated band."""
+    """Error for a prediction that differs from its measurement by more than the allowed error."""
 
     exit_code = 5
 

@@ -231,11 +231,12 @@ def show_version(asked: bool) -> None:
 
 
 class Command(TyperCommand):
-    """A command whose flags may be written with underscores, or in the words of a feature."""
+    """A command that accepts flags with underscores, and the further flags that a feature reads."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse a command's words and return the rest. Raises `UsageError` for two forms of output, and for
-        an empty value, which a shell makes of a variable that it lacks."""
+        """Parse a command's words and return the rest. Raises `UsageError` for two output formats at once,
+        and for an empty value, such as an unset shell variable gives.
+        """
         # After a command, `--version` counts before any mistake in its arguments.
         show_version(not {"-V", "--version"}.isdisjoint(args))
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
@@ -322,6 +323,6 @@ def read_request(given: Mapping[str, Any], command: str) -> Request:
 
 
 def hand_over(flags: Mapping[str, Any], answer: object) -> None:
-    """Pass a command's answer and these options to features, which may write or draw it."""
+    """Pass a command's result and output options to the features, which may write it to a file or draw it."""
     for take in hooks("take_answer"):
         take(flags, answer)

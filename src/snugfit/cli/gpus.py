@@ -1,4 +1,4 @@
-"""`snugfit gpus`: the GPUs that can be predicted for; with a job, what each of them makes of it, alone or
+"""The command `snugfit gpus`: list the known GPUs, or compare plans for a job on each of them, alone or
 several together.
 
 The commands share a table, and an option of the others without a job is a mistake. Exit code 3 when none of

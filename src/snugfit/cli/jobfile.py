@@ -166,7 +166,9 @@ def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
 
 
 def _whose(document: dict[Any, Any]) -> list[str]:
-    """Return a list with a sentence if this file belongs to another library; empty otherwise."""
+    """Return a list with one sentence that names the library if the file is another library's config;
+    otherwise an empty list.
+    """
     strange = {key: value for key, value in document.items() if key not in kinds()}
     return [advice for of in hooks("advice_on_file") if (advice := of(strange))]
 

@@ -1,4 +1,4 @@
-"""`snugfit plan`: the fastest recipe that fits, before the machine is rented.
+"""The command `snugfit plan`: find the fastest recipe that fits, before a machine is rented.
 
 Exit code 3 when no recipe fits, for use in scripts.
 """

@@ -107,7 +107,7 @@ def answer(
     first: str = "",
     **asked: Any,
 ) -> _Answer:
-    """Return the stored answer about this job on these GPUs with the arguments `asked`.
+    """Return the result for this job, these GPUs and the arguments `asked`, from the cache or computed.
 
     If none is stored, or with `fresh`, `compute` gives the answer, with its progress shown, and it is stored.
     `first` is the progress line before any computation.

@@ -1,4 +1,4 @@
-"""`snugfit predict`: bytes before anything runs.
+"""The command `snugfit predict`: the memory and the time of a training step, predicted without running it.
 
 Exit code 3 when it does not fit, for use in scripts.
 """

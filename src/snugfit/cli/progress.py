@@ -1,4 +1,6 @@
-"""Progress: on a terminal and in a notebook a line that replaces itself, elsewhere a few lines on stderr."""
+"""Display of progress: one line that replaces itself on a terminal or in a notebook, and a few lines on
+stderr elsewhere.
+"""
 
 from __future__ import annotations
 

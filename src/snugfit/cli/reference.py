@@ -1,4 +1,6 @@
-"""`snugfit techniques`: those of the recipe notation. `snugfit schema`: JSON Schema of `--json` documents."""
+"""The commands `snugfit techniques` (the words of a recipe) and `snugfit schema` (the JSON Schema of `--json`
+documents).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Name = Annotated[
 
 
 def techniques(word: Word = None, as_json: given.AsJson = False) -> None:
-    """List the techniques by slot, each with its settings, its fidelity and its requirements."""
+    """List the techniques by slot (a choice of the recipe, such as the optimizer), with settings, fidelity
+    and requirements.
+    """
     from snugfit.report.techniques import TechniqueList, render
     from snugfit.report.text.terminal import show, show_json
     from snugfit.techniques.roster import techniques as everyone

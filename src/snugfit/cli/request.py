@@ -134,7 +134,8 @@ class Request:
     def with_least(
         self, local_gpu: Callable[[], Gpu | str | None] = lambda: None, *, fresh: bool = False
     ) -> Request:
-        """Return a copy of the request with `auto` in the recipe replaced, for its GPU or else the local one.
+        """Return a copy of the request in which `auto` in the recipe is replaced by the settings that fit its
+        GPU, or else the local one.
 
         The choice is printed on stderr. Raises `UsageError` where there is no GPU, and `NothingFits` if no
         choice fits it.
@@ -178,7 +179,8 @@ class Request:
         what: str,
         **asked: Any,
     ) -> Any:
-        """Return the answer of a `search` for the job on these kinds of GPU, stored as a document of `form`.
+        """Return the result of `search` for the job on these GPU models, cached on disk as a document of the
+        class `form`.
 
         The arguments of a plan come from the request, the command's `options` and `asked`.
         """
@@ -200,7 +202,7 @@ class Request:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Sentences on parts of the configuration that were not read."""
+        """Return sentences on parts of the user's own configuration that were not read."""
         return tuple(self.configuration.doubts) if self.configuration else ()
 
     @property
@@ -235,7 +237,9 @@ class Request:
 
 
 def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | None:
-    """Return the run's steps, if the user gave its length. Raises `UsageError` when it was given twice."""
+    """Return the number of optimizer steps, if the user gave the run's length. Raises `UsageError` if it was
+    given twice.
+    """
     if samples is not None and steps is not None:
         raise UsageError("--samples and --steps both give the length of the run. Give one of them.")
     return math.ceil(samples / batch_size) if samples is not None else steps

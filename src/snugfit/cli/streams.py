@@ -1,4 +1,4 @@
-"""stdout and stderr that survive the loss of their reader: a closed terminal, a log on a full disk.
+"""Output streams that keep working without a reader, such as a closed terminal or a log on a full disk.
 
 stderr has progress and messages. A training of days does not end when they have no reader. Text that cannot
 be written there is lost, and everything important is in files. stdout has the answer, so a failed write there
@@ -32,7 +32,7 @@ SIMILAR = "snugfit.similar"
 
 
 def similar_letters(fault: UnicodeError) -> tuple[str, int]:
-    """Return replacements for letters that cannot be encoded, and the position after them."""
+    """Return similar ASCII letters for those that cannot be encoded, and the position after them."""
     if not isinstance(fault, UnicodeEncodeError):
         raise fault
     letters = fault.object[fault.start : fault.end]
@@ -95,7 +95,7 @@ class _ToStderr(logging.Filter):
     """Writes a logger's messages to stderr, and keeps them from its own handlers."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Print the record on stderr, and return False.
+        """Print a logging record on stderr, and return False so that its own handlers skip it.
 
         DeepSpeed's message about the accelerator that it found is dropped: snugfit chooses the GPU of a step.
         """

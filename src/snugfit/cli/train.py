@@ -1,4 +1,5 @@
-"""`snugfit train`: a recipe over a dataset, here and now, with checkpoints that cannot be lost.
+"""The command `snugfit train`: train on a dataset in this machine, with checkpoints from which a killed run
+resumes.
 
 A second start with the same arguments continues where the first stopped. Exit code 75 means that a signal
 stopped the run (130 for Ctrl-C) and that it can be resumed. Exit code 4 means that no recipe is left that
@@ -176,7 +177,7 @@ def _launch(request: Request, processes: int) -> int:
 
 
 def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:
-    """Return the checkpoint from which a run in this folder would start.
+    """Return the checkpoint from which a new run in this folder would resume; None without one.
 
     Raises `UsageError` for one that does not exist.
     """
@@ -246,7 +247,8 @@ def _refuse(request: Request) -> None:
 
 
 def _processes(request: Request, gpus: int | None) -> int:
-    """Return the number of processes that train: those started together, else one for each named GPU.
+    """Return the number of processes that train: the world size of a distributed launch, else one for each
+    named GPU.
 
     Raises `UsageError` if both are given and differ.
     """

@@ -45,7 +45,9 @@ class Ragged:
         return sums
 
     def lists_of(self, positions: Any) -> Any:
-        """Return the index of the list at each of these positions among the V values, in their shape."""
+        """Return the index of the list that contains each of these positions among the V values, in their
+        shape.
+        """
         import numpy as np
 
         # `right` skips empty lists, which begin at the same position.
@@ -82,7 +84,9 @@ class RaggedBuilder:
         self._lengths.append(len(values))
 
     def build(self) -> Ragged:
-        """Return the lists in arrays. They are copies, because a growing array may have twice the room."""
+        """Return the lists in arrays. They are copies, because a growing array may have twice the memory that
+        it needs.
+        """
         import numpy as np
 
         return Ragged(

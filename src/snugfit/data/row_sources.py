@@ -1,4 +1,4 @@
-"""The kinds of sources behind a path: one file of rows, several files as one dataset, or another folder.
+"""Selection of the reader for a path: one file of rows, several files as one dataset, or a folder of samples.
 
 | path            | rows                                                                            |
 |-----------------|---------------------------------------------------------------------------------|

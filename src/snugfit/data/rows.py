@@ -70,7 +70,7 @@ class Rows(Indexed[Row]):
         return (self._item(index) for index in range(len(self)))
 
     def where(self, index: int) -> str:
-        """Return the location of a row for an error message: the file and line, or the row's number."""
+        """Return the location of a row for an error message: file and line, or the row's number."""
         return f"{self.source}, row {index + 1}"
 
     def folder_of(self, index: int) -> Path:
@@ -218,7 +218,7 @@ class JoinedRows(Rows):
             yield from part
 
     def where(self, index: int) -> str:
-        """Return the row's own file and its place there, for an error message."""
+        """Return the row's own file and its location in it, for an error message."""
         part, inner = self._at(index)
         return part.where(inner)
 

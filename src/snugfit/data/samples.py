@@ -315,7 +315,7 @@ class Masking:
 
     @cached_property
     def _ordinary(self) -> np.ndarray:
-        """Return a table (vocabulary) with True for every token that is not special. A table, because
+        """Return a table (vocabulary) with True for every token that is not special. It exists because
         `np.isin` sorts at each call.
         """
         import numpy as np

@@ -43,8 +43,9 @@ class LineRows(Rows):
     """The rows of a text file with one row per line that is not blank."""
 
     def __init__(self, path: Path, parse: Callable[[str, str], Row]) -> None:
-        """Open the file; `parse` converts a line to a row, and its second argument is the line's place for
-        error messages."""
+        """Open the file; `parse` converts a line to a row, and its second argument is the line's location for
+        error messages.
+        """
         self.source, self.folder = str(path), path.parent
         self._path, self._parse = path, parse
         self._starts, self._numbers = array("q"), array("q")
@@ -81,7 +82,7 @@ class LineRows(Rows):
 
 @final
 class TableRows(Rows):
-    """A `.csv` or `.tsv` file: a head, and rows with as many cells. All values are text."""
+    """A `.csv` or `.tsv` file: a header line, and rows with as many cells. All values are text."""
 
     same_columns = True
 
@@ -191,7 +192,7 @@ def read_text(path: Path) -> str:
 
 
 def decode(content: bytes, where: str) -> str:
-    """Decode UTF-8, without the mark that Windows writes before it. Raises `UsageError`."""
+    """Decode UTF-8 without the byte order mark that Windows writes before it. Raises `UsageError`."""
     content = content.removeprefix(_BYTE_ORDER_MARK)  # the codec utf-8-sig takes three times as long
     try:
         return content.decode()

@@ -1,4 +1,4 @@
-"""Compared runs, the results of a draw, and the band of allowed errors."""
+"""Runs with a prediction and a measurement, the results of a random draw of recipes, and allowed errors."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Accuracy(JsonDocument):
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the draw that `to_json` wrote."""
+        """Return the accuracy result that `to_json` wrote."""
         return decode_fields(cls, document)
 
 

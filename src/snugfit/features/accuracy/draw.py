@@ -49,7 +49,7 @@ def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
 
 
 def _divides(technique: Technique, gpus: int) -> bool:
-    """Return True if the number of GPUs is a multiple of the groups that share one part of the batch."""
+    """Return True if the number of GPUs is a multiple of the number that must share the same samples."""
     processes = processes_of(technique.alone)
     return processes is None or gpus % math.prod(processes.axes.values()) == 0
 

@@ -59,7 +59,7 @@ def document(results: Sequence[Accuracy]) -> str:
 
 
 def _together(results: Sequence[Accuracy]) -> str:
-    """Return the summary of all results for the page: a few sentences on the errors."""
+    """Return the summary of all results for the page: a few sentences on their errors."""
     runs = [run for result in results for run in result.runs]
     errors = sorted(abs(run.error("step_seconds") or 0.0) for run in runs if run.seconds)
     median, nine, largest = (per_cent(error, digits=1, signed=False) for error in error_quantiles(errors))

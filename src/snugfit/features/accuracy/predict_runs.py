@@ -41,7 +41,7 @@ class PlannedRecipe:
 
     @classmethod
     def of(cls, choice: Choice, memory_bytes: int | None = None) -> Self:
-        """Return a plan's choice as the prediction of a run."""
+        """Return a recipe of a plan, with its predicted figures, as the prediction of a run."""
         footprint = Footprint(
             requested_bytes=choice.requested_bytes,
             allocated_bytes=choice.allocated_bytes,

@@ -1,4 +1,4 @@
-"""The plot of draws: predicted against measured seconds, and a histogram of the errors."""
+"""The plot of an accuracy result: predicted against measured seconds, and a histogram of the errors."""
 
 from __future__ import annotations
 

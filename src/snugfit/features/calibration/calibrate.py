@@ -280,8 +280,8 @@ def _read_exchange(reading: ProbeReading, predicted: StepSeconds, measured: Prob
 
 
 def _why_not(factor: float) -> str:
-    """Return the reason for rejecting a probe's correction factor, such as an implausible size; empty when it
-    is plausible.
+    """Return the reason for rejecting the correction factor of a probe (a small training job), such as an
+    implausible size; empty if it is plausible.
     """
     believed = MIN_FACTOR < factor < 1 / MIN_FACTOR
     return "" if believed else f"it would have to change by {factor:.2f}, for no known reason"
@@ -292,7 +292,9 @@ def _setup_of(probe: Probe) -> Setup:
 
 
 def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepSeconds) -> float:
-    """Return the seconds of the predicted step that depend on the rate that a probe corrects."""
+    """Return the seconds of the predicted step that depend on the hardware rate that a probe (a small
+    training job) corrects.
+    """
     if corrects == HOST:
         # The host bounds such a probe, so the whole step depends on its rate.
         return predicted.step_seconds
@@ -333,7 +335,9 @@ def _measure_on(gpus: int) -> MeasureSeconds:
 
 
 def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
-    """Return the rates corrected by the last reading; host readings count by their geometric mean."""
+    """Return the hardware rates corrected by the last probe; those of the host use the geometric mean of all
+    its probes.
+    """
     last = readings[-1]
     if last.factor is None:
         return rates
@@ -361,8 +365,8 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
 
 
 def _shares(corrects: str, factor: float, rates: Rates) -> dict[str, float]:
-    """Return, by NCCL kernel, the fractions of the link's data rate. That of the measured collective is
-    divided by its slowdown `factor`.
+    """Return, for each NCCL kernel, the achieved fraction of the link's data rate. The fraction of the
+    measured collective is divided by its slowdown `factor`.
     """
     connected = exchanges().link(find_gpu(rates.gpu), rates)
     kinds = (ALL_REDUCE,) if corrects == ALL_REDUCE else sorted(COLLECTIVES - {ALL_REDUCE})

@@ -1,5 +1,5 @@
-"""Each compiled layer keeps a share of its usual activations, and computes the rest again in the backward
-pass.
+"""Technique by which each compiled layer keeps a share of its activations, and recomputes the rest in the
+backward pass.
 
 torch cuts a compiled layer into a forward and a backward program. Results that go from one to the other are
 kept. Without a budget torch keeps every result that is worth its bytes; a fused kernel recomputes the others

@@ -1,4 +1,4 @@
-"""Lower bounds of recipes with compiled layers, before Inductor lowers their layers.
+"""Lower bounds of the memory and seconds of recipes with compiled layers, computed without compiling them.
 
 A compiler fuses element-wise operators, sums and norms. Matrix products, convolutions and attention remain
 library calls, and nothing outside the layers changes. So the uncompiled candidate bounds the seconds. The
@@ -158,7 +158,9 @@ class CompiledKinds(LoweredKinds):
 
 
 def _least_bytes(other: Bound, setup: Setup, uncompiled: Setup) -> int:
-    """Return the least bytes of a step with compiled layers, from the bounds of the uncompiled one."""
+    """Return a lower bound of the bytes of a step with compiled layers, from the bounds of the uncompiled
+    one.
+    """
     if setup.logits != uncompiled.logits:
         return other.resting_bytes
     alike = setup.checkpoint == uncompiled.checkpoint and not setup.has_budget

@@ -57,7 +57,7 @@ class Compile(Feature):
         return decisions_of_programs()
 
     def lowered_kinds(self) -> Sequence[type[Any]]:
-        """Return the class that computes lower bounds of candidates with compiled layers."""
+        """Return the class that computes lower bounds of candidate recipes with compiled layers."""
         from snugfit.features.compile.compiled_kinds import CompiledKinds
 
         return (CompiledKinds,)

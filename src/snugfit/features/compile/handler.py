@@ -46,7 +46,7 @@ class CompileHandler(Handler):
         return model
 
     def refuse_rehearsal(self, value: CompileWish | None, job: Job) -> None:
-        """Raise `UsageError` for a job without training steps, of which no compiled one is simulated."""
+        """Raise `UsageError` for a job without training steps: compiled evaluation is not simulated."""
         if not job.trains:
             raise UsageError(
                 "Compiled layers are simulated in training only. Leave 'compiled' out of the prediction, or "

@@ -36,8 +36,8 @@ GUESS_FROM = 64 * MIB
 
 
 def tensor_sizes(least: int, most: int) -> tuple[int, int]:
-    """Return the smallest and the largest tensor, in bytes, for which the allocator requests a segment of a
-    size in this range.
+    """Return the smallest and the largest tensor, in bytes, for which the allocator requests a segment whose
+    size is in this range.
     """
     if least <= SMALL_SEGMENT <= most:
         return 1, SMALL

@@ -34,8 +34,8 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Bytes of GPU memory at the moment of the failure by owner (this process, others, PyTorch's allocator).
-    A missing figure is null.
+    """Bytes of GPU memory at the moment of the failure by owner (this process, other processes, PyTorch's
+    allocator). A missing figure is null.
     """
 
     total_bytes: int | None = None
@@ -72,7 +72,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedTensor:
-    """A tensor for which the failed request may have been."""
+    """A tensor that the failed memory request may have been for."""
 
     module: str
     """Dotted name of the module. Layers of one stack share a name. Empty for the training loop."""

@@ -123,8 +123,9 @@ def read_log(text: str) -> LoggedError:
 def _ending(
     errors: Sequence[tuple[Sign, re.Match[str], int]], lines: Sequence[str]
 ) -> tuple[Sign, re.Match[str], int]:
-    """Return the error that ended the run: the first one. A failed request that the program printed gives way
-    to a raised one."""
+    """Return the error that ended the run: the first one. An error that was raised replaces one that the
+    program only printed.
+    """
     first = errors[0]
     if first[1].re is not REQUEST or _RAISED.match(lines[first[2]]):
         return first
@@ -159,7 +160,7 @@ def _line_of(position: int, starts: Sequence[int]) -> int:
 
 def _errors(text: str, *, certain: bool) -> list[tuple[Sign, re.Match[str]]]:
     """Return the out-of-memory errors in a log, in order: the certain ones, or else the possible ones. A
-    message with sizes counts once, at its request.
+    message with sizes counts once, where the memory was requested.
     """
     starts = [at for word in BEGINNINGS for at in _places(text, word)] if certain else []
     # `you tried to allocate` is of the CPU's allocator, which has a sign of its own.
@@ -180,7 +181,7 @@ def _places(text: str, word: str) -> Iterator[int]:
 
 
 def _matches(sign: Sign, text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches of a wording in the lines that have one of its words."""
+    """Yield the matches of a regular expression, searched only in lines that contain one of its words."""
     lines: set[tuple[int, int]] = set()
     for word in sign.words:
         at = text.find(word)

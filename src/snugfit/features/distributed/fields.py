@@ -40,7 +40,7 @@ class ShardingWish(SeveralProcesses):
     """Number of processes that train together, one for each GPU, each on its part of the global batch."""
 
     def on(self, gpus: int) -> ShardingWish:
-        """Return DeepSpeed's settings for this number of GPUs, which are the same for any number."""
+        """Return DeepSpeed's settings, which are the same for any number of GPUs."""
         return replace(self, ranks=gpus)
 
 
@@ -137,8 +137,8 @@ class ParallelWish(SeveralProcesses):
 
     def counts(self, rank: int) -> float:
         """Return the weight of this rank's loss in the sum of all ranks' losses, from 0 to 1. Ranks with
-        pieces of the same sequences each count a part. Among other ranks with the same samples, one of the
-        last stage counts fully.
+        pieces of the same sequences each have a share. Among other ranks with the same samples, one of the
+        last stage has weight 1.
         """
         # Only the last stage has a loss. Each piece's loss is scaled as if it were the whole sequence's.
         is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
@@ -152,8 +152,9 @@ class ParallelWish(SeveralProcesses):
         return {axis: count for axis, count in counts.items() if count > 1}
 
     def shares_evenly(self, gpus: int, batch_size: int, whole_hosts: int | None) -> bool:
-        """Return True if `gpus` GPUs form whole groups that divide the batch evenly. If experts are spread,
-        all GPUs of a group must share them."""
+        """Return True if `gpus` GPUs form whole groups that divide the batch evenly. If experts are
+        distributed, all GPUs of a group must share them.
+        """
         groups, left = divmod(gpus, self.ranks_of_one_part)
         # `alone` has no data axis, and the other values need one of at least two groups.
         if left or (self.weights == "alone") is not (groups == 1) or batch_size % groups:

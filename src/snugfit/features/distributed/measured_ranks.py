@@ -1,4 +1,5 @@
-"""The ranks of a measured run (`measurement/child.py`): their process group, and the seconds of its exchange.
+"""The ranks of a measured run (`measurement/child.py`): their process group, and the seconds of its
+collectives.
 
 **The group.** Ranks find each other by a file in the run's temporary folder (torch's `FileStore`). So no port
 is needed that another process might take. GPUs exchange by NCCL, CPUs by gloo. The group is created without a
@@ -114,7 +115,9 @@ class KernelSpan(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """Seconds of one step in which NCCL kernels ran on this GPU, and in which they ran alone."""
+    """Seconds of one step in which NCCL kernels ran on this GPU, and those in which no other kernel ran
+    beside them.
+    """
 
     seconds: float
     exposed_seconds: float
@@ -238,7 +241,7 @@ def fabric_of(spans: Iterable[KernelSpan], steps: int) -> Fabric | None:
 
 
 def _union_length(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the total length of the union of the spans, without counting overlaps twice."""
+    """Return the total length of the union of time spans, so that overlaps count once."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))

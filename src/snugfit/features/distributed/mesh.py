@@ -29,7 +29,7 @@ EXAMPLE = "Write for example 'fsdp=4, tensor=2'."
 
 def on_mesh(recipe: Recipe, text: str) -> tuple[Recipe, int]:
     """Return the recipe with the techniques of a text such as `fsdp=4, tensor=2`, and its number of GPUs.
-    Raises `UsageError` for a text that names no mesh or contradicts the recipe.
+    Raises `UsageError` for a text that is no mesh or contradicts the recipe.
     """
     counts = _read(text)
     copies = counts.pop(REPLICATE, 1)
@@ -99,7 +99,9 @@ def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, tex
 
 
 def _in_copies(sharing: Technique, data: list[int], copies: int, text: str) -> Technique:
-    """Return hybrid sharding with `copies` sharded copies of the weights, in place of `fsdp` with one."""
+    """Return hybrid sharding (`hsdp`) with `copies` sharded copies of the weights, in place of `fsdp`, which
+    has one copy.
+    """
     spread = next(
         kind
         for kind in roster.techniques()

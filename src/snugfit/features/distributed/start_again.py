@@ -1,4 +1,5 @@
-"""Memory ran out in one of several processes: all of them start again, under a recipe that needs less.
+"""Restart of all processes under a recipe that needs less memory, after one of several processes ran out of
+it.
 
 A run of one process drops the step's gradients and continues (`session.py`). With several, the one without
 memory cannot. The others wait in the middle of an exchange with it, in the forward or the backward pass. To

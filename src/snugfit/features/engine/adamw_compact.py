@@ -1,4 +1,5 @@
-"""AdamW of our own with both moments in 8 bits, in groups of 64 that share a scale, rounded by chance.
+"""snugfit's own AdamW with both moments in 8 bits, in groups of 64 that share a scale, rounded
+stochastically.
 
 State: 2 bytes an element and 8 bytes a group, 2.125 in all against AdamW's 8. Over `bf16_master` it is 2
 more, for the other half of each master. With weight and gradient an element takes 8.125 bytes there.

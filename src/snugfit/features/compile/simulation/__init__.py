@@ -1,1 +1,3 @@
-"""Simulation of `torch.compile`: programs are lowered for a GPU that is not here, and run on shapes."""
+"""Simulation of `torch.compile`: Inductor generates programs for a GPU that is not in this machine, and they
+run on tensors without data.
+"""

@@ -35,7 +35,7 @@ class Reuse:
 
 @dataclass
 class Decisions:
-    """Inductor's memory estimates and decisions while a program was lowered."""
+    """Inductor's memory estimates and decisions while it compiled a program."""
 
     orders: list[list[int]] = field(default_factory=list)
     """Estimated bytes after each kernel, for each order of the kernels."""
@@ -44,15 +44,15 @@ class Decisions:
     reuses: list[Reuse] = field(default_factory=list)
 
     def are_alike(self, deeper: Decisions, periods: int) -> bool:
-        """Return True if Inductor would decide the same for a model with `periods` more periods of layers.
-        The estimates follow from those here and in `deeper`, a model with one period more than this one.
+        """Return True if Inductor would decide the same for a model with `periods` more repetitions of its
+        layers. The estimates follow from those here and in `deeper`, a model with one repetition more.
         """
         return _same_order(self, deeper, periods) and _same_reuses(self, deeper, periods)
 
 
 @contextlib.contextmanager
 def noted_decisions() -> Iterator[Decisions]:
-    """Context that yields the decisions of the program that is lowered in it."""
+    """Context that yields Inductor's decisions for the program that it compiles inside."""
     from torch._inductor import memory
     from torch._inductor.codegen import wrapper
 
@@ -127,8 +127,8 @@ def _lowest(peaks: Sequence[int]) -> int:
 
 
 def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> int | None:
-    """Extrapolate the estimated memory peaks of two shallow models' programs to a deep model. Return None if
-    they do not allow it.
+    """Extrapolate Inductor's estimated memory peaks from two models of few layers to one of many. Return None
+    if they do not allow it.
     """
     few, more = _changes(shallow), _changes(deeper)
     # Sizes with an entry per layer (the seeds of all dropouts) differ between the depths.

@@ -160,7 +160,8 @@ class GraphTrees:
                     yield (depth, number), storage
 
     def _places(self, function: GraphFunction, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the origin of each input of a compiled program: a live output of another one, or an address.
+        """Return the origin of each input of a compiled program: a live output of another program, or an
+        address.
 
         A static input that is no weight is assumed to have the same address in each step.
         """
@@ -214,7 +215,7 @@ class GraphTrees:
         return self._after(node, out, _State.PLAYING)
 
     def _after(self, node: _Node, out: Any, state: _State) -> Any:
-        """Record the outputs of a program's run and how it ran, and return the outputs."""
+        """Record the outputs of a program's run and how it ran (`_State`), and return the outputs."""
         known = {storage._cdata for _, storage in self._live()}
         node.outputs = []
         for one in out:

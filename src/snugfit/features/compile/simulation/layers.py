@@ -162,7 +162,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Context whose recorded kernels are marked as those of compiled programs."""
+        """Context whose recorded kernels are marked as parts of compiled programs."""
         start = len(self._recorder.kernels)
         yield
         self._within.append(range(start, len(self._recorder.kernels)))
@@ -180,8 +180,8 @@ class Compiler:
 
     @contextlib.contextmanager
     def _real_surroundings(self) -> Iterator[None]:
-        """Context that hides the recorder's global module hooks and modes from Dynamo, which would trace them
-        into the program.
+        """Context in which the recorder's global module hooks and modes are hidden from Dynamo, which would
+        trace them into the program.
         """
         import torch
         from torch._dynamo import eval_frame
@@ -243,7 +243,9 @@ class Compiler:
             return compiled
 
     def _lower(self, graph: Any, inputs: Sequence[Any], records: bool, budget: float) -> Any:
-        """Lower a graph by Inductor, and return a function that runs its programs."""
+        """Compile a graph with Inductor (its lowering to kernels), and return a function that runs the
+        generated programs.
+        """
         from torch._inductor import compile_fx as fx
 
         self._assumed, self._timed = [], []
@@ -373,8 +375,9 @@ def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """Return the process's state that AOTAutograd and Inductor read in addition to the graph, as a part of a
-    cache key."""
+    """Return the global state that AOTAutograd and Inductor read in addition to the graph, as a part of a
+    cache key.
+    """
     import torch
     from torch._functorch import config as functorch
 
@@ -458,7 +461,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _strides(outputs: Any) -> Iterator[tuple[int, ...] | None]:
-    """Yield the strides of a lowered graph's outputs; None for an output that is no tensor."""
+    """Yield the strides of a compiled graph's outputs; None for an output that is no tensor."""
     from torch._inductor.ir import IRNode
 
     for out in outputs or ():

@@ -1,4 +1,4 @@
-"""Lowering of a graph by Inductor for a GPU that is not in this machine.
+"""Lowering of a graph to kernels by Inductor, for a GPU that is not in this machine.
 
 Dynamo and AOTAutograd trace and partition on `meta` as on other devices. Later stages read the device of the
 graph's tensors. Patterns and constants ignore `meta`, and fusion needs the real device. So each tensor of the
@@ -152,8 +152,8 @@ def _device(value: Any, device: torch.device) -> Any:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """Return a copy of a fake tensor whose device attribute is this device, with the same storage, which
-    passes compare.
+    """Return a copy of a fake tensor with this device as attribute. It shares the storage, because graph
+    passes compare storages.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor

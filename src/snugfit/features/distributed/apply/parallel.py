@@ -189,7 +189,9 @@ class ParallelHandler(Handler):
         return by_accelerate.told_to_accelerate(setup)
 
     def around_accelerate(self, value: ParallelWish, device: torch.device) -> Context | None:
-        """Return the context in which accelerate treats this process as one of several."""
+        """Return the context in which accelerate treats this process as one of several in torch's process
+        group.
+        """
         return functools.partial(by_accelerate.one_of_several, device, value)
 
     def build_for_accelerate(self, value: ParallelWish, setup: Setup, build: Callable[..., Any]) -> Any:
@@ -215,7 +217,7 @@ class ParallelHandler(Handler):
     def training_arguments(
         self, value: ParallelWish | None, job: Job, device: torch.device
     ) -> dict[str, Any]:
-        """Return the `TrainingArguments` for several processes, as a dict."""
+        """Return the `TrainingArguments` that distribute the model over several processes, as a dict."""
         return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish, model: Any, step: int) -> None:

@@ -66,14 +66,15 @@ class StagePasses:
 
     @property
     def is_last(self) -> bool:
-        """Return True if this process has the last pipeline stage, which computes the loss."""
+        """Return True if this process has the last pipeline stage, which computes the loss of the batch."""
         return self._wish.all_stages - 1 in self._parts
 
     def accumulate(
         self, loop: Any, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
     ) -> torch.Tensor | None:
         """Run all micro-batches of a step in the schedule's order, and leave gradients in the parameters.
-        Return the loss where this process computes it and the loop keeps losses."""
+        Return the loss if this process has the last stage and the loop keeps losses.
+        """
         count = loop.pieces
         whole = join(pieces, count)
         inputs = place(self.inputs(whole), loop.device)
@@ -219,7 +220,7 @@ class StagePasses:
         return [float(value) for value in values]
 
     def _make(self, shape: tuple[int, int], micro_batches: int) -> None:
-        """Create torch's pipeline schedule for batches of this shape (B, S), split into a number of
+        """Create torch's pipeline schedule for batches of this shape (B, S), split into several
         micro-batches.
         """
         import torch

@@ -22,8 +22,8 @@ def device_of(model: torch.nn.Module) -> str:
 
 
 def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
-    """Return the mesh of all processes, without axes of one, the slowest link first: `stage`, `replicate`,
-    `shard`, `context`, `tensor`.
+    """Return the device mesh of all processes, without axes of size one. The slowest link comes first:
+    `stage`, `replicate`, `shard`, `context`, `tensor`.
 
     The data axis is `replicate` and `shard`. `shard` is the axis of one copy of sharded weights; with several
     copies it has `shards` ranks.
@@ -44,7 +44,8 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
 
 
 def with_contexts(wish: ParallelWish) -> ParallelWish:
-    """Return `wish` with its data axis multiplied by the ranks of each sequence.
+    """Return `wish` with the size of its data axis multiplied by the number of ranks that share each
+    sequence.
 
     Those ranks have the same weights and different gradients, so weights are sharded over them too.
     """
@@ -52,6 +53,6 @@ def with_contexts(wish: ParallelWish) -> ParallelWish:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh along which ranks share the batch."""
+    """Return the part of a device mesh along which ranks have different samples of the batch."""
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))
     return mesh[axes] if len(axes) < mesh.ndim else mesh

@@ -39,8 +39,8 @@ SEQUENCE = 2
 
 
 def register() -> None:
-    """Register ring attention by its name in transformers. It has no mask among transformers' masks, so
-    models make none. torch's ring is extended to CPUs too.
+    """Register ring attention under a name in transformers. Without a mask function of that name, models make
+    no masks. torch's ring is extended to CPUs too.
     """
     import torch
     from torch.distributed.tensor.experimental._context_parallel import _attention as around
@@ -57,8 +57,9 @@ def register() -> None:
 
 @contextlib.contextmanager
 def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[None]:
-    """Context in which a batch on the device is this rank's part, and attention goes around the ranks of the
-    mesh."""
+    """Context in which a batch on the device is this rank's part of each sequence, and keys and values pass
+    around the ranks of the mesh.
+    """
     import torch
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel

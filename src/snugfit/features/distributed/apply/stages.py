@@ -210,8 +210,8 @@ class _Stage:
         return hidden
 
     def _check_given(self, layer: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Raise `RecipeError` for a model that changes embedded tokens before its first layer: every stage
-        would do it again.
+        """Raise `RecipeError` for a model that changes token embeddings before its first layer, because every
+        stage would repeat the change.
         """
         given, self._given = self._given, None
         if (positional[0] if positional else named.get("hidden_states")) is not given:

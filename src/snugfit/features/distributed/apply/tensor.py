@@ -145,7 +145,8 @@ def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def sum_parts_of_gradients(model: torch.nn.Module) -> None:
-    """Register sums of gradients over ranks for weights that all ranks hold, such as norms of heads.
+    """Register hooks that sum the gradients over ranks for weights that all ranks hold, such as norms of
+    heads.
 
     Each rank has computed only a part of such a gradient.
     """

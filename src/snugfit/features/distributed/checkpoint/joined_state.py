@@ -1,5 +1,6 @@
-"""Joining of optimizer states and weights from all processes, for the parts of a checkpoint without
-shards."""
+"""Joining of optimizer states and weights from all processes, for the parts of a checkpoint that are not
+sharded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def _gather(own: Any, state: TrainState) -> list[Any]:
-    """Return the list of all processes' states by rank in the first process, and an empty list in the others.
+    """Gather the optimizer states of all processes. Return their list by rank in the first process, and an
+    empty list in the others.
 
     Tensors are sent from the host: otherwise unpickling would allocate them on their original GPU.
     """
@@ -120,8 +122,8 @@ def tensors_of_all_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict
 def own_part(
     saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the names and the optimizer state of the weights in `names`, taken from the state of all weights
-    in `optimized`.
+    """Return the names and the optimizer states of the weights in `names`, selected from the state of all
+    weights in `optimized`.
     """
     wanted_names = set(names)
     groups: list[dict[str, Any]] = []

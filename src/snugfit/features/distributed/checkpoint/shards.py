@@ -166,7 +166,9 @@ class ShardedSnapshot:
             self._write_parts(Path(folder))
 
     def close(self) -> None:
-        """Release the other processes, which wait for the first one's folder, if it could not be created."""
+        """Release the other processes, which wait for the checkpoint folder of the first one, after its
+        creation failed.
+        """
         # Without an answer, the other processes would wait in `write_share`.
         if not self._is_told:
             self._send_folder(None)
@@ -242,7 +244,7 @@ def _parts(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _shared_by_all(state: TrainState) -> ModelState:
-    """Return the model's state without shards, and without tensors that only one process writes."""
+    """Return the model's state without sharded tensors, and without those that only one process writes."""
     model = state.model
     shared = model_state_of(model, set(model.state_dict()))
     is_owned = is_stage(model) or spreads_states(state.optimizer) or is_of_engine(state.optimizer)
@@ -252,7 +254,7 @@ def _shared_by_all(state: TrainState) -> ModelState:
 
 
 def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
-    """Return the run's state without the model and without sharded tensors.
+    """Return the state of the run (a nested dict) without the model and without sharded tensors.
 
     The first process adds the other processes' optimizer states. All processes call it.
     """
@@ -319,7 +321,7 @@ def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
 
 
 def _is_of_owner(value: Any) -> bool:
-    """Return True for a tensor that its owner writes as a shard; False for a single number."""
+    """Return True for a tensor that only one process writes into a checkpoint; False for a single number."""
     import torch
 
     return isinstance(value, torch.Tensor) and value.dim() > 0
@@ -338,7 +340,7 @@ def _on_host(part: Any, staging: Staging) -> torch.Tensor:
 
 
 def load_shards(state: TrainState, folder: Path) -> None:
-    """Load weights and optimizer states from shards into an existing run, whole or in other parts.
+    """Load weights and optimizer states from shards into an existing run, which may be sharded differently.
 
     Raises `SnugfitError` if they are another model's.
     """
@@ -347,7 +349,7 @@ def load_shards(state: TrainState, folder: Path) -> None:
 
 
 def load_weight_shards(model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
-    """Load weights alone from shards into an existing model, whole or in other parts.
+    """Load weights alone from shards into an existing model, which may be sharded differently.
 
     Raises `SnugfitError` if they are another model's. All processes call it.
     """
@@ -445,8 +447,8 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Add an empty tensor for each saved optimizer state (AdamW's moments) to the optimizer, and return them
-    by name.
+    """Add an empty tensor for each saved optimizer state (AdamW's moments) to the optimizer, and return these
+    tensors by name.
     """
     import torch
 

@@ -78,7 +78,7 @@ def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: boo
     metadata = _read_list(folder)
 
     class ListedReader(FileSystemReader):
-        """Reader that takes the list of parts from `list_of_parts`."""
+        """Reader of a torch checkpoint whose metadata `list_of_parts` has read already."""
 
         def read_metadata(self, *given: Any, **more: Any) -> Any:
             """Return the metadata of the stored shards, in place of torch's own method."""
@@ -132,7 +132,7 @@ def _read_list(folder: Path) -> Any:
 
 
 def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
-    """Raise `SnugfitError` for a part that would take more memory than its bytes in the file."""
+    """Raise `SnugfitError` for a shard that would take more memory than its bytes in the file."""
     file = folder / stored.relative_path
     why = ""
     # torch would follow a path out of the folder.

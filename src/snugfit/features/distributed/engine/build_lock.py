@@ -47,7 +47,7 @@ MOUNT_POINT, AFTER_OPTIONAL_FIELDS = 4, " - "
 
 
 class Unseen(Exception):
-    """Error: a process or file that may belong to a running build cannot be inspected."""
+    """Error: a process or file of a running build may exist, but cannot be inspected."""
 
 
 def print_line(text: str) -> None:
@@ -64,7 +64,9 @@ def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[Non
     acquire = FileBaton.try_acquire
 
     def acquire_in_the_end(baton: FileBaton) -> bool:
-        """Let torch try a build again after each wait, and return True: the lock's holder may have died."""
+        """Let torch try the build again after each wait, and return True: the process with the lock may have
+        died.
+        """
         wait = LockWait(Path(baton.lock_file_path), tell)
         while not acquire(baton):
             wait.look()

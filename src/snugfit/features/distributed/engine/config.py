@@ -31,14 +31,16 @@ one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json).
 
 
 def is_of_engine(optimizer: Any) -> bool:
-    """Return True if an optimizer wraps that of DeepSpeed's engine. It compares a module's name, because
-    importing `optimizer.py` takes time."""
+    """Return True if this is the optimizer of DeepSpeed's engine, or a wrapper of it. The module's name is
+    compared, because importing `optimizer.py` takes time.
+    """
     return type(optimizer).__module__ == "snugfit.features.distributed.engine.optimizer"
 
 
 def group_bytes(wish: ShardingWish, loop: str) -> int:
-    """Return the bytes that NCCL adds in NVML's count for a group of one process; 0 on several GPUs, whose
-    exchanges count them."""
+    """Return the bytes that NCCL adds to NVML's count for a group of one process. Return 0 on several GPUs,
+    because `Exchanges` counts them there.
+    """
     if wish.ranks > 1:
         return 0
     if wish.stage == 3 and loop != "plain":
@@ -112,7 +114,7 @@ def bucket_sizes(width: int) -> dict[str, Any]:
 
 
 def width_of(config: Any) -> int:
-    """Return the width of a model's hidden states, as accelerate and transformers find it; the widest of
+    """Return the width of a model's hidden states, as accelerate and transformers compute it; the widest of
     several.
     """
     return int(config.hidden_size if hasattr(config, "hidden_size") else max(config.hidden_sizes))

@@ -1,5 +1,5 @@
-"""DeepSpeed's engine in accelerate and in the HF Trainer: each makes it itself, from the plain loop's
-configuration (`config.py`).
+"""DeepSpeed's engine in accelerate and in the HF Trainer: each builds it itself, from the configuration of
+`config.py`.
 
 accelerate takes it as a `DeepSpeedPlugin`, the Trainer as `TrainingArguments(deepspeed=...)`. Both exchange
 the optimizer for DeepSpeed's where states are on the host. Both get the configuration before the model is
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class EngineAccelerateStep(AccelerateStep):
-    """The guide's hand-written loop, with an engine made by accelerate."""
+    """The hand-written loop of transformers' performance guide, with an engine built by accelerate."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build model and engine, run `steps` optimizer steps, and return their losses."""
@@ -133,7 +133,7 @@ def tell_of_updates(engine: Any, observer: Observer) -> None:
 
 @contextlib.contextmanager
 def made_by_accelerate(device: torch.device) -> Iterator[None]:
-    """Context in which accelerate makes DeepSpeed's engine for this process as a group of one.
+    """Context in which accelerate builds DeepSpeed's engine for this process as a group of one.
 
     Afterwards the engine's records in accelerate and transformers are deleted.
     """

@@ -84,8 +84,8 @@ class EngineStep(PlainStep):
 
 
 def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Return DeepSpeed's engine around this model and optimizer, for the job of one process. Its optimizer
-    becomes DeepSpeed's CPU Adam where states are on the host.
+    """Return DeepSpeed's engine around this model and optimizer, for the job of one process. If states are on
+    the host, the optimizer is replaced by DeepSpeed's CPU Adam.
     """
     import deepspeed
 

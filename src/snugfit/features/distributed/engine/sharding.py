@@ -1,5 +1,6 @@
-"""Handler of the field `sharding`: DeepSpeed's engine runs the steps itself, so each front-end supports all
-of it or none."""
+"""Handler of the field `sharding`. DeepSpeed's engine runs the steps itself, so each training loop supports
+all of it or none.
+"""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ part need the rest."""
 
 
 def built_where_it_fits(job: Job, bound: int) -> Job:
-    """Return the job, built on the host if its weights alone take more than `MOST` of `bound` bytes of a
-    GPU."""
+    """Return the job with `build on the host` set if its weights alone take more than `MOST` of a GPU's
+    `bound` bytes.
+    """
     import torch
 
     if job.build_on == "host" or job.model.module is not None:

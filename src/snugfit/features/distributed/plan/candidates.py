@@ -85,8 +85,8 @@ def _choices(
 
 
 def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
-    """Return the same classes of techniques with default settings, for meshes that refuse the settings of
-    plans.
+    """Return the same parallelism techniques with default settings, for meshes that do not support the
+    settings of plans.
     """
     kinds = dict.fromkeys(map(type, usual))
     return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]

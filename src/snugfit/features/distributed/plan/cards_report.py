@@ -119,7 +119,7 @@ def _about_the_run(plans: CardPlans, prices: Prices) -> Iterator[str]:
 
 
 def _what_more_bring(plans: CardPlans) -> Iterator[str]:
-    """Yield a sentence for each GPU model whose larger numbers of GPUs do not make a step cheaper."""
+    """Yield a sentence for each GPU model of which a larger number does not make a step cheaper."""
     for kind in plans.fitting:
         one = kind.cheapest
         if one is None or one.gpus == plans.gpus[-1]:

@@ -1,4 +1,4 @@
-"""Plans for several GPUs, as the core calls for them.
+"""Functions of the core's interface that make and print plans for several GPUs.
 
 They serve `snugfit plan --gpus`, `snugfit gpus --gpus`, Python, and runs whose memory ran out.
 """

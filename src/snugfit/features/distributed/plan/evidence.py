@@ -1,4 +1,5 @@
-"""Bounds on recipes that were not simulated, from simulated ones, for one job on GPUs of one kind.
+"""Bounds on bytes and seconds of recipes that were not simulated, from those that were, for one job on GPUs
+of one model.
 
 Without bounds, a search would simulate every way to share the work, on every number of GPUs, with every
 batch cut. Three rules save most of that. They are assumed to hold within `MARGIN`; every answer is
@@ -64,8 +65,8 @@ class CutStep(NamedTuple):
 
 
 class _SamplePace(NamedTuple):
-    """Lower bound of the seconds per sample on each GPU, derived from one simulated recipe. It does not
-    depend on the sharding of weights.
+    """Lower bound of the seconds per sample on each GPU, from one simulated recipe. It holds for any sharding
+    of the weights.
     """
 
     shared: Shared
@@ -113,7 +114,7 @@ class Evidence:
         self.bound, self._margin = bound, max(self._margin, ratio)
 
     def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
-        """Store the bytes and seconds of a simulated recipe, from which bounds for others follow."""
+        """Store the bytes and seconds of a simulated recipe, from which bounds of other recipes follow."""
         self._shared.setdefault(shared.key, shared)
         self._judged[shared.key][size] = judged
         known = self._paces.get(shared.of_each)
@@ -179,8 +180,8 @@ class Evidence:
         return self.does_fit(judged._replace(needed_bytes=int(expected)))
 
     def missed_elsewhere(self, shared: Shared, size: CutStep) -> bool:
-        """Return True if this batch split clearly did not fit in a simulated layout with the same work per
-        GPU.
+        """Return True if this batch split clearly exceeded the memory in a simulated layout with the same
+        work per GPU.
         """
         like = shared.of_each
         return any(
@@ -283,8 +284,8 @@ class Evidence:
         return any(shared.has_groups_of(one) for one in known)
 
     def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
-        """Return True if a lower bound of the seconds per sample is known for these groups and this
-        micro-batch size.
+        """Return True if a lower bound of the seconds per sample is known for this split of the batch on
+        these groups of GPUs.
 
         The groups may be smaller ones with the same kinds of parallelism.
         """

@@ -1,4 +1,4 @@
-"""Search for the fastest recipe on one number of GPUs, over ways of sharing and numbers of micro-batches.
+"""Search for the fastest recipe on one number of GPUs, over parallelism layouts and numbers of micro-batches.
 
 Ways are simulated in the order of their lower bounds in seconds, if known (`evidence.py`). Ways that cannot
 be faster than the best fitting one are skipped. For each way the search finds the fewest micro-batches with
@@ -33,7 +33,7 @@ unnecessary."""
 
 
 class Screened(NamedTuple):
-    """A recipe for several GPUs with its bytes and seconds, extrapolated from models of few layers."""
+    """A recipe for several GPUs with predicted bytes and seconds, extrapolated from models of few layers."""
 
     recipe: Recipe
     judged: Judged
@@ -43,7 +43,9 @@ class Screened(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of the search on one number of GPUs: recipes that fit, or the one that misses least."""
+    """Result of the search on one number of GPUs: the recipes that fit, or the one that exceeds the memory
+    least.
+    """
 
     fitting: list[Screened]
     """Fitting recipes, one for each way that was tried, the fastest first."""
@@ -206,8 +208,8 @@ class FastestOnGpus:
         return some
 
     def _telling(self, question: _Question) -> _Question:
-        """Return the same layout with a single micro-batch, if its groups of GPUs have no lower bound of
-        seconds per sample yet.
+        """Return the same layout with a single micro-batch, if no lower bound of seconds per sample is known
+        for its groups of GPUs.
 
         It need not fit: smaller micro-batches take no less.
         """
@@ -305,7 +307,8 @@ class FastestOnGpus:
         return False
 
     def _leanest(self, asked: list[_Question]) -> list[_Question]:
-        """Return the recipes to simulate next while none is known to fit, those with the least memory first.
+        """Return the recipes to simulate next as long as none is known to fit, those with the least memory
+        first.
 
         For meshes these are the smallest micro-batches of all ways for which no other is known to hold no
         more.
@@ -370,8 +373,8 @@ def _samples_of(question: _Question) -> int:
 
 
 def refusable(shared: Shared) -> str:
-    """Return the techniques of a layout as text, under which a failed simulation excludes all layouts with
-    them.
+    """Return a text of a layout's techniques. If its simulation fails, all layouts with the same techniques
+    are skipped.
     """
     return " + ".join(filter(None, (str(shared.recomputing), shared.mesh)))
 

@@ -50,7 +50,7 @@ STEPS = 2
 
 
 class Judged(NamedTuple):
-    """Bytes and seconds of a step on each GPU, extrapolated from simulations with few layers."""
+    """Bytes and seconds of a step on each GPU, extrapolated from simulations of models with few layers."""
 
     needed_bytes: int
     """Bytes that must be free on each GPU."""
@@ -153,7 +153,7 @@ class Judge:
         )
 
     def _with_pieces(self, gpus: int, recipe: Recipe, pieces: int) -> Prediction:
-        """Return the full prediction of a smaller batch: `pieces` micro-batches of the same size."""
+        """Return the full prediction of a smaller batch with `pieces` micro-batches of the same size."""
         setup = on_gpus(recipe.setup(), gpus)
         job = replace(self._job, batch_size=self._job.batch_size // setup.micro_batches * pieces)
         settings = type(recipe[Slot.BATCHING]).settings(job_of_rank(job, setup))
@@ -184,8 +184,8 @@ class Judge:
 
 
 class _FewPieces(NamedTuple):
-    """Bytes and seconds of at most `FEW_PIECES` micro-batches on one model of GPU, and of one micro-batch
-    more. All numbers but the first grow linearly with layers.
+    """Bytes and seconds of at most `FEW_PIECES` micro-batches on one GPU model, and of one micro-batch more.
+    All numbers but the first grow linearly with layers.
     """
 
     unused_bytes: float
@@ -222,7 +222,9 @@ def _by_few_pieces(part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPiece
 
 
 class _OneQuestion:
-    """One prediction for several GPU models that run the same kernels; it collects the warnings for each."""
+    """One prediction for several GPU models that run the same kernels. It collects the warnings for each
+    model.
+    """
 
     def __init__(self, kinds: Sequence[Gpu], software: Software) -> None:
         self._kinds, self._software = kinds, software
@@ -265,7 +267,9 @@ def _seconds_of(timing: StepSeconds) -> tuple[float, float, float]:
 
 
 def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at: int) -> list[_FewPieces]:
-    """Extrapolate figures of each GPU model linearly to `at` layers, from those at two numbers of layers."""
+    """Extrapolate the bytes and seconds of each GPU model linearly to `at` layers, from those at two smaller
+    numbers of layers.
+    """
     return [
         _FewPieces(
             max(unused), *[linear_extrapolate(points, values, at) for values in zip(*growing, strict=True)]
@@ -276,7 +280,7 @@ def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at:
 
 
 def with_a_further_piece(trace: Trace) -> Trace | None:
-    """Return this trace with the kernels and waits of its steady step extended by one micro-batch.
+    """Return this trace (the recorded kernels) with its steady step extended by one micro-batch.
 
     It is a copy of the one between the first and the last, which begins and ends as the next does. This also
     holds if exchanges in other streams reach from one micro-batch into the next. Blocks and events stay
@@ -295,8 +299,8 @@ def with_a_further_piece(trace: Trace) -> Trace | None:
 
 
 def _later(kernel: Kernel, numbers: int, since: int) -> Kernel:
-    """Return a copy of kernels with all positions increased by `numbers`. The kernels that they wait for move
-    too, except for those before the kernel `since`.
+    """Return a copy of kernels with all positions increased by `numbers`. The positions that they wait for
+    increase too, except those before the kernel `since`.
     """
     if not kernel.after:
         return kernel

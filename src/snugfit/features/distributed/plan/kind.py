@@ -1,4 +1,4 @@
-"""Search for the fastest recipes on GPUs of one model: the starting recipe, numbers of GPUs, and groups of
+"""Search for the fastest recipes on GPUs of one model: the basic recipe, the numbers of GPUs, and groups of
 GPUs.
 
 Data parallelism alone comes first. In meshes, groups of GPUs share matrices (tensor parallelism), sequences
@@ -85,7 +85,7 @@ def _axes(gpus: int) -> range:
 
 
 class SharedFigures:
-    """Cache of predicted bytes and seconds, shared by all GPU models that run the same kernels."""
+    """Cache of predicted bytes and seconds for GPU models that run the same kernels."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -205,7 +205,8 @@ class SearchOfKind:
 
     def fastest(self, gpus: int, limit: float = math.inf, mesh_limit: float = math.inf) -> Outcome:
         """Return the recipes that fit this number of GPUs in less than `limit` seconds a step, or
-        `mesh_limit` for a mesh. Without a limit, return the recipe that misses least if nothing fits.
+        `mesh_limit` for a mesh. Without a limit and without a recipe that fits, return the one that exceeds
+        the memory least.
         """
         outcome = self._among(gpus, 0).run(limit)
         fitting, miss, fits = outcome.fitting, outcome.miss, outcome.does_any_fit
@@ -231,7 +232,7 @@ class SearchOfKind:
         )  # fmt: skip
 
     def answer(self, one: Screened, outcome: Outcome, **known: Any) -> OnGpus:
-        """Return a recipe as an answer of the plan, with the bytes and seconds from few layers, or with
+        """Return a recipe as a result of the plan, with the bytes and seconds from few layers, or with the
         `known` ones.
         """
         figures = {"step_seconds": one.judged.step_seconds, "needed_bytes": one.judged.needed_bytes, **known}
@@ -246,7 +247,7 @@ class SearchOfKind:
 
 
 def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float | None) -> str:
-    """Return a sentence on the answer's groups of GPUs and the reason for them; empty without groups.
+    """Return a sentence on the plan's groups of GPUs and the reason for them; empty without groups.
     `alone_seconds` is the lower bound of a step with data parallelism alone, None if that does not fit.
     """
     if shared.parts == 1:

@@ -1,4 +1,5 @@
-"""Search for the fewest layers to recompute on several GPUs, for answers that recompute each layer.
+"""Search for the fewest layers to recompute on several GPUs, for results of a plan that recompute every
+layer.
 
 The search compares recipes that recompute no layer, or each. There are as many settings between as a model
 has layers. Few layers give no information on them, so each is simulated whole. Bytes and seconds are on a
@@ -40,12 +41,12 @@ ROUNDS = 3
 
 
 def recomputes_layers(one: Screened) -> bool:
-    """Return whether fewer layers may be recomputed than in this recipe, which has no stages."""
+    """Return True if fewer layers could be recomputed than in this recipe, which has no pipeline stages."""
     return not one.shared.recomputing.plain and one.shared.stages == 1
 
 
 class FewestRecomputed:
-    """Search for the fewest layers to recompute that fit, for several answers concurrently. `judge` predicts
+    """Search for the fewest recomputed layers with which each of several recipes still fits. `judge` predicts
     recipes by few layers, and `in_full` with all layers; a failure gives None.
     """
 
@@ -81,8 +82,8 @@ class FewestRecomputed:
         return {line.answer.gpus: best[line.answer.gpus] for line in lines}
 
     def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_LayersLine]:
-        """Yield a search line (`_LayersLine`) for each answer that recomputes layers, unless these are fixed
-        or in stages. Yield also lines with weights that are gathered more often, which leaves memory to
+        """Yield a search (`_LayersLine`) for each recipe that recomputes layers, unless these are fixed or in
+        stages. Yield also searches with weights that are gathered more often, which leaves memory to
         recompute less.
         """
         slot = Slot.CHECKPOINTING
@@ -113,7 +114,7 @@ class FewestRecomputed:
             yield _LayersLine(answer, one, sharing, some, next(judged), next(judged), self._bound)
 
     def _sharings(self, one: Screened) -> Iterator[Technique]:
-        """Yield the answer's data-parallel technique, and its settings that keep fewer gathered weights in
+        """Yield the recipe's data-parallel technique, and its settings that keep fewer gathered weights in
         memory.
         """
         slot, shared = Slot.SHARDING, one.shared
@@ -137,7 +138,7 @@ def _wish_of(technique: Technique) -> CheckpointWish | None:
 
 @dataclass
 class _LayersLine:
-    """Recipes that differ only in the number of recomputed layers, from none to all, for one answer."""
+    """Copies of one recipe that differ only in the number of recomputed layers, from none to all."""
 
     answer: OnGpus
     one: Screened
@@ -173,7 +174,9 @@ class _LayersLine:
         return Screened(recipe, judged, shared, self.one.size)
 
     def hear(self, question: Screened, answer: OnGpus | None) -> None:
-        """Store the result of simulating the recipe `question` with all layers; None after a failure."""
+        """Store the bytes and seconds of the recipe `question`, simulated with all layers; None after a
+        failure.
+        """
         if answer is None:
             self._misses[self.layers] = 0  # no other number of layers can be simulated either
             return
@@ -210,8 +213,7 @@ class _LayersLine:
         )
 
     def why(self, question: Screened, answer: OnGpus) -> str:
-        """Return the sentences that explain the answer's groups of GPUs and its number of recomputed
-        layers."""
+        """Return the sentences that explain a recipe's groups of GPUs and its number of recomputed layers."""
         before, more = self.answer.why, self.answer.step_seconds / answer.step_seconds - 1
         layers = self._layers_of(question)
         if not layers:

@@ -1,4 +1,4 @@
-"""Results of plans for several GPUs: the fastest recipe on each number of them, of one kind or of many.
+"""Results of plans for several GPUs: the fastest recipe for each number of GPUs, of one GPU model or of many.
 
 All cards of one kind cost the same. At any price, the cheapest number of them has the step with the fewest
 GPU seconds (GPUs x seconds a step). Prices compare kinds. They come from the user and are not part of the
@@ -238,7 +238,7 @@ class CardsOfKind:
 
     @property
     def key(self) -> str:
-        """Key of the GPU in the table."""
+        """Key of the GPU model in the table of known GPUs."""
         return self.gpu.key
 
     @property

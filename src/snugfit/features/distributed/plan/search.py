@@ -1,4 +1,4 @@
-"""Search for the fastest recipe on several GPUs, on given numbers of one kind or on the fewest of many kinds.
+"""Search for the fastest recipe on given numbers of GPUs of one model, or on the fewest GPUs of many models.
 
 Numbers of GPUs are searched one after the other. The results of one bound the results of others
 (`evidence.py`, `fastest.py`). Recipes are compared on models of few layers.
@@ -169,8 +169,8 @@ class _Search:
         return best_first([fastest, *(one for one in rest if one is not None and one.fits)], limit)
 
     def _recomputing_fewer(self, plan: SeveralGpusPlan) -> SeveralGpusPlan:
-        """Return the plan with the fewest recomputed layers that fit, for its named answers, or for all if
-        few recompute. If that changes the fastest, its previous answer is listed too.
+        """Return the plan with the fewest recomputed layers that fit, for its fastest, fewest and cheapest
+        recipes, or for all if few recompute. If that changes the fastest, the previous one is listed too.
         """
         before = after = {one.gpus: one for one in plan.answers}
         found_as = {one.gpus: _way_of(one, self._outcomes[one.gpus]) for one in plan.fitting}
@@ -237,8 +237,8 @@ class _Search:
 
 
 def _way_of(answer: OnGpus, outcome: Outcome) -> Screened:
-    """Return an answer's recipe with the bytes and seconds from few layers. One that misses there may fit
-    with all layers.
+    """Return a recipe with the bytes and seconds from few layers. One that misses there may fit with all
+    layers.
     """
     every = (*outcome.fitting, *([outcome.miss] if outcome.miss else []))
     return next(one for one in every if str(one.recipe) == answer.recipe)
@@ -270,7 +270,8 @@ def plan_cards(
     workers: int | None = None,
     tell: Tell = lambda what: None,
 ) -> CardPlans:
-    """Return the fewest GPUs of each kind that train the job, and larger numbers that take fewer GPU seconds.
+    """Return, for each GPU model, the fewest GPUs that train the job, and larger numbers that take fewer GPU
+    seconds.
 
     `kinds` are by default all of the table, and `gpus` the allowed numbers. The global batch stays unchanged.
     All other arguments are those of `plan_several_gpus`. A kind whose bytes or seconds
@@ -330,8 +331,8 @@ def _shared_evenly(counts: int | Sequence[int], job: Job, fixed: Kept) -> tuple[
 
 
 def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[str, CardsOfKind]]:
-    """Split the GPU models into those with known memory and speed, and answers with the reason for the rest,
-    by key.
+    """Split the GPU models into those with known memory and speed, and those without, each with a result that
+    gives the reason.
     """
     known, answers = [], {}
     for gpu in kinds:

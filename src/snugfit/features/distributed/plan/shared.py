@@ -100,7 +100,7 @@ class Shared:
 
     def is_slower_than(self, other: Shared) -> bool:
         """Return True if no step of this layout is faster than the other's, which takes more memory. Both
-        have the same parallelism, and this one recomputes, or gathers weights that the other keeps.
+        have the same parallelism, and this one recomputes more, or gathers weights that the other keeps.
         """
         if all(self.recipe[slot] == other.recipe[slot] for slot in roster.slots_of_several_gpus()):
             return True
@@ -197,7 +197,7 @@ def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> 
 
 
 def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
-    """Return True if each group of GPUs consists of whole groups of the rival layout, with the same kinds of
+    """Return True if each group of GPUs consists of whole groups of the other layout, with the same kinds of
     parallelism. If both shard matrices, experts must be distributed in both or in neither.
     """
     if own.tensor > 1 < rival.tensor and (own.experts > 1) is not (rival.experts > 1):
@@ -206,12 +206,12 @@ def _cuts_as(own: ParallelWish, rival: ParallelWish) -> bool:
 
 
 def _in_groups_of(own: ParallelWish, rival: ParallelWish) -> ParallelWish:
-    """Return the same parallelism settings with groups as large as the rival layout's."""
+    """Return the same parallelism settings with groups as large as those of the other layout."""
     return replace(own, experts=rival.experts, **{axis: getattr(rival, axis) for axis in AXES})
 
 
 def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bool:
-    """Return True if a GPU has no more weights, optimizer states and samples than in the rival layout."""
+    """Return True if a GPU has no more weights, optimizer states and samples than in the other layout."""
     if own is None or rival is None or own == rival:
         return own == rival
     if not _cuts_as(own, rival):

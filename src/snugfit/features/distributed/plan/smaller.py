@@ -50,8 +50,8 @@ MOST_WORKERS = 4
 def smaller_on_several(
     job: Job, recipe: Recipe, *, gpu: Gpu, gpus: int, searched: Collection[Slot], share: float
 ) -> Recipe | None:
-    """Return a recipe that needs at most this `share` of this one's predicted bytes on this number of GPUs,
-    or None.
+    """Return a recipe that needs at most the fraction `share` of this recipe's predicted bytes on this number
+    of GPUs, or None.
 
     It also fits each GPU. Slots in `searched` may change, among those of recomputation and of the cut of
     the batch. The global batch stays the same. Other processes simulate. Raises `SnugfitError` if the

@@ -1,1 +1,1 @@
-"""Prediction of the bytes and seconds of exchanges, stages and streams on several GPUs."""
+"""Prediction of the bytes and seconds of collectives, pipeline stages and CUDA streams on several GPUs."""

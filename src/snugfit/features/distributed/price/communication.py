@@ -132,7 +132,7 @@ def communication_bytes(trace: Trace, gpus: int) -> int:
 
 
 def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = None) -> list[str]:
-    """Return warnings about the uncertainty of a trace's exchanges, for GPUs of this kind and these rates."""
+    """Return warnings about the uncertainty of a trace's collectives, for this GPU model and these rates."""
     peers = [kernel.peers for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not peers or gpu is None:
         return []

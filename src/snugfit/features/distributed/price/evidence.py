@@ -1,4 +1,4 @@
-"""Figures of exchanges from runs, from data sheets, or guessed: rows of `evidence.json`.
+"""Bytes and seconds of collectives as measured, from data sheets, or estimated: the rows of `evidence.json`.
 
 A row adds `value` times the count that its `formula` names, for its quantity and operator. Its condition must
 be among those that hold. An empty operator or condition fits all.
@@ -29,7 +29,9 @@ def total(
     conditions: Collection[str] = (),
     counts: Mapping[str, float] = MappingProxyType({"once": 1}),
 ) -> float:
-    """Return the sum over the evidence rows of a quantity, with the counts that their formulas name."""
+    """Return the sum of a quantity (bytes or seconds) over the rows of `evidence.json`. `counts` are the
+    values of the variables in their formulas, such as the number of GPUs.
+    """
     return sum(
         float(row["value"]) * counts.get(row["formula"], 0)
         for row in _rows(quantity)

@@ -1,4 +1,4 @@
-"""Predicted figures of a step of several processes, or of DeepSpeed's engine.
+"""Predicted bytes and seconds of a step of several processes, or of DeepSpeed's engine.
 
 Code that uses a tensor of one stream in another marks it (`record_stream`). DeepSpeed does so for weights
 that one stream gathers and another computes with. It also does so for gradients that it averages during the
@@ -112,7 +112,9 @@ class DistributedExchanges(Exchanges):
     doubts = staticmethod(doubts_about_exchanges)
 
     def ranks_to_rehearse(self, job: Job, setup: Setup) -> Sequence[int]:
-        """Return the ranks to simulate, one for each kind of pipeline stage; ranks of one stage are alike."""
+        """Return the ranks to simulate: one for each distinct pipeline stage, since the ranks of one stage
+        are alike.
+        """
         wish = PARALLEL.of(setup)
         if wish is None:
             return (0,)
@@ -139,7 +141,7 @@ class DistributedExchanges(Exchanges):
     def differing(
         self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None
     ) -> PipelinedRanks | None:
-        """Return the predictions for ranks that differ by pipeline stage (`PipelinedRanks`); None if all
+        """Return the predictions for ranks with different pipeline stages (`PipelinedRanks`); None if all
         ranks are alike.
         """
         return PipelinedRanks(ranks, job, setup, gpu) if len(ranks) > 1 else None
@@ -157,8 +159,9 @@ class DistributedExchanges(Exchanges):
         return StagesQuestion(kinds, software, policy, part, setup) if in_stages else None
 
     def micro_batches_in_full(self, setup: Setup) -> float:
-        """Return the number of micro-batches to simulate: one or two more than stages; infinity for a
-        schedule in rounds."""
+        """Return the number of micro-batches to simulate: one or two more than stages; infinity for an
+        interleaved schedule.
+        """
         wish = PARALLEL.of(setup)
         if wish is None or wish.stages == 1:
             return super().micro_batches_in_full(setup)

@@ -1,4 +1,4 @@
-"""A step whose layers are cut into stages: the ranks to simulate, and the seconds of all stages together.
+"""A step of a pipeline-parallel model: the ranks to simulate, and the seconds of all stages together.
 
 Ranks of one stage are alike, and middle stages differ little. So only the ranks with the largest memory or
 other seconds are simulated. The first has the embedding and, under 1F1B, keeps the most micro-batches. The
@@ -84,14 +84,16 @@ def stages_to_rehearse(wish: ParallelWish, layers: int) -> tuple[int, ...]:
 
 
 def stand_in(position: int, wish: ParallelWish, layers: int) -> int:
-    """Return the pipeline position whose simulated rank has the same work as this position's rank."""
+    """Return the pipeline position that is simulated in place of this one, because its rank has the same
+    work.
+    """
     kind = _kind(position, wish, layers)
     return next(one for one in stages_to_rehearse(wish, layers) if _kind(one, wish, layers) == kind)
 
 
 def _kind(position: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
-    """Return a key that is equal for pipeline positions with the same work. It has the ends of the model, and
-    the number of layers in each stage.
+    """Return a key that is equal for pipeline positions with the same work: the ends of the model, and the
+    number of layers in each stage.
     """
     lengths = [len(layers_of(stage, wish.all_stages, layers)) for stage in stages_at(position, wish)]
     return position == 0, position == wish.stages - 1, *lengths

@@ -1,4 +1,4 @@
-"""The queue of a step whose kernels run in several streams: computation, and exchanges in parallel.
+"""Timeline of a step whose kernels run in several CUDA streams: computation, and collectives in parallel.
 
 This is the queue of `seconds.py` with more than one stream. The host launches one kernel after the other.
 Each stream runs its own in order. A kernel starts after its launch and after the kernels of other streams
@@ -46,8 +46,9 @@ class SimulatedStreams:
 
     @property
     def moments(self) -> list[tuple[float, float, float]]:
-        """Return three moments of each kernel of the last step, in seconds since its beginning: launch, start
-        and end."""
+        """Return three times of each kernel of the last step, in seconds since its beginning: launch, start
+        and end.
+        """
         moments = zip(self.begins, self.starts, self.ends, strict=True)
         began = self._began
         return [(launch - began, start - began, stop - began) for launch, start, stop in moments]
@@ -123,7 +124,7 @@ class SimulatedStreams:
         self.now = max(now, moment)
 
     def _end_what_is_done(self) -> None:
-        """End the finished kernels, and start the kernels that waited for them."""
+        """End the finished kernels in the simulated streams, and start those that waited for them."""
         left, running = self._left, self._running
         for stream, number in [*running.items()]:
             if left[number] <= 1e-12:  # seconds: what rounding leaves

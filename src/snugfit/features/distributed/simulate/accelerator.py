@@ -102,7 +102,9 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         """Return None, because no operator is compiled for tensors without data."""
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the free bytes: the second stage joins weights on the device only if they fit."""
+        """Return the free bytes of the simulated device. ZeRO-2 joins weights on the device only if
+        they fit.
+        """
         return self._memory_bytes - self._recorder.memory.live_bytes()
 
     def total_memory(self, device_index: int | None = None) -> int:

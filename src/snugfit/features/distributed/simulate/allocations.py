@@ -15,7 +15,7 @@ from snugfit.results.footprint import Kind
 
 
 class RankAllocations(Allocations):
-    """Record of allocations and frees of one simulated rank's tensors."""
+    """Record of allocations and frees of the tensors of one simulated rank."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -53,7 +53,9 @@ class RankAllocations(Allocations):
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
     def has_seen(self, tensor: torch.Tensor) -> bool:
-        """Return True if the recorder has seen the allocation of a tensor. Others are still on the host."""
+        """Return True if the recorder has seen the allocation of this tensor. Other tensors are still on the
+        host.
+        """
         return tensor.untyped_storage()._cdata in self._live
 
     def lend(self, tensor: torch.Tensor, stream: int) -> None:

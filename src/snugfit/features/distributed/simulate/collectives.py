@@ -48,8 +48,8 @@ def is_collective(func: Any) -> bool:
 
 
 def gives_its_own(func: Any) -> bool:
-    """Return True if a collective operator's wait returns its input tensor itself. On tensors without data,
-    torch returns another one.
+    """Return True if waiting for a collective operator returns its input tensor itself. On tensors without
+    data, torch returns another one.
     """
     return bool(func._schema.name.endswith("::wait_tensor"))
 

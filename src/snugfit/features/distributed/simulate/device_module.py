@@ -50,7 +50,7 @@ class ShapesModule:
 
     @property
     def order(self) -> StreamOrder:
-        """The current stream, and the waits between kernels of different streams."""
+        """The current stream of the simulated device, and the waits between kernels of different streams."""
         return self._order
 
     def current_stream(self, *device: Any) -> ShapesStream:

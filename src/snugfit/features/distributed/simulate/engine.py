@@ -113,7 +113,7 @@ class FileOperator:
 
 
 class TorchForShapes:
-    """Replacement of the module `torch` in DeepSpeed's second stage.
+    """Replacement of the module `torch` inside DeepSpeed's code for ZeRO-2.
 
     The stage creates tensors on `meta` itself, as holders of shapes. They are no tensors of the device.
     """
@@ -299,7 +299,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
 
 
 def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
-    """Return a replacement of a handle's `wait` that also marks the gathered weights' bytes as weights in the
+    """Return a replacement of a handle's `wait` that also labels the gathered bytes as weights in the
     recording.
     """
     wait = kind.wait
@@ -315,8 +315,8 @@ def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
 
 
 def _and_claim_buckets(method: Callable[..., None], recorder: RankRecorder) -> Callable[..., None]:
-    """Return a replacement of a method of DeepSpeed's stage that also marks the buckets of averaged gradients
-    in the recording.
+    """Return a replacement of a method of DeepSpeed's stage that also labels the buckets of averaged
+    gradients in the recording.
     """
 
     def run_and_claim(stage: Any, *arguments: Any, **keywords: Any) -> None:

@@ -55,7 +55,7 @@ LEAST = 1 << 10
 
 
 class HostTensors(TorchDispatchMode):
-    """A mode that counts tensors on the host.
+    """Dispatch mode that simulates tensors on the host and counts their bytes.
 
     `convert(tensor, dtype)` returns a device tensor in another dtype.
     """
@@ -112,7 +112,9 @@ class HostTensors(TorchDispatchMode):
     # ---- memory ------------------------------------------------------------------------------------------
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this shape and dtype in untouched pages, and count its bytes."""
+        """Return a tensor of this shape and dtype in host memory that was not yet written, and count its
+        bytes.
+        """
         nbytes = like.untyped_storage().nbytes()
         # The system refuses an empty map.
         memory = mmap.mmap(
@@ -197,8 +199,8 @@ class HostTensors(TorchDispatchMode):
         return self._skip(func, args, kwargs)
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the tensor that a factory operator creates, in untouched pages if it is large and on the
-        host.
+        """Return the tensor that a factory operator creates. A large one on the host is in memory that was
+        not yet written.
         """
         operand = next((one for one in args if isinstance(one, torch.Tensor)), None)
         device = kwargs.get("device") or (operand.device if operand is not None else "cpu")

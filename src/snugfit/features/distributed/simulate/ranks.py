@@ -71,9 +71,9 @@ class RankRecorder(Recorder):
 
     @classmethod
     def micro_batches_to_settle(cls, setup: Setup) -> float:
-        """Return 1: in the second micro-batch, some kernels still wait for collectives at the start of the
-        first (DDP's buffers). Return infinity for a pipeline, whose order of forward and backward passes
-        depends on all micro-batches, and for DeepSpeed's engine.
+        """Return the number of micro-batches after which all further ones are alike: 1, since in the second,
+        some kernels still wait for collectives of the first (DDP's buffers). Return infinity for a pipeline,
+        whose order of forward and backward passes depends on all micro-batches, and for DeepSpeed's engine.
         """
         wish = PARALLEL.of(setup)
         return 1 if wish is not None and wish.stages == 1 else math.inf
@@ -189,7 +189,9 @@ class RankRecorder(Recorder):
         self._add_work_of_host(SHARD_HOOKS, hooks)
 
     def count_part_operators(self, operators: int) -> None:
-        """Record operators on sharded tensors by their number; the host computes their output sharding."""
+        """Record the number of operators on sharded tensors, because the host computes the sharding of their
+        outputs.
+        """
         self._add_work_of_host(PART_OPERATORS, operators)
 
     def count_weights_apart(self, weights: int) -> None:
@@ -215,7 +217,7 @@ class RankRecorder(Recorder):
         self._add_to_last_step(SHARDED_OPERANDS, KernelCost(0, 0, (), "", operands, "", ()))
 
     def _add_to_last_step(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
-        """Add an entry to the last step. All ranks of a host share the bandwidth of its memory."""
+        """Add an entry to the last recorded step. All ranks of a host share the bandwidth of its memory."""
         shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
         super()._add_to_last_step(operator, cost, (dist.get_world_size(), 1) if shared else peers)
 
@@ -316,7 +318,7 @@ class RankRecorder(Recorder):
 
 
 class _Unlogged:
-    """Replacement of DDP's logger of times; on shapes the real one would only warn that it has no clock."""
+    """Replacement of DDP's logger of times, which would only warn that a simulated device has no clock."""
 
     def __init__(self, log: Any) -> None:
         self._log = log  # the reducer has a weak reference to it
@@ -539,7 +541,7 @@ VOTES = ("_warmup_forward_vote", "_warmup_backward_result")
 
 
 class _Handle:
-    """Simulated handle of an exchange, which keeps its tensors alive."""
+    """Simulated handle of a collective, which keeps its tensors alive."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = tensors
@@ -584,7 +586,8 @@ def instead_of_others(*, handles_for_all: bool) -> list[Patch]:
 
 
 def counted_weights(count: Callable[[int], None]) -> Patch:
-    """Return a patch that counts the weights whose gradients are computed apart (`zero_bubble`).
+    """Return a patch that counts the weights whose gradients a `zero_bubble` pipeline computes in a pass of
+    their own.
 
     torch walks the graph in Python for each of them and calls autograd (`_backward.py`).
     """

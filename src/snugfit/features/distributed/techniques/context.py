@@ -154,7 +154,9 @@ def _of_model(job: Job) -> Iterator[str]:
 
 
 def _types_of(rope: dict[str, Any]) -> set[str]:
-    """Return the types of rotary positions in a config, of each kind of layer if they differ."""
+    """Return the types of rotary position embeddings in a config, one for each type of layer if they
+    differ.
+    """
     return {one.get("rope_type", "") for one in rope.values() if isinstance(one, dict)}
 
 

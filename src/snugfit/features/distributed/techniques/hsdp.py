@@ -42,7 +42,7 @@ class Hsdp(several_gpus.SharedBatch):
     """
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning about the limits of measurements with shards on the host."""
+        """Yield a warning that predictions with shards on the host were measured in few cases."""
         if self.offload == "cpu":
             yield several_gpus.SHARDS_ON_HOST
 

@@ -1,4 +1,4 @@
-"""Requirements of training on several GPUs for a recipe and a job, and the settings that it excludes."""
+"""Requirements of a recipe and a job for training on several GPUs, and the settings that it excludes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
 
 
 def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWish) -> Iterator[str]:
-    """Yield objections to settings that cannot be combined with matrices cut over GPUs."""
+    """Yield objections to settings that cannot be combined with matrices sharded over GPUs."""
     if wish.tensor == 1:
         return
     sharding = recipe[Slot.SHARDING]

@@ -1,4 +1,6 @@
-"""Models that tensor parallelism can cut, and into how many parts, from transformers' plans."""
+"""Checks of whether tensor parallelism can split a model, and into how many shards, by transformers'
+plans.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ SIZES = {
 
 
 def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
-    """Yield the reasons why this model cannot be cut into this many parts. With `experts` these are divided
-    whole, else cut too.
+    """Yield the reasons why this model cannot be split into this many shards. With `experts`, whole experts
+    are distributed; otherwise each expert is split.
     """
     if job.model.module is not None:
         return

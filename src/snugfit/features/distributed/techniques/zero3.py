@@ -59,7 +59,7 @@ class Zero3(Technique):
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload != "none")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning about the accuracy of predictions, where they were measured."""
+        """Yield a warning about the accuracy of predictions in the cases that were measured."""
         yield deepspeed_zero.UNCERTAIN
         if self.offload == "nvme":
             yield deepspeed_zero.OF_DISKS
