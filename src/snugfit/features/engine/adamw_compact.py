@@ -71,7 +71,7 @@ class AdamWCompact(Technique):
             yield "several processes do not share its states. Try 'adamw_8bit' or 'adamw_fused'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning about the limits of the comparison with AdamW."""
+        """Yield a warning that losses were compared with AdamW's in few runs."""
         yield (
             "its training was compared with AdamW's only in short runs (dev/log.md): 5,000 steps of a "
             "GPT-2 on a made language, and 300 of BERT-large. Compare it on your own data before a "

@@ -1,4 +1,5 @@
-"""Weights, activations and gradients in bfloat16, updated in 32 bits: with no copy of the weights in fp32.
+"""Technique `bf16_master`: weights, activations and gradients in bfloat16, with updates in 32 bits but
+without a second copy of the weights in fp32.
 
 A trained weight is the bfloat16 nearest to its master. 16 bits in the optimizer's states hold the difference:
 together they are all 32 bits of the master (`masters/halves.py`). So an update is never lost, as
@@ -67,8 +68,8 @@ class Bf16Master(Technique):
             yield "several processes do not share weights in two halves. Try 'bf16'."
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return the reason why plans do not combine it with compiled steps, or with an AdamW other than the
-        default.
+        """Return the reason why plans do not combine it with compiled steps, or with another optimizer than
+        the default AdamW.
         """
         # No compiled step with masters was measured.
         engine = recipe[Slot.ENGINE]

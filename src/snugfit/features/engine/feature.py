@@ -46,8 +46,9 @@ class Engine(Feature):
         return simulated_graphs(policy, recorder)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return False for updates within the backward pass, since passes and update cannot be simulated
-        apart."""
+        """Return False for updates within the backward pass, since a simulation of few layers needs passes
+        and update apart.
+        """
         return not RELEASE.of(setup)
 
     def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:

@@ -1,5 +1,6 @@
-"""Handlers of the fields: masters of weights, and loops that record steps as CUDA graphs or update within the
-backward pass."""
+"""Handlers of the feature's fields: bfloat16 weights with 32-bit masters, steps recorded as CUDA graphs, and
+updates within the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _refusals(why: str) -> Mapping[str, str]:
-    """Return the reason for a refusal by name of each training loop except the plain one."""
+    """Return, by name of each training loop except the plain one, the reason for refusing it."""
     own = "its loop is snugfit's own code"
     return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
 
@@ -34,8 +35,8 @@ _MADE_BEFORE = (
 
 
 class MastersHandler(Handler):
-    """Handler of the field `masters`: bfloat16 weights; the optimizer stores the low bits of their 32-bit
-    masters.
+    """Handler of the field `masters`: weights are bfloat16, and the optimizer stores the low bits of their
+    32-bit values.
     """
 
     wish, slot, stage = MASTERS.name, Slot.PRECISION, InstallStage.CAST
@@ -100,9 +101,7 @@ class CaptureHandler(Handler):
 
 
 class FilledHandler(Handler):
-    """Handler of the field `filled`: batches padded as for steps that are recorded as CUDA graphs, without
-    graphs.
-    """
+    """Handler of the field `filled`: batches are padded as for CUDA graphs, but steps are not recorded."""
 
     wish, slot, stage = FILLED.name, Slot.ENGINE, InstallStage.STEP
     refused: ClassVar[Mapping[str, str]] = _refusals("only searches set it")

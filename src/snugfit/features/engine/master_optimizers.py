@@ -1,4 +1,4 @@
-"""The optimizers that update master weights in two halves: two AdamWs of our own."""
+"""Constructors of the optimizers that update master weights in two halves: two versions of AdamW."""
 
 from __future__ import annotations
 

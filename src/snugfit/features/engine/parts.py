@@ -1,4 +1,4 @@
-"""Splicing of a step with CUDA graphs, from the forward and backward passes of an ordinary step and a
+"""Trace of a step with CUDA graphs, joined from the forward and backward passes of an ordinary step and a
 recorded update.
 
 A graph records the same kernels, with the same allocations, as a step that is launched kernel by kernel. So
@@ -54,11 +54,13 @@ SHARE_BYTES = 4
 
 
 class CapturedParts(StepParts):
-    """Simulates the parts of a step that is recorded as CUDA graphs, and joins them to a whole run."""
+    """Simulates the passes and the update of a step that is recorded as CUDA graphs, and joins them to a
+    whole run.
+    """
 
     def as_written(self, setup: Setup, *, padded: bool) -> Setup:
-        """Return the Setup without CUDA graphs, to simulate forward and backward. Batches keep the padding of
-        recorded steps.
+        """Return the Setup without CUDA graphs, for a simulation of forward and backward. Batches keep the
+        padding of recorded steps.
         """
         wish = CAPTURE.of(setup)
         fills = wish.multiple if wish is not None and padded else 0
@@ -93,7 +95,7 @@ class CapturedParts(StepParts):
 
 
 class ReleasedParts(CapturedParts):
-    """Simulation of a step that updates weights within the backward pass, whose passes and update cannot be
+    """Simulation of a step that updates weights within the backward pass. Its passes and its update cannot be
     simulated apart.
     """
 
@@ -127,7 +129,7 @@ def rehearse_captured_update(
 
 
 class _CapturedUpdateAlone(UpdateAlone):
-    """The training loop with recorded steps, on empty gradients that no forward pass computed."""
+    """The training loop of recorded steps, on empty gradients that no forward pass computed."""
 
     loss_of: Callable[[Any, Mapping[str, Any]], Any]
     computed: Callable[[Any], None]
@@ -225,7 +227,7 @@ class _Splicing:
         self._taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
 
     def steps(self) -> list[Sequence[Piece]] | None:
-        """Return the events of each step, with repeated pieces, or None if the micro-batches differ."""
+        """Return the events of each step as repeated segments, or None if the micro-batches differ."""
         (written, nothing), (recorded, nothing_more) = self.passes.cut
         updates = [_UpdateStep(*split_update(step)) for step in self.update.split.steps]
         first = widen([*self._as_written(written)], self.micro_batches)
@@ -249,8 +251,8 @@ class _Splicing:
         ]
 
     def _as_written(self, moves: Sequence[Move]) -> Iterator[Move]:
-        """Yield the events of the first step's forward and backward, which run without CUDA graphs, but in
-        the graphs' memory pool.
+        """Yield the events of the first step's forward and backward passes. They run without CUDA graphs, but
+        in the graphs' memory pool.
         """
         for move in moves:
             if type(move) is Alloc:
@@ -349,8 +351,8 @@ class _Splicing:
             yield from self._moves_of_update(move)
 
     def _moves_of_update(self, move: Move) -> Iterator[Move]:
-        """Yield an event of the update's trace (allocation, free, kernel) with its memory block renumbered
-        for the joined step.
+        """Yield an event of the update's trace (allocation, free, kernel) with the number that its memory
+        block has in the joined step.
         """
         if type(move) is Free:
             yield self._live.free_of(self._of_update[self._updating.free(move)])
@@ -366,7 +368,8 @@ class _Splicing:
 
 
 def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
-    """Return the allocations of the first graph that belong to no kernel.
+    """Return the allocations of the first CUDA graph that belong to no kernel, such as the state of the
+    random generator.
 
     They have the phase "forward", and an update alone has no other allocation of that phase.
     """
@@ -374,7 +377,7 @@ def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
 
 
 def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
-    """Yield a recorded micro-batch's events, with the cast of the scalar that weights its loss.
+    """Yield a recorded micro-batch's events, with the cast of the scalar that multiplies its loss.
 
     The share is a float32 scalar that multiplies the loss. It is cast to the dtype of the loss if that is
     narrower, and saved for the backward pass.
@@ -401,8 +404,8 @@ def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
 
 
 def _kernels_of(moves: Iterable[Move]) -> list[Move]:
-    """Return those events of forward and backward that a replayed step shows: kernels and
-    starts of phases.
+    """Return the events of forward and backward that a replayed step contains: kernels and starts of
+    phases.
     """
     return [move for move in moves if type(move) in (Kernel, PhaseStart)]
 

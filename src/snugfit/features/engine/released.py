@@ -1,5 +1,5 @@
-"""The optimizer within the backward pass: a weight is updated as soon as its gradient exists, which is then
-dropped.
+"""Technique `released`: a weight is updated within the backward pass, as soon as its gradient exists, which
+is then freed.
 
 So no gradients exist but the one in use and those that autograd works on. A model with `bf16_master` weights
 then takes 12 bytes a weight in the place of 14, with `adamw_compact` 6.1. It lowers a peak at the end of the
@@ -68,8 +68,8 @@ class Released(Technique):
         return setup.with_fields(release_gradients=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to gradients that are incomplete when they arrive, or that other weights' updates
-        need.
+        """Yield objections to gradients that are incomplete when they arrive, or that the updates of other
+        weights need.
         """
         # All slots, since each may change the dtype, the optimizer or the recording.
         setup = setup_of(*(recipe[slot] for slot in Slot))
@@ -100,9 +100,11 @@ class Released(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why no plan chooses this technique: its step is not combined from parts."""
+        """Return the reason why no plan chooses this technique: its step cannot be simulated from few
+        layers.
+        """
         return "plans look at it where little else fits, for each of its steps is simulated in full"
 
     def is_searched(self) -> bool:
-        """Return False: a search simulates backward and update apart, and here they are one."""
+        """Return False: a search simulates backward pass and update apart, which is impossible here."""
         return False

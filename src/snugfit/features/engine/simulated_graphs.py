@@ -1,4 +1,4 @@
-"""Simulated CUDA graphs of an optimizer step: their memory, and the device's work in a replay.
+"""Simulated CUDA graphs of an optimizer step: their memory, and the GPU's work in a replay.
 
 Before a recording, the allocator releases its cached memory (`torch.cuda.graph`). During it, allocations use
 the graphs' memory pool. A replay runs the same kernels with one launch of the host, and allocates nothing. On

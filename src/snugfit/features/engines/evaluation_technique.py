@@ -30,11 +30,15 @@ class EvaluationTechnique(Technique):
     searched: ClassVar = False
 
     def is_searched(self) -> bool:
-        """Return True, so that a plan which keeps the technique ends with the reason of its simulation."""
+        """Return True, so that a plan which must keep this technique fails with the reason of its
+        simulation.
+        """
         return True
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to training, autocast, changed models, and unsupported ways to generate."""
+        """Yield objections to training, autocast, models changed by other techniques, and unsupported ways to
+        generate.
+        """
         if job.trains:
             yield "it has no backward pass. Add --phase evaluate, or leave it out."
         elif job.added_phase is not None:

@@ -26,7 +26,7 @@ FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}
 
 
 def export(engine: str, loop: Any, folder: Path) -> Mapping[str, Any]:
-    """Export the model of a step into a folder, and return the facts of the export by name.
+    """Export the model of a step into a folder, and return properties of the export by name.
 
     The weights are those of a build after the current seed. Raises `UsageError` for a model that transformers
     cannot export.
@@ -60,7 +60,7 @@ def export(engine: str, loop: Any, folder: Path) -> Mapping[str, Any]:
 
 
 def main() -> None:
-    """Export the requested model, and write the facts of the export beside it."""
+    """Export the requested model, and write the properties of the export beside it."""
     import torch
 
     from snugfit.job.job import Job
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def write_export(form: str, job: Job, step: Any, folder: Path) -> dict[str, Any]:
-    """Write the exported model of a built step into a folder, and return the facts of the export."""
+    """Write the exported model of a built step into a folder, and return properties of the export."""
     import torch
     from transformers.exporters.auto import EXPORT_BACKENDS, get_exporter_class
 

@@ -45,7 +45,7 @@ def _part(module: Any, name: str) -> Any:
 
 
 def _fast_forward(layer: Any, layers: Sequence[Any], *, use_gelu: bool) -> Any:
-    """Return a forward pass by torch's operator, for a layer of these."""
+    """Return a forward pass that computes these layers by torch's operator."""
     import torch
 
     attention, first, second = layer.attention.self, layer.attention.output, layer.output
@@ -77,15 +77,18 @@ def _fast_forward(layer: Any, layers: Sequence[Any], *, use_gelu: bool) -> Any:
 
 
 def _is_at_the_end(hidden: torch.Tensor, padding: torch.Tensor, heads: int) -> bool:
-    """Return whether the padding follows the tokens of each sample; torch also needs an even number of
-    heads."""
+    """Return True if the padding follows the tokens of each sample; torch also needs an even number of
+    heads.
+    """
     import torch
 
     return heads % 2 == 0 and torch._nested_tensor_from_mask_left_aligned(hidden, ~padding)
 
 
 def _join_weights(attention: Any, kind: str) -> torch.Tensor:
-    """Return the weights or biases of query, key and value as one tensor, of which theirs become views."""
+    """Join the weights or biases of query, key and value in one tensor and return it; the originals become
+    views of it.
+    """
     import torch
 
     parts = [getattr(getattr(attention, name), kind) for name in ("query", "key", "value")]

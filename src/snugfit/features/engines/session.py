@@ -123,7 +123,7 @@ def _refuse_other_caches(engine: str, model: Any) -> None:
 
 
 def _skeleton(loop: Any) -> Any:
-    """Return the model of a step without data."""
+    """Return the model of a step on `meta`, without data."""
     import torch
 
     from snugfit.job.build import instantiate
@@ -154,7 +154,9 @@ def with_forward(model: Any, exported: Any, device: torch.device, cache: Sequenc
 
 
 def begin_cache(cache: Any, shapes: Sequence[Any], rows: int, device: torch.device) -> None:
-    """Fill a cache without layers with empty keys and values, which are inputs of the exported graph."""
+    """Fill a cache object without layers with empty keys and values, which are inputs of the exported
+    graph.
+    """
     import torch
 
     if cache.get_seq_length():

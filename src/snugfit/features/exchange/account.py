@@ -1,5 +1,4 @@
-"""The result of reading a user's configuration: settings for snugfit, and an account of how every key was
-used."""
+"""The result of reading a user's configuration: settings for snugfit, and a list of each key with its use."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A configuration file as settings, with an account of every key."""
+    """A configuration file as snugfit's settings, with a list of each key and its use."""
 
     path: str
     """The path of the file."""
@@ -117,7 +116,7 @@ class Reading:
 
 
 def render_reading(reading: Reading) -> RenderableType:
-    """Return the account of a file, key by key, for a terminal."""
+    """Return the list of a file's keys and their uses, for a terminal."""
     head = words(f"From {reading.path} ({reading.title}), for the {reading.settings['loop']} loop:")
     parts: list[RenderableType] = [head]
     if reading.unread:

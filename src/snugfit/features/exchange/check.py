@@ -157,7 +157,7 @@ def _facts(name: str) -> dict[str, Any]:
 
 @cache
 def _installed_names(name: str) -> frozenset[str]:
-    """Return the argument names that the installed library has; empty where it takes any."""
+    """Return the argument names of the installed library; empty if it accepts any name."""
     if name == "trainer":
         return frozenset(installed.defaults())
     if name == "accelerate":
@@ -242,8 +242,8 @@ def _find_wrong_batches(document: Document) -> Iterator[Finding]:
 
 
 def _batches(document: Document) -> list[int]:
-    """Return the three batch sizes of a DeepSpeed configuration: samples of a step, of a micro-batch, and
-    their count. Empty without them.
+    """Return the three batch sizes of a DeepSpeed configuration: samples of a step, samples of a micro-batch,
+    and number of micro-batches. Empty without them.
     """
     numbers = [one for one in map(document.values.get, _BATCHES) if type(one) is int and one > 0]
     return numbers if document.dialect == "deepspeed" and len(numbers) == len(_BATCHES) else []
@@ -329,7 +329,7 @@ def _fix(fix: Mapping[str, Any] | None, force: Mapping[str, Any], own: Mapping[s
 
 
 def _in_file(key: str, own: Mapping[str, str]) -> str:
-    """Return a key under the name that the file uses, which may be an old one."""
+    """Return the name that the file uses for a key, which may be an old one."""
     head, dot, rest = key.partition(".")
     return f"{own.get(head, head)}{dot}{rest}"
 

@@ -49,8 +49,9 @@ _OF_SLURM = {
 
 
 def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into words for snugfit and transformers' flags, the latter as texts `key=value`.
-    Snugfit's `own` flags and unknown ones are among the former."""
+    """Split a command line into words for snugfit and flags of transformers, the latter as texts `key=value`.
+    The flags in `own` and unknown flags belong to snugfit.
+    """
     declared: list[str] = []
     foreign: list[str] = []
     rest = list(words)
@@ -83,8 +84,9 @@ def argument_names() -> set[str]:
 
 
 def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """Return the dialect and the arguments of the one training command in a shell file. Raises `UsageError`
-    when there is none, or more than one."""
+    """Return the library (its dialect) and the arguments of the one training command in a shell file. Raises
+    `UsageError` when there is none, or more than one.
+    """
     options = _SLURM.findall(text)
     variables = {name: number for option, number in options for name in _OF_SLURM.get(option, ())}
     commands: list[list[str]] = []
@@ -170,7 +172,9 @@ def _training_command(words: list[str], where: str) -> list[str]:
 
 
 def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
-    """Return the dialect and the arguments of one command: first the launcher's own, then the script's."""
+    """Return the library (its dialect) and the arguments of one command: first the launcher's own, then the
+    script's.
+    """
     scripts = [
         at
         for at, word in enumerate(words)

@@ -1,4 +1,5 @@
-"""Dialects: tables of the keys in other libraries' configuration files, one file each in `dialects/`.
+"""Tables of the keys in other libraries' configuration files (dialects), one file for each library in
+`dialects/`.
 
 A table translates a library's keys into the one vocabulary of techniques and jobs. That is transformers'
 arguments by dotted name (`techniques/counterpart.py`), and `job.*` for fields of the job. The rest of a table
@@ -113,8 +114,9 @@ class Dialect:
         return notes.get(as_word(value)) or (notes.get("*") if value else None)
 
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
-        """Return the setting, as `key = value`, without which this key has no effect; None when it has
-        one."""
+        """Return the other setting, as `key = value`, without which this key has no effect; None when it has
+        one.
+        """
         for pattern, needed in self.only_with.items():
             # A key may match the pattern and be the condition; it does not depend on itself.
             if fnmatchcase(key, pattern) and key not in needed:
@@ -140,7 +142,7 @@ class Dialect:
 
 @cache
 def dialect(name: str) -> Dialect:
-    """Return the table called `name`, which is read once per process.
+    """Return the table of the library called `name`, which is read once per process.
 
     The Trainer's refusals apply in every dialect with its arguments.
     """

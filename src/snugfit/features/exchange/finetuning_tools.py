@@ -172,7 +172,7 @@ def _double_quantization(recipe: Recipe) -> Any:
 
 
 def left_in_float32(job: Job) -> list[str]:
-    """Return the parameters that axolotl has in float32 when it trains this job's model in 4 bits.
+    """Return the parameters that axolotl keeps in float32 when it trains this job's model in 4 bits.
 
     peft's `prepare_model_for_kbit_training` raises all unquantized weights to float32. axolotl then takes
     normalisations, embeddings and the head back, which it finds by name.
@@ -327,8 +327,9 @@ def _dtypes(job: Job, recipe: Recipe) -> tuple[str, str | None]:
 
 
 def _refuse_other_layers(arguments: Mapping[str, Any], job: Job, recipe: Recipe, to: str) -> None:
-    """Raise `RecipeError` if checkpointing leaves layers out, which these tools' transformers may not
-    support."""
+    """Raise `RecipeError` if checkpointing skips some layers, which the transformers versions of these tools
+    may not support.
+    """
     if "every_n_layers" in (arguments.get("gradient_checkpointing_kwargs") or {}):
         every = next(
             technique.name
@@ -365,8 +366,8 @@ def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str
 
 
 def _head(job: Job, to: str) -> list[str]:
-    """Return the comment at the top of an exported file: its step, the differences, its writer, and the
-    placeholder to fill in.
+    """Return the comment at the top of an exported file: the loop it runs, differences to the prediction, the
+    snugfit version, and the placeholder to fill in.
     """
     step = f"A step of {job.batch_size} sequences of {job.sequence_length} tokens."
     text = f"{step} {NOTES[to]} Written by {writer(to)}; put your dataset in place of {_DATASET}."

@@ -1,4 +1,4 @@
-"""Names of modules and parameters in other libraries' notations, as settings of our adapters.
+"""Conversion of other libraries' names of modules and parameters to settings of snugfit's adapters.
 
 peft reads a list as ends of names, and a text as one regular expression. axolotl's patterns of trained
 parameters have plain dots, and may end in a range of rows, of which the whole parameter gets gradients.
@@ -56,8 +56,9 @@ def _names(value: Any) -> Any:
 
 
 def _optimizer_targets(value: Any) -> Any:
-    """Return the targets of an optimizer in the form of settings. A text is a pattern, except for the word
-    for all linear layers."""
+    """Return the modules that an optimizer applies to, in the form of snugfit's settings. A text is a
+    pattern, except for the word for all linear layers.
+    """
     if isinstance(value, str):
         word = value.replace("_", "-")
         return (word,) if word == ALL_LINEAR else value

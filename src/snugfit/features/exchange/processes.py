@@ -48,7 +48,7 @@ ALONE = (
 
 @dataclass(kw_only=True)
 class Processes:
-    """The number of processes and their parallelism, as read from raw words."""
+    """The number of processes and their parallelism, as read from a configuration's raw text."""
 
     gpus: int = 1
     """Number of processes, one for each GPU."""

@@ -1,4 +1,4 @@
-"""A user's configuration as a job and a recipe to start from, with an account of every key.
+"""A user's configuration as a job and a recipe to start from, with a list of each key and its use.
 
     took      its meaning here
     differs   taken, with a difference here
@@ -119,7 +119,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
 
 @dataclass
 class _Reader:
-    """Builds the settings and the account of each key (`Reading`) from the configuration files of one run."""
+    """Builds the settings and the list of keys (`Reading`) from the configuration files of one run."""
 
     documents: Sequence[Document]
     """The launcher's files first; the last one is the run's own."""
@@ -240,8 +240,8 @@ class _Reader:
         self.settings.setdefault("loop", loop)
 
     def _statements(self) -> None:
-        """Add to the account a script's statements that are not read or not predicted, and its options'
-        defaults.
+        """List a script's statements that are not read or not predicted, and the assumed defaults of its
+        options.
         """
         for line, text in self.document.unread:
             self.unread.append(Line(key=f"line {line}", value=text, says="it has no counterpart here"))
@@ -259,8 +259,8 @@ class _Reader:
     def _translate(
         self, key: str, value: Any, table: Dialect, given: Mapping[str, Any], *, of_script: bool = False
     ) -> None:
-        """Add a key of a configuration file to the arguments that all libraries share, or to a list of the
-        account.
+        """Translate a key of a configuration file to the arguments that all libraries share, or add it to a
+        list of unused keys.
         """
         if key in self.options:
             self.settings[key] = value
@@ -297,7 +297,7 @@ class _Reader:
 
     @staticmethod
     def _is_an_argument(key: str, table: Dialect) -> bool:
-        """Return True if a key that another dialect's own table lacks is one of `TrainingArguments`."""
+        """Return True if a key that is missing in the library's own table is one of `TrainingArguments`."""
         known = table.refusal(key) is None and table.reason_to_ignore(key) is None
         return known and key.split(".", maxsplit=1)[0] in installed.defaults()
 
@@ -317,7 +317,7 @@ class _Reader:
                 self.tables.setdefault(key, table)
 
     def _processes(self) -> None:
-        """Replace the raw words about processes by the arguments that follow from them."""
+        """Replace the raw text about processes by the arguments that follow from it."""
         said = {key: self.arguments[key] for key in self.origins if key in self.arguments}
         processes = read_processes(self.arguments, said, self.named_gpus)
         self.gpus = processes.gpus
@@ -396,7 +396,9 @@ class _Reader:
                                   says=str(technique)))  # fmt: skip
 
     def _unmet(self, slot: SlotReading) -> Iterator[Line]:
-        """Yield the arguments of a slot (such as precision) that no technique of it matches."""
+        """Yield the arguments of a slot (a choice of the recipe, such as precision) that no technique of the
+        slot matches.
+        """
         blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
         for key in unsure or blamed or slot.keys[:1]:
@@ -461,8 +463,8 @@ class _Reader:
             self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on {gpus}")
 
     def _account(self, key: str, value: Any) -> None:
-        """Record that an argument had no effect on the job or recipe: it is a default, is ignored, or is
-        refused.
+        """Record that an argument had no effect on the job or recipe: it is a default, is ignored, or is not
+        supported.
         """
         name, given = self.origins[key]
         if key in (MICRO_BATCH, ACCUMULATION) or key.startswith(_JOB) or self._is_default(key):

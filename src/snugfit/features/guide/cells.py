@@ -1,4 +1,6 @@
-"""Cells of the guide's tables: ranges of speeds, and comma-separated values that no spreadsheet runs."""
+"""Texts of table cells: ranges of speeds, and comma-separated values that no spreadsheet executes as
+formulas.
+"""
 
 from __future__ import annotations
 

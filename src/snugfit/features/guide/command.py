@@ -1,4 +1,6 @@
-"""`snugfit guide`: the guide's experiments, predicted and measured, as tables, files and one plot."""
+"""The command `snugfit guide`: the experiments of Hugging Face's guide, predicted and measured, as tables,
+files and one plot.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,9 @@ def _plot_of(paths: Sequence[Path]) -> str:
 
 
 def _print_inference(gpu: Gpu, folder: Path, workers: int, form: str, of_features: Mapping[str, Any]) -> None:
-    """Predict, write and print the guide's backends and kinds of memory."""
+    """Predict, write and print the guide's compilation backends, and its categories of memory in text
+    generation.
+    """
     from snugfit.cli.progress import show_progress
     from snugfit.features.guide.inference import run_inference
     from snugfit.features.guide.inference_tables import markdown, render

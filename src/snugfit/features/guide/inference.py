@@ -1,4 +1,5 @@
-"""The guide's backends of `torch.compile` for inference as they are today, and its six kinds of memory.
+"""The guide's backends of `torch.compile` for inference in the installed torch, and its six categories of GPU
+memory.
 
 The backends are predicted on an evaluation of the guide's own job. The kinds of memory are those of a
 training step of that job, and of text generation with one beam and with several. The cache and the logits of
@@ -40,7 +41,9 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BackendRow:
-    """One backend of the guide: its state in the installed torch, and the prediction of its recipe."""
+    """One backend of `torch.compile` from the guide: its state in the installed torch, and the prediction of
+    its recipe.
+    """
 
     name: str
     """Name of the backend in the guide."""
@@ -62,7 +65,7 @@ class BackendRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOfJob:
-    """Predicted bytes at the peak of one job, by the guide's kinds of memory."""
+    """Predicted bytes at the peak of one job, by the guide's categories of memory."""
 
     name: str
     """Short name of the job."""
@@ -76,7 +79,7 @@ class MemoryOfJob:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceGuide(JsonDocument):
-    """The guide's backends and kinds of memory, with predictions for one GPU."""
+    """The guide's `torch.compile` backends and categories of memory, with predictions for one GPU."""
 
     what: ClassVar = "guide --inference"
 
@@ -97,7 +100,7 @@ class InferenceGuide(JsonDocument):
 def run_inference(
     gpu: Gpu, *, workers: int = 1, tell: Callable[[str], None] = lambda line: None
 ) -> InferenceGuide:
-    """Return the backends and the kinds of memory, predicted for this GPU by `workers` processes."""
+    """Return the backends and the categories of memory, predicted for this GPU by `workers` processes."""
     facts = inference()
     vanilla = next(one for one in suite() if one.name == VANILLA)
     job = replace(vanilla.job(), phase=Phase.EVALUATE)

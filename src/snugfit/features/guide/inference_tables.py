@@ -1,4 +1,4 @@
-"""The backends and the kinds of memory of the guide as tables."""
+"""The `torch.compile` backends and the categories of memory of the guide as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guide's first table and its small ones, derived from the suite's results instead of being stated.
+"""The guide's first table and its small ones, computed from the results of the experiments.
 
 The guide states for each method an effect on speed and memory. Here bytes are the prediction's difference to
 vanilla. Speed is the measured one; without a measurement the published one, otherwise the predicted one.
@@ -112,7 +112,9 @@ def change(part: float | None, whole: float | None) -> float | None:
 
 
 def stage_lines(result: GuideResult) -> Iterator[StageLine]:
-    """Yield the guide's four NVML readings from vanilla's prediction: idle, context, weights, training."""
+    """Yield the guide's four NVML readings from the baseline's prediction: idle, CUDA context, weights,
+    training.
+    """
     footprint = result.vanilla.predicted
     context = footprint.context_bytes if footprint else None
     weights = None

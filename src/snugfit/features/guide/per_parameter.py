@@ -61,7 +61,7 @@ class PerParameter:
 
     @property
     def total(self) -> float:
-        """The sum of all kinds, in bytes per parameter."""
+        """The sum over all categories, in bytes per parameter."""
         return self.weights + self.copies + self.gradients + self.states + self.rest
 
 

@@ -132,7 +132,7 @@ def _number(figure: Figure, unit: int) -> float | None:
 
 
 def inference_page(result: InferenceGuide) -> PageParts:
-    """Return the page of the backends and of the kinds of memory."""
+    """Return the page of the `torch.compile` backends and of the categories of memory."""
     known = [one for one in result.memory if one.kinds]
     kinds = [
         BarGroup(

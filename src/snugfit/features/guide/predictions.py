@@ -42,7 +42,7 @@ class PredictionRequest:
 
 
 class RequestKey(NamedTuple):
-    """The fields that identify a request within the suite."""
+    """The fields that identify a prediction request among those of the guide."""
 
     about: str
     gpu: str

@@ -69,13 +69,17 @@ class GuideRow:
         return self.refused.strip().rpartition("\n")[2]
 
     def then_on(self, machine: str) -> PublishedPrediction | None:
-        """Return the published figure of this machine together with its prediction; None without one."""
+        """Return the published figure of this machine together with the prediction for it; None without
+        one.
+        """
         return next((one for one in self.then if one.published.machine == machine), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TakenInstead:
-    """A slot in which today's best recipe has another technique than the guide's experiment."""
+    """A slot (a choice of the recipe, such as the optimizer) in which today's best recipe differs from the
+    guide's experiment.
+    """
 
     slot: str
     """The slot's own name."""

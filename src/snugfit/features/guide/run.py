@@ -104,8 +104,8 @@ def _request(experiment: GuideExperiment, gpu: Gpu, software: str = "installed")
 
 
 def _request_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
-    """Return the prediction for a published result, with its GPU and software versions; None if its GPU is
-    unknown.
+    """Return the request to predict a published result, with the GPU and software versions of that time; None
+    if its GPU is unknown.
     """
     machine = machines()[published.machine]
     if machine.gpu is None or machine.software is None:

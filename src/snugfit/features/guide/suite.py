@@ -84,7 +84,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutFigure:
-    """A method that the guide describes without publishing memory or speed."""
+    """A method that the guide describes without a published figure of memory or speed."""
 
     chapter: str
     """Chapter of the guide: `torch.compile` or `DeepSpeed`."""
@@ -130,7 +130,7 @@ class Baseline:
 
 
 def suite() -> tuple[GuideExperiment, ...]:
-    """Return the guide's experiments, vanilla first."""
+    """Return the guide's experiments, the baseline first."""
     return tuple(
         GuideExperiment(
             name=row["name"],
@@ -181,12 +181,15 @@ def large_models() -> tuple[LargeModel, ...]:
 
 def anatomy() -> Mapping[str, Any]:
     """Return the guide's rules of bytes per parameter, the jobs that test them, and the reasons for
-    differences."""
+    differences.
+    """
     return dict(_guide()["anatomy"])
 
 
 def inference() -> Mapping[str, Any]:
-    """Return the guide's backends as they are today, and the generation that shows its kinds of memory."""
+    """Return the guide's backends in the installed torch, and the generation that shows its categories of
+    memory.
+    """
     return dict(_guide()["inference"])
 
 

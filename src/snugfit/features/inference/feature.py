@@ -41,14 +41,14 @@ class Inference(Feature):
         add_prompt(flags, settings)
 
     def rate_names(self, kernel: Any) -> Sequence[str]:
-        """Return the name of the rate of a beam search's copies of the cache."""
+        """Return the name of the hardware rate at which a beam search copies the key-value cache."""
         of_beams = kernel.operator == "aten::index_select" and kernel.phase in ("prefill", "decode")
         return ("aten::index_select of beams",) if of_beams else ()
 
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which a call of `generate` has the recorder of its simulation."""
+        """Return a context in which a call of `generate` is recorded by its simulation."""
         from unittest.mock import patch
 
         from snugfit.features.inference.step import GenerateStep

@@ -1,4 +1,4 @@
-"""Kinds of transformers' caches of keys and values, for plans of generation.
+"""Technique for the cache of keys and values: the types of transformers' caches, for plans of generation.
 
 `static` has all its bytes from the first pass on. `quantized` has half of the bytes of 16-bit numbers. There
 each step converts the cache of one layer after another to numbers of 16 bits.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KvCache(Technique):
-    """Stores keys and values of earlier tokens in another kind of cache than the job names."""
+    """Stores keys and values of earlier tokens in another type of cache than the job names."""
 
     title: ClassVar = "cache of keys and values"
     fidelity: ClassVar = Fidelity.ROUNDS
@@ -32,7 +32,7 @@ class KvCache(Technique):
     """Kind of the cache, as `--cache` has it: `static`, `quantized` or another."""
 
     def install(self, setup: Setup) -> Setup:
-        """Set the kind of the cache."""
+        """Set the type of the key-value cache in the Setup."""
         return setup.with_fields(**{CACHE.name: self.kind})
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -44,7 +44,7 @@ class KvCache(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against other caches if the job names one, and in other phases."""
+        """Return the reason why a plan may not change the cache: the job names one, or does not generate."""
         if job.phase != "generate":
             return f"the phase {job.phase} has no cache of keys and values"
         if (named := GenerationSettings.of(job).cache) != CACHES[0]:
@@ -53,13 +53,13 @@ class KvCache(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield each kind of cache that the model can have, except for the default."""
+        """Yield each type of cache that the model can have, except for the default."""
         if job.phase == "generate":
             yield from (cls(kind=kind) for kind in CACHES[1:] if not _lack(job, kind))
 
 
 def _lack(job: Job, kind: str) -> str:
-    """Return the error of a generation with this kind of cache; empty without one."""
+    """Return the error of a generation with this type of cache; empty without one."""
     try:
         GenerationSettings.complete(job, {**job.phase_settings, "cache": kind})
     except JobError as error:

@@ -309,7 +309,7 @@ def _result(tensors: Sequence[CheckpointTensor], buffers: int, gpu: Gpu | None, 
 
 
 def _host_copies(tensors: Sequence[CheckpointTensor], bits: int) -> int:
-    """Return the largest bytes of copies on the host at a time.
+    """Return the largest number of bytes of copies on the host at one time.
 
     The host casts before a copy to the device (`copy_kernel_cuda` of torch's `Copy.cu`). Without
     quantization, several threads do so.

@@ -1,4 +1,4 @@
-"""Synthesis of the trace of generating many tokens, from simulations of a few decode steps.
+"""Trace of the generation of many tokens, interpolated from simulations of a few decode steps.
 
 Decode steps differ in sizes alone, and a size is linear in the number of tokens so far. So a call is
 simulated in windows of a few steps: at its beginning, in its middle and at its end. Sizes between windows are
@@ -76,8 +76,8 @@ class CallWindows:
         self.count = 0
 
     def trace(self) -> Trace:
-        """Return the trace of the long call of `generate`, interpolated between windows. Raise `NotAlike` for
-        few decode steps, and if windows have different structures.
+        """Return the trace of the long call of `generate`, interpolated between windows of decode steps.
+        Raise `NotAlike` for few decode steps, and if windows have different structures.
         """
         apart = (self.decode_steps - 1 - HEAD - self.size) // self.period * self.period
         if apart < 3 * self.size:
@@ -104,8 +104,9 @@ class CallWindows:
         return writer.trace()
 
     def _between(self, left: StepWindow, right: StepWindow) -> list[StepWindow]:
-        """Return window `left` and the further windows before `right` that are needed where sizes are not on
-        a line. Raise `NotAlike` for a bend of steps that may have a longer period.
+        """Return window `left` and the further windows of decode steps before `right` that are needed because
+        sizes do not grow linearly between them. Raise `NotAlike` if the sizes may repeat in a longer cycle
+        than the windows show.
         """
         apart = (right.step - left.step) // self.period
         if apart < 2 or self.count >= MOST_WINDOWS:

@@ -122,7 +122,7 @@ class PrefetchStream:
 
 
 class DefaultStream:
-    """Substitute for the CUDA stream that computes."""
+    """Substitute for the default CUDA stream, in which kernels run."""
 
     def wait_stream(self, other: PrefetchStream) -> None:
         """Record that this stream waits for the copies of the other one."""
@@ -158,7 +158,7 @@ class _Copies(TorchFunctionMode):
 
 
 class HostBlocks:
-    """The blocks of host memory of one call of `generate`, from the copies of its cache layers."""
+    """The blocks of host memory of one call of `generate`, computed from the copies of its cache layers."""
 
     def __init__(self, prompt: int) -> None:
         self.prompt = prompt
@@ -169,7 +169,7 @@ class HostBlocks:
         """True if the host has chosen between beams."""
 
     def add(self, layer: int, copied: Sequence[torch.Tensor]) -> None:
-        """Add the copies of a layer in one pass."""
+        """Add the copies that one pass makes of a layer's keys and values."""
         for number, tensor in enumerate(copied):
             self.last[layer, number], self.itemsize = tensor.shape, tensor.itemsize
 

@@ -1,4 +1,4 @@
-"""The settings of a generation: new tokens, beams, the kind of the cache, and sampling."""
+"""The settings of a generation: new tokens, beams, the type of the cache, and sampling."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class GenerationSettings:
         return asdict(settings)
 
     def _check_sampling(self) -> None:
-        """Raise `JobError` for an unusable choice of the tokens that may be drawn."""
+        """Raise `JobError` for unusable sampling settings, such as `top_p`."""
         if not isinstance(self.sample, bool):
             raise JobError(f"sample is {self.sample!r}; allowed are true and false.")
         _in_range("top_k", self.top_k, MOST_TOKENS, low=0)
@@ -150,9 +150,7 @@ class GenerationSettings:
 
 
 def _lack_of_quantized(job: Job) -> str:
-    """Return the name of the model's property that transformers' quantized cache does not support; empty
-    without one.
-    """
+    """Return the reason why transformers' quantized cache does not support the model; empty if it does."""
     if job.task != "causal-lm":
         return "an encoder"
     from transformers import DynamicCache

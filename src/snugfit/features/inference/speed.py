@@ -1,4 +1,4 @@
-"""The results of a predicted generation: the cache, seconds of prefill and decoding, and loading."""
+"""The results of a predicted text generation: the cache, seconds of prefill and decoding, and loading."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def _passes(prediction: Prediction) -> Sequence[PassSeconds]:
 
 
 def _limit_of(prediction: Prediction, phase: str, seconds: float) -> str:
-    """Return the limit of a phase.
+    """Return the hardware limit (computation, memory or host) that bounds the seconds of the prefill or of
+    decoding.
 
     It is the link if copies of an offloaded cache to the host take more than `BY_LINK` of the device's
     seconds. It is the host if the device works for less than `BUSY` of the phase. Otherwise it is the larger

@@ -58,8 +58,9 @@ class GenerateStep(PlainStep):
     """The recorder of the current simulation; None without one."""
 
     def kind_of(self, operator: str, module: str, dtype: str) -> str:
-        """Return activations for a block of a module. The loop makes logits, inputs and copies of the
-        cache."""
+        """Return the label "activations" for a memory block that a module allocates; the loop labels logits,
+        inputs and copies of the cache itself.
+        """
         if module:
             return Kind.ACTIVATIONS
         # The last choice between beams copies a cache that no pass reads.
@@ -105,7 +106,9 @@ class GenerateStep(PlainStep):
 
     @contextlib.contextmanager
     def _off_the_gpu(self, observer: Observer, call: int) -> Iterator[None]:
-        """Context of a call, numbered from 0: substitutes for CUDA's streams and for draws, if needed."""
+        """Context of a call, numbered from 0, with substitutes for CUDA's streams and random draws where the
+        device lacks them.
+        """
         import torch
 
         settings = GenerationSettings.of(self.job, self.setup)
@@ -224,8 +227,9 @@ def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
 
 @contextlib.contextmanager
 def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
-    """Context in which a simulation sets the values of a beam search that its length determines. Without an
-    end token, beams continue until the length is reached. They depend on scores for a simulation.
+    """Context in which a simulation computes the values of a beam search that depend on the length alone.
+    Without an end token, beams continue until the length is reached. In a simulation they would depend on
+    scores, which have no data.
     """
     import torch
 

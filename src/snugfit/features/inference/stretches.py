@@ -1,4 +1,5 @@
-"""Division of a simulated call of `generate` into stretches: the loading, the prefill, and each decode step.
+"""Division of a simulated call of `generate` into parts: building the model, the prefill, and each decode
+step.
 
 In a stretch, a free names its block by the stretch of its allocation. For one of a decode step, that is the
 distance in stretches and the number there. For an earlier block, it is its operator, its module, and its
@@ -122,7 +123,7 @@ def _end(recording: Recording) -> int:
 
 
 def _split(recording: Recording) -> Iterator[Stretch]:
-    """Yield the parts (stretches) of a recording up to the end of its step; frees have absolute block ids."""
+    """Yield the parts of a recording (`Stretch`) up to the end of its step; frees have absolute block ids."""
     trace, kernels = recording.trace, iter(recording.trace.kernels)
     current = Stretch("build")
     begin, stretch_of = 0, dict[int, tuple[int, int]]()
@@ -225,7 +226,8 @@ def _work(stretch: Stretch) -> tuple[int, int]:
 
 
 def with_tables(steps: Sequence[Stretch], start: Sequence[Stretch]) -> list[Stretch]:
-    """Return simulated decode steps with the tables of a long call of beam search, which begins with `start`.
+    """Return simulated decode steps with buffers as large as in a long call of beam search, which begins with
+    step `start`.
 
     The loop of a beam search has tables with a column for each new token, and a window has fewer. They are
     the blocks and kernels of the loop that have one size in all steps.
@@ -243,7 +245,7 @@ def with_tables(steps: Sequence[Stretch], start: Sequence[Stretch]) -> list[Stre
 
 
 def _tables(first: list[Any], second: list[Any], wide: list[Any]) -> dict[int, Any]:
-    """Return, by number, the entries that have one size in both steps of a window, with their sizes in the
+    """Return, by number, the buffers that have one size in both steps of a window, with their sizes in the
     long call.
     """
     if not len(first) == len(second) == len(wide):
@@ -263,7 +265,8 @@ def _with_entries(
 
 
 def with_tables_of(last: Stretch, before: Stretch, start: Stretch) -> Stretch:
-    """Return the last decode step of a window with the tables of a long call, whose step `start` is.
+    """Return the last decode step of a window with buffers as large as in a long call, whose step `start` it
+    is.
 
     `before` is the step before it in the window. It names the sizes of tables there. Tables of another size
     stay, which are those of the result.
@@ -312,7 +315,9 @@ def interpolate(
 
 @dataclass
 class SizeLine:
-    """Linear interpolation between two decode steps of the same structure: the entries whose sizes differ."""
+    """Linear interpolation between two decode steps of equal structure, for the memory blocks and kernels
+    whose sizes differ.
+    """
 
     first: Stretch
     blocks: list[tuple[int, Block, int]]
@@ -320,8 +325,8 @@ class SizeLine:
 
     @classmethod
     def of(cls, left: Stretch, right: Stretch) -> SizeLine:
-        """Return the entries whose sizes differ between two decode steps; none for steps of different
-        structures.
+        """Return the memory blocks and kernels whose sizes differ between two decode steps; none for steps of
+        different structures.
         """
         if not _alike(left, right):
             return cls(left, [], [])
@@ -380,8 +385,8 @@ class CallWriter:
         self._write(start.before[0], early=True)
 
     def begin(self, call: int) -> None:
-        """Append the prefill of a call, numbered from 0, to the trace; the first call also has the loading of
-        the model.
+        """Append the prefill of a call, numbered from 0, to the trace; the first call also has the building
+        of the model.
         """
         self._call, self._late = call, []
         self._kernels, self._waits = [], []

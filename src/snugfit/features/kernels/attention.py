@@ -1,5 +1,5 @@
-"""Attention as transformers' models call it, and attention of padded encoders by FlashAttention without a
-mask matrix.
+"""Attention with the signature of transformers' attention functions, and attention of padded encoders by
+FlashAttention without a mask matrix.
 
 Each row of a batch is up to three sections: padding, tokens, padding. FlashAttention's kernels for sequences
 of several lengths attend within each section, so tokens get the result of a mask. Results at padding differ
@@ -54,8 +54,8 @@ def attend(
 
 
 def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Replace a padding mask (B, S) by offsets of the token runs: a forward pre-hook of an encoder.
-    Unsupported calls keep their mask. So do all on a CPU, which has no such kernels.
+    """Forward pre-hook of an encoder: replace a padding mask (B, S) by the offsets at which tokens and
+    padding begin. Unsupported calls keep their mask. So do all on a CPU, which has no such kernels.
     """
     mask = keywords.get("attention_mask")
     if mask is None or mask.dim() != 2 or not model.training or len(arguments) > 1:
@@ -69,7 +69,7 @@ def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
 def takes(model: Any) -> bool:
     """Return True if FlashAttention's kernels for padded batches support this encoder: 16 bits, no decoder,
-    no head too wide.
+    heads that are not too wide.
     """
     from snugfit.features.kernels.without_padding.attention import WIDEST, WIDTH_IN
 
@@ -82,8 +82,8 @@ def takes(model: Any) -> bool:
 
 
 def stretches(mask: torch.Tensor) -> torch.Tensor:
-    """Return offsets of the runs of padding and of tokens in the flattened batch, and the end: (3 B + 1,),
-    int32.
+    """Return the offsets at which tokens and padding of each sequence begin in the flattened batch, and its
+    end: (3 B + 1,), int32.
 
     `mask` is (B, S) of zeros and ones. A mask with gaps among its ones fails on its device.
     """
@@ -106,8 +106,8 @@ def stretches(mask: torch.Tensor) -> torch.Tensor:
 def attend_in_stretches(
     module: Any, heads: Sequence[torch.Tensor], dropout: float, scaling: float, keywords: dict[str, Any]
 ) -> torch.Tensor:
-    """Return attention of queries, keys and values (B, heads, S, width) as (B, S, H). Each run of tokens
-    without padding attends to itself.
+    """Return attention of queries, keys and values (B, heads, S, width) as (B, S, H). The tokens of a
+    sequence attend only to each other, and so does its padding.
     """
     from snugfit.features.kernels.without_padding.attention import attend as attend_in_pieces
 

@@ -1,4 +1,5 @@
-"""Decoders with kernels of our own: Llama, Qwen2, Qwen3, Mistral, and Gemma's three.
+"""Decoders whose modules snugfit's own kernels can compute: Llama, Qwen2, Qwen3, Mistral, and three Gemma
+models.
 
 Three kernels replace the operators between the products of a layer. One adds a branch to the stream and norms
 the sum. The others are the rotation of queries and keys, and the gated activation. The products of queries,
@@ -26,7 +27,7 @@ SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
 
 
 class DecoderFamily(NamedTuple):
-    """Properties in which the decoders of one file of transformers differ from Llama's."""
+    """Properties in which the decoders of one modeling file of transformers differ from Llama's."""
 
     prefix: str
     """Prefix of the names of its classes."""
@@ -106,7 +107,7 @@ def _either(
 
 
 def _are_plain(layers: Sequence[Any], *, biased: bool | None = None) -> bool:
-    """Return True if all these layers are plain `torch.nn.Linear`, with a bias or without."""
+    """Return True if all these modules are plain `torch.nn.Linear` layers, with a bias or without."""
     return all(is_plain(layer) and biased in (None, layer.bias is not None) for layer in layers)
 
 
@@ -120,7 +121,7 @@ def _eps(norm: Any) -> float:
 def _add_and_norm(
     branch: torch.Tensor, stream: torch.Tensor | None, norm: Any, family: DecoderFamily
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the residual stream plus a branch's output (B, S, H), and its RMSNorm in the dtype of the next
+    """Return the residual stream plus a sublayer's output (B, S, H), and its RMSNorm in the dtype of the next
     matrix product.
     """
     whole = branch if stream is None else stream
@@ -198,8 +199,8 @@ def _remember(
     cache: Any, key: torch.Tensor, value: torch.Tensor, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append keys and values to the cache of layer `index`, and return all cached ones of that layer.
-    transformers' models create a cache in training too, and an empty one copies its inputs. Here it stores
-    them without a copy.
+    transformers' models create a cache in training too, and an empty one copies its inputs. This function
+    stores them without a copy.
     """
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None

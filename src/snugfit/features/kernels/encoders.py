@@ -1,4 +1,5 @@
-"""Encoders with kernels of our own: BERT, RoBERTa, ELECTRA, DistilBERT, ViT; and GPT-2.
+"""Encoders whose modules snugfit's own kernels can compute: BERT, RoBERTa, ELECTRA, DistilBERT, ViT; and
+GPT-2.
 
 Each supported module gets a forward pass over the same parameters, bound to the instance. It leaves
 unsupported arguments (a cache of keys and values) to the model's own code. A linear layer that an adapter
@@ -34,13 +35,15 @@ BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "G
 
 @dataclass
 class Site:
-    """Dropout position in a model: gives each call of a module its seed for snugfit's dropout kernels."""
+    """A dropout module's position in the model, from which each of its calls gets a seed for snugfit's
+    dropout kernels.
+    """
 
     seeds: Seeds
     number: int
 
     def draw(self, module: Any, probability: float, stream: torch.Tensor) -> dict[str, Any]:
-        """Return the dropout arguments of an operation; empty in evaluation.
+        """Return the seed and other dropout arguments of a kernel call; empty in evaluation.
 
         `stream` is the incoming residual stream.
         """
@@ -51,8 +54,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Patch:
-    """Forward pass of snugfit for one module class of transformers, with a check of the modules that it
-    supports.
+    """Replacement of the forward pass of one module class of transformers, with a check of the modules that
+    it supports.
     """
 
     forward: Callable[..., Any] | None
@@ -127,7 +130,7 @@ def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
 def norm_with_stream(
     x: torch.Tensor, residual: torch.Tensor, norm: torch.nn.LayerNorm, **options: Any
 ) -> torch.Tensor:
-    """Return the norm of a residual plus a branch's output, (B, S, H).
+    """Return the norm of a residual plus a sublayer's output, (B, S, H).
 
     If the norm before it left its unrounded result (`STREAM`), that is the residual. It is removed when read,
     because the rounded result stays alive until the backward pass. Within a checkpoint no norm leaves one,
@@ -304,7 +307,7 @@ def run_distilbert_layer(
 
 
 def embed_vit(self: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Run the model's own embeddings of an image, and draw the pass's dropout seed."""
+    """Run the ViT model's own embeddings of an image, and draw the seed of the pass's dropout."""
     getattr(self, SITE).seeds.begin()
     return type(self).forward(self, *arguments, **keywords)
 

@@ -40,7 +40,7 @@ class Kernels(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which Liger's kernels are recorded in place of a launch."""
+        """Return a context in which launches of Liger's kernels are recorded and not run."""
         from snugfit.features.kernels.launches import triton_launches
 
         return triton_launches(policy, recorder)

@@ -1,4 +1,5 @@
-"""snugfit's own kernels: the operators between a layer's products in one kernel each, forward and backward.
+"""Technique `fused`: snugfit's own kernels for the operators between a layer's matrix products, one kernel
+for each group, forward and backward.
 
 Dropout, residual and norm are one kernel, bias and GELU another. Masks of dropout are not stored but drawn
 again in the backward pass. Their seed comes from torch's own generator in each forward pass, so a run resumes
@@ -93,7 +94,7 @@ class Fused(Technique):
             yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning if the model has fewer layers than recompute their product."""
+        """Yield a warning if the model has fewer layers than the setting recomputes."""
         if (layers := job.model.layers) and self.recomputed_mlps > layers:
             yield (
                 f"{job.model.name} has {layers} layers, so all of them recompute the product. Give a "
@@ -107,8 +108,9 @@ class Fused(Technique):
             yield cls()
 
     def smaller(self, job: Job) -> Sequence[Self]:
-        """Return settings that recompute the product of gate and up in one decoder layer, and more, up to
-        all."""
+        """Return settings that need less memory: the product of gate and up is recomputed in one more decoder
+        layer each, up to all.
+        """
         if self.recomputed_mlps or job.model.module is not None or not _is_decoder(job):
             return ()
         return [replace(self, recomputed_mlps=k) for k in range(1, job.model.layers + 1)]

@@ -1,4 +1,4 @@
-"""snugfit's own kernels in place of a model's code, for the families that a patcher supports.
+"""Replacement of a model's code by snugfit's own kernels, for the supported model families.
 
 A patcher (`encoders.py`, `decoders.py`) searches a model's modules for classes of transformers that it lists
 by name. It gives those instances another forward pass over the same parameters. So a state dict keeps its

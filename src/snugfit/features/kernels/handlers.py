@@ -102,7 +102,7 @@ class LigerHandler(KernelsHandler):
 
 
 class LogitsHandler(Handler):
-    """Handler of the field `logits`: logits that never exist as a whole."""
+    """Handler of the field `logits`: logits are computed in chunks and never exist as a whole."""
 
     wish, slot, stage = "logits", Slot.HEAD, InstallStage.HEAD
     refused: ClassVar[Mapping[str, str]] = {

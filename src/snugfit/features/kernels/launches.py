@@ -1,4 +1,4 @@
-"""Kernels that Liger launches through Triton, recorded instead of launched.
+"""Recording of the Triton kernels that Liger launches, instead of running them.
 
 The rest of Liger is Python that allocates with torch, and runs on shapes as it does on a GPU. A launch is
 recorded with the kernel's name and the bytes that it moves. These count each tensor that the kernel loads
@@ -93,8 +93,9 @@ def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
 
 
 def _time_settings(changes: Sequence[torch.Tensor]) -> None:
-    """Simulate the memory of Triton's timing runs for a kernel that changes these tensors: allocate and free
-    it."""
+    """Simulate the memory of Triton's autotuning of a kernel: allocate and free copies of the tensors that it
+    changes.
+    """
     import torch
 
     if times_anything():
@@ -154,8 +155,9 @@ def _access(function: Any) -> Access:
 
 
 def _pointers(value: ast.expr, roots: Mapping[str, set[str]]) -> set[str]:
-    """Return the pointer parameters in an expression of a kernel's source; `roots` has those of each
-    variable."""
+    """Return the names of the pointer parameters in an expression of a kernel's source; `roots` has those of
+    each variable.
+    """
     if isinstance(value, ast.Name):
         return set(roots.get(value.id, ()))
     if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):

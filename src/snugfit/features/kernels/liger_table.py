@@ -1,4 +1,4 @@
-"""Models that Liger-Kernel supports, and its parts for each.
+"""Table of the models that Liger-Kernel supports, with its kernels for each.
 
 They are read from the source of Liger's table and of its functions' parameters, because an import takes
 seconds. Without an installed Liger, `liger_models.json` has the table of the version that snugfit is tested

@@ -68,7 +68,7 @@ class PaddingFree(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the technique without settings, for models that it covers."""
+        """Yield the technique without settings, for models that it supports."""
         if not _why_not(job):
             yield cls()
 

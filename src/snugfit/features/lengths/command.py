@@ -123,8 +123,9 @@ def read_lengths(path: Path, column: str | None) -> Lengths:
 
 
 def settings_of(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the length and the padding of the longest batch. Raises `UsageError` for a flag that contradicts
-    them, and for a task without sequences."""
+    """Return the length and the padding of the longest batch as job settings. Raises `UsageError` for a flag
+    that contradicts them, and for a task without sequences.
+    """
     from snugfit.job.inputs import has_sequence
 
     for key in ("sequence_length", "padding"):

@@ -34,13 +34,13 @@ class LengthsFeature(Feature):
         return {"lengths --json": LengthPlan, "plan --lengths FILE --json": PlanWithLengths}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return `--lengths` of a plan."""
+        """Return the option `--lengths` of a plan, as a parameter."""
         from snugfit.features.lengths.command import PLANNED
 
         return (PLANNED,) if command == "plan" else ()
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
-        """Add the settings of the longest batch."""
+        """Add the sequence length and padding of the longest batch to the command's settings."""
         if flags.get("lengths") is not None:
             from snugfit.features.lengths.command import settings_of
 
@@ -63,7 +63,9 @@ class LengthsFeature(Feature):
         return {LengthPlan: render}
 
     def add_to_plan(self, request: Any, plan: Any, *, fresh: bool) -> Mapping[str, Any]:
-        """Return the ways of padding under the recipe of a plan for the longest batch."""
+        """Return a plan together with the results of each way of padding, under the plan's recipe for the
+        longest batch.
+        """
         if request.flags.get("lengths") is None:
             return {}
         from snugfit.features.lengths.command import plan_of

@@ -20,11 +20,13 @@ from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 
 class NotInterpolable(Exception):
-    """Error: the steps of two lengths differ in more than sizes."""
+    """Error: the kernels of two sequence lengths differ in more than sizes, so they cannot be
+    interpolated.
+    """
 
 
 class LengthSample(NamedTuple):
-    """The simulated kernels of one sequence length."""
+    """The simulated kernels of a step with one sequence length."""
 
     length: int
     """Tokens of a sequence."""
@@ -37,7 +39,7 @@ class LengthSample(NamedTuple):
 
 
 class KernelInterpolator:
-    """Interpolates the kernels of a steady step at any sequence length."""
+    """Interpolates the kernels of a step (after the first ones) at any sequence length."""
 
     def __init__(self, samples: Sequence[LengthSample]) -> None:
         """Interpolate between three lengths, the shortest first. Raises `NotInterpolable`."""
@@ -55,7 +57,9 @@ class KernelInterpolator:
             raise NotInterpolable
 
     def at(self, length: int) -> Trace:
-        """Return the trace of the steady step at this length, with its kernels and its waits alone."""
+        """Return the trace of a step at this sequence length. It has only kernels and waits, no
+        allocations.
+        """
         weights = _lagrange(self._lengths, length)
         kernels = [_kernel_at(law, weights) for law in self._laws]
         return Trace((), (), (), tuple(kernels[number] for number in self._order), self.waits, ())

@@ -131,7 +131,9 @@ class LengthPlan(JsonDocument):
 
     @property
     def is_assumed(self) -> bool:
-        """True if only an assumed cost of unaligned rows makes the best way faster than less rounding."""
+        """True if the best way of padding is faster than less padding only by an assumed cost of unaligned
+        rows.
+        """
         best = self.best
         if best is None or best.aligned_step_seconds is None or knows_alignment(self.gpu):
             return False

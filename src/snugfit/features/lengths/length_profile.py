@@ -183,7 +183,7 @@ class LengthProfiler:
         return self._timing(_trace(self.sample(length, padded)), rates)
 
     def seconds_of(self, trace: Trace) -> LengthSeconds:
-        """Return seconds of the steady step of any trace."""
+        """Return the predicted seconds of a step with this trace."""
         priced = self._timing(trace).step_seconds
         clocks = KernelClock(self.rates), KernelClock(without_alignment_cost(self.rates))
         products = {kernel for kernel in trace.kernels if kernel.operator in MATRIX_PRODUCTS}
@@ -247,8 +247,8 @@ class LengthProfiler:
     def _by_alignment_class(
         self, lengths: Sequence[int], interpolator: KernelInterpolator
     ) -> dict[int, LengthSeconds]:
-        """Return the seconds of a step at these lengths. Among many lengths of one alignment (multiples of 8,
-        ...), some are timed and the rest are interpolated.
+        """Return the seconds of a step at these lengths. Lengths are grouped by alignment (multiples of 8,
+        ...); in a large group, some are timed and the rest are interpolated.
         """
         alike: dict[int, list[int]] = defaultdict(list)
         for length in lengths:

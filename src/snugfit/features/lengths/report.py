@@ -1,4 +1,6 @@
-"""A dataset's lengths in a terminal and as Markdown: ways of padding, their needs, and inefficient sizes."""
+"""A dataset's lengths in a terminal and as Markdown: ways of padding, their memory and seconds, and
+inefficient sizes.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ ASSUMPTION = (
 
 
 def render(plan: LengthPlan) -> Page:
-    """Return the report of a dataset's lengths: the best padding, the needs of each way, and the inefficient
-    sizes."""
+    """Return the report of a dataset's lengths: the best padding, memory and seconds of each way, and the
+    inefficient sizes.
+    """
     return Page(
         [Sentence(question(plan), "heading"), dataset(plan.lengths)],
         [Sentence(answer(plan), "good" if plan.best else "bad")],
@@ -79,7 +82,7 @@ def tightness(plan: LengthPlan) -> Iterator[str]:
 
 
 def _how(way: Way) -> str:
-    """Return a way of padding in words, with the names of transformers' arguments for it."""
+    """Return a description of a way of padding, with the names of transformers' arguments for it."""
     text = {
         "fixed": "to the longest sample of the dataset",
         "random": "to its own longest sample",

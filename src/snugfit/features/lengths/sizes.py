@@ -191,7 +191,7 @@ def _length(at: _At) -> Iterator[Size]:
 
 def _batch(at: _At) -> Iterator[Size]:
     """Yield proposals for the batch: a smaller one with more samples per second, and the largest one whose
-    step is as fast. Both are at the end of a wave of tiles.
+    step is as fast. At both, the tiles of the matrix products fill the GPU's multiprocessors completely.
     """
     pieces = at.profiler.recipe.setup().micro_batches
     samples = at.profiler.job.batch_size // pieces
@@ -230,7 +230,9 @@ def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
 
 
 def _widths(at: _At) -> Iterator[Size]:
-    """Yield widths of the model whose rows are not a multiple of 16 bytes, with their estimated cost."""
+    """Yield warnings about dimensions of the model whose rows are not a multiple of 16 bytes, with their
+    estimated cost.
+    """
     job = at.profiler.job
     samples = job.batch_size // at.profiler.recipe.setup().micro_batches
     # These sizes belong to the job, and only widths of the model are reported here.

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 @final
 class BackwardWatch:
-    """Detects weights that a hook updates during a run's first backward pass, by comparing them before and
-    after."""
+    """Detects weights that a hook updates during a run's first backward pass, by comparison with their values
+    before.
+    """
 
     def __init__(self) -> None:
         self._before: list[tuple[str, torch.nn.Parameter, int, float]] | None = None

@@ -1,4 +1,4 @@
-"""Facts that identify a user's data: the loader's order, and some samples.
+"""Properties that identify a user's data, for a comparison on a resume: the loader's order, and some samples.
 
 A few samples of an indexable dataset are read, spread evenly, each twice. Values that differ the second time
 are left out, because they do not identify the data. An augmentation may draw from a generator of the dataset.
@@ -23,7 +23,7 @@ reading pictures takes time."""
 
 
 def loader_facts(loader: Any) -> Facts:
-    """Return facts about a loader's sampler, dropped batches, collator and dataset, to compare runs."""
+    """Return properties of a loader's sampler, dropped batches, collator and dataset, to compare runs."""
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
     facts = {
@@ -64,7 +64,7 @@ def dataset_facts(dataset: Any) -> Facts:
 
 
 def _same_twice(dataset: Any, index: int) -> list[tuple[str, str]]:
-    """Return names and fingerprints of a sample's values that are the same in two reads."""
+    """Return the names and fingerprints of those values of a sample that are equal in two reads."""
     first, second = (dict(_values(_sample(dataset, index))) for _ in range(2))
     return sorted((name, value) for name, value in first.items() if second.get(name) == value)
 

@@ -50,8 +50,8 @@ def states_from_json(document: list[Any]) -> DataRngStates:
 
 @final
 class DataRng:
-    """The random states of one loader's data: those of the process's generators while batches are drawn, and
-    the data's own generators.
+    """The states of a loader's random numbers: those of the process's generators while batches are fetched,
+    and of the data's own generators.
     """
 
     def __init__(self, loader: Any = None) -> None:
@@ -97,7 +97,7 @@ class DataRng:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Context for draws outside of training, after which the data's own generators are restored.
+        """Context for random draws outside of training, after which the data's own generators are restored.
 
         An evaluation may have the same collator, for example.
         """
@@ -109,8 +109,9 @@ class DataRng:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context in which the process's generators have the data's states; the model's states are restored
-        at its end."""
+        """Context in which the process's random generators have the data's states; the model's states are
+        restored at its end.
+        """
         models = host_rng_states()
         set_host_rng_states(self.now.host)
         try:

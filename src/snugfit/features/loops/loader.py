@@ -309,7 +309,7 @@ class DataPosition:
         self.used += batches
 
     def unuse(self, batches: int) -> None:
-        """Return `batches` batches of a rejected step to the epoch; they are yielded again."""
+        """Return `batches` batches of a rejected step to the epoch, so that they are yielded again."""
         self.used -= batches
 
     # ---- state for checkpoints ---------------------------------------------------------------------------

@@ -54,8 +54,8 @@ class OwnState:
         self._numbers = {path: value for path, value in values.items() if _kind_of(value) is None}
 
     def look(self) -> None:
-        """Search the loader's objects again for random generators and counters, since they may
-        have changed.
+        """Search the loader's objects again for random generators and counters, since these may have
+        changed.
         """
         self._held = dict(_attributes(self._loader))
 

@@ -53,8 +53,8 @@ def refuse_another_run(
 
 
 def recipe_differences(before: str, now: str) -> tuple[list[str], list[str]]:
-    """Return the differences of two recipes in two lists: those that affect a run's states, and
-    `FREE_SLOTS`.
+    """Return the differences of two recipes in two lists: those that affect the state of a run, and those in
+    `FREE_SLOTS`, which do not.
     """
     try:
         old, new = Recipe.parse(before), Recipe.parse(now)

@@ -207,7 +207,7 @@ def sound(config: Any) -> SoundInput | None:
 
 
 def hears_in_place_of_tokens(model_type: str) -> bool:
-    """Return True for a language model that takes sound at the places of placeholder tokens."""
+    """Return True for a language model in which sound embeddings replace placeholder tokens."""
     return model_type in _TOKENS
 
 
@@ -246,12 +246,16 @@ def _wave(part: Any) -> tuple[int]:
 
 
 def _pooled_tokens(config: Any, part: Any) -> int:
-    """Return Whisper's tokens: its convolutions halve the frames, and a pooling halves them again."""
+    """Return the number of Whisper's tokens: its convolutions halve the frames, and a pooling halves them
+    again.
+    """
     return int(part.max_source_positions) // 2
 
 
 def _merged_tokens(config: Any, part: Any) -> int:
-    """Return the tokens if Whisper's convolutions halve the frames and four of the rest make a token."""
+    """Return the number of tokens if Whisper's convolutions halve the frames, and four of those make a
+    token.
+    """
     return FRAMES // 8
 
 
@@ -277,7 +281,9 @@ _TOKENS: Mapping[str, Callable[[Any, Any], int]] = {
 
 
 def _window_tokens(config: Any) -> int:
-    """Return Granite Speech's tokens: `window_size / downsample_rate` for each window of frames."""
+    """Return the number of Granite Speech's tokens: `window_size / downsample_rate` for each window of
+    frames.
+    """
     windows = math.ceil(FRAMES / 2 / config.window_size)
     return int(windows * (config.window_size // config.downsample_rate))
 
@@ -294,7 +300,7 @@ ADDED = "voxtral_realtime"
 
 
 class Pictures(ModelInputs):
-    """The kind of inputs of models for pictures."""
+    """Input type of models for pictures: its synthetic batches and labels."""
 
     task = tasks.PICTURES.name
     has_classes = True
@@ -305,7 +311,7 @@ class Pictures(ModelInputs):
 
 
 class Sounds(ModelInputs):
-    """The kind of inputs of models for sounds, alone or among tokens."""
+    """Input type of models for sounds, alone or among tokens: its synthetic batches and labels."""
 
     task = tasks.SOUNDS.name
     has_target = True

@@ -1,4 +1,5 @@
-"""Pictures in folders named by their classes, as torchvision and `datasets` read them:
+"""Pictures in folders named by their classes, as torchvision and `datasets` read them: the formats and the
+rows.
 
     pets/cat/1.png
     pets/cat/2.png

@@ -1,1 +1,1 @@
-"""Master weights: a bfloat16 weight and 16 more bits together are the full 32-bit number."""
+"""Master weights: a bfloat16 weight and 16 further bits, which together are the full 32-bit number."""

@@ -1,4 +1,4 @@
-"""AdamW that updates masters in 32 bits, each in two halves: the bfloat16 weight, and 16 bits of its own.
+"""AdamW that updates master weights in 32 bits, each in two halves: the bfloat16 weight, and 16 further bits.
 
 A weight takes 2 bytes an element, its gradient 2, and the states 10. These are two moments in fp32 and the
 other half of the master. The update is AdamW's in 32 bits, in torch's order of operations, over the master of
@@ -69,7 +69,7 @@ class Numbers(NamedTuple):
 
 
 class MasterAdamW(OwnAdamW):
-    """AdamW over bfloat16 weights, with the other half of each master among its states; also over fp32
+    """AdamW over bfloat16 weights, with the low half of each master weight among its states; also over fp32
     weights.
     """
 
@@ -94,7 +94,7 @@ class MasterAdamW(OwnAdamW):
     """Function that joins a weight and its low half to one tensor."""
 
     def held_parts(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the low half of each weight that has one, for checkpoints."""
+        """Return the low half of each master weight that has one, for checkpoints."""
         return {weight: state[RESIDUAL] for weight, state in self.state.items() if RESIDUAL in state}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class MasterAdamW(OwnAdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load optimizer states without a change of their dtypes: torch's own would cast them to bfloat16.
-        Low halves of masters get the bits that this optimizer keeps.
+        Low halves of master weights are converted to this optimizer's number of bits.
         """
         # torch's own method casts states to the weight's dtype, bfloat16.
         super().load_state_dict(state_dict)
@@ -176,8 +176,8 @@ class MasterAdamW(OwnAdamW):
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Update the weights after `prepare`, clipped if `clip_by` was called since the last launch. A
-        non-finite norm to clip by leaves everything unchanged.
+        """Update the weights after `prepare`, clipped if `clip_by` was called since the last launch. With a
+        non-finite gradient norm, everything stays unchanged.
         """
         # Clipping holds for one launch.
         clip, self._clip = self._clip, None

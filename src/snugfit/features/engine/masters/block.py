@@ -1,5 +1,6 @@
-"""Block sizes and other launch settings of the kernels, in a file without Triton, which a simulation may not
-have."""
+"""Block sizes and other launch settings of the kernels, in a file that does not import Triton, which may be
+missing in a simulation.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ NUMBERS = 8
 
 
 class LaunchTable(NamedTuple):
-    """The arguments of a kernel launch for the weights of a table (`table.py`)."""
+    """The arguments of a kernel launch that updates the weights in a table of addresses (`table.py`)."""
 
     places: torch.Tensor
     """Records of addresses on the device (N, length of a record), int64."""

@@ -47,7 +47,9 @@ class Chances(NamedTuple):
 
 
 def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
-    """Return the random numbers for `count` elements of a weight from `begin`, in a step of this number."""
+    """Return the random numbers for `count` elements of a weight from index `begin` on, in the optimizer step
+    of this number.
+    """
     # A hash and no draw: a step repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
     bits = _hash(begin, count, step, device)
     return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
@@ -81,7 +83,7 @@ def _share(bits: torch.Tensor) -> torch.Tensor:
 
 
 def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
-    """Return a flat tensor in rows of one group each (N, `GROUP`), filled up with zeros."""
+    """Reshape a flat tensor to rows of one quantization group each (N, `GROUP`), padded with zeros."""
     # The last group may be incomplete, and its zeros never are the largest.
     return torch.nn.functional.pad(numbers, (0, -numbers.numel() % GROUP)).view(-1, GROUP)
 

@@ -1,4 +1,4 @@
-"""AdamW that keeps both moments in 8 bits, over weights in halves or in fp32.
+"""AdamW that keeps both moments in 8 bits, for weights in two halves or in fp32.
 
 For a weight in halves an update reads 8 bytes an element and writes 6, where `MasterAdamW` reads 14 and
 writes 12. Scales add an eighth of a byte each way. Masters, gradients and the arithmetic stay in 32 bits;
@@ -35,8 +35,8 @@ class CompactTable(WeightTable):
 
     @classmethod
     def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
-        """Return the tensors that an update reads beside the weight: low half, both moments and
-        both scales.
+        """Return the tensors that an update reads in addition to the weight: low half, both moments and both
+        scales.
         """
         return [*super().tensors_kept(state), *(state[name] for name in SCALES)]
 
@@ -57,7 +57,7 @@ class CompactAdamW(MasterAdamW):
         master_bits: Literal[32, 24] = 32,
     ) -> None:
         """Set torch's default hyperparameters, repeated because optimizers are built from the signature
-        (`wishes/optimizer.py`). `master_bits` is the size of masters in halves.
+        (`wishes/optimizer.py`). `master_bits` is the size of master weights in two halves.
         """
         # 24 bits are a bfloat16 and 8 more.
         self.residual_dtype = torch.int16 if master_bits == 32 else torch.int8

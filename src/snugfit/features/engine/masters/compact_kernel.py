@@ -1,4 +1,5 @@
-"""The update of a block with 8-bit moments (`compact.py`, which is its reference), in Triton.
+"""Triton code that updates a block of weights with 8-bit moments. `compact.py` is its reference in plain
+torch.
 
 It moves half the bytes of the update with whole moments, so its arithmetic decides its time. `HALVES` is the
 bits of a weight's second half: 16, 8, or 0 for a weight in fp32.
@@ -82,7 +83,7 @@ def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the address of the weights' low halves as a pointer to their dtype."""
+    """Return the address of the weights' low halves as a Triton pointer to their dtype."""
     if HALVES == 8:
         # A thread reads half as many bytes of 8-bit data, so that its elements stay the same.
         lower = pointer(residual, tl.int8, NARROW // 2 if NARROW > 1 else 1)

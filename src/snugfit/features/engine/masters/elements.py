@@ -1,4 +1,4 @@
-"""Operations of kernels on single elements: clip, join and cut halves, AdamW's arithmetic. In Triton."""
+"""Triton functions on single elements: clipping, joining and splitting of halves, AdamW's arithmetic."""
 
 from __future__ import annotations
 

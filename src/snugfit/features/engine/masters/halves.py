@@ -68,9 +68,8 @@ def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> 
 def split_by_chance(
     exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, draws: torch.Tensor
 ) -> None:
-    """Split 32-bit numbers into a bfloat16 half and a second half, and overwrite the numbers; the second half
-    has 8 bits. A number is rounded up where its bits beyond 24 and `draws`, int32 from 0 to 255, add up to a
-    unit.
+    """Split 32-bit numbers into a bfloat16 half and a second half of 8 bits, and overwrite the numbers. A
+    number is rounded up if its bits beyond 24 and `draws`, int32 from 0 to 255, add up to more than 255.
     """
     exact.masked_fill_(exact.isnan(), math.nan)
     # Rounded first and cut then, so that the two halves are exactly the 24 bits.
@@ -95,7 +94,7 @@ def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield parts of flat tensors of one length, `AT_ONCE` elements of each at a time."""
+    """Yield slices of flat tensors of one length, `AT_ONCE` elements of each at a time."""
     return zip(*(tensor.split(AT_ONCE) for tensor in tensors), strict=True)
 
 
@@ -138,15 +137,16 @@ def _kept_in_fp32(model: Any) -> set[str]:
 
 
 def take_residual(weight: torch.Tensor) -> torch.Tensor | None:
-    """Remove and return the low half of a weight that has no optimizer yet."""
+    """Remove and return the low half that is stored at a weight without an optimizer."""
     residual: torch.Tensor | None = vars(weight).pop(RESIDUAL, None)
     return residual
 
 
 def load_masters(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Split fp32 weights of a `state_dict` before they are loaded into a model with split weights. It gets
-    their first halves, which torch's cast would round differently. Weights without an optimizer get their
-    second halves."""
+    """Split fp32 weights of a `state_dict` before they are loaded into a model with split weights. The model
+    gets their bfloat16 halves, which torch's cast would round differently. Weights without an optimizer also
+    get their low halves.
+    """
     for name, weight in model.named_parameters(remove_duplicate=False):
         value = state.get(prefix + name)
         if value is None or value.dtype is not torch.float32 or not getattr(weight, HAS_MASTER, False):

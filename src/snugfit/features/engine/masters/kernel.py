@@ -298,8 +298,8 @@ def launch_update_of_one(
 
 
 def launch_squares_of_one(gradient: torch.Tensor, sums: torch.Tensor) -> None:
-    """Launch the kernel that adds a gradient's squares to sums (programs,) in fp32, block by
-    block in turn.
+    """Launch the kernel that adds the squares of a gradient to sums (programs,) in fp32. Program after
+    program takes a block.
     """
     address, count, block = gradient.data_ptr(), gradient.numel(), SETTINGS.block
     add_squares[(min(sums.numel(), -(-count // block)),)](

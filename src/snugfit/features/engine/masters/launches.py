@@ -1,4 +1,5 @@
-"""The kernel launches of an update with masters, as operators with shapes for a simulation.
+"""The kernel launches of an update of master weights, as custom operators that a simulation can run on
+tensors without data.
 
 A simulation's step calls an operator for each launch. The operator allocates nothing and moves the same bytes
 as the kernel. A step on a GPU launches the kernels themselves. An operator over lists of hundreds of tensors
@@ -50,7 +51,9 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Context of a simulation in which tensors on `meta` count as a GPU's, or without `on_gpu` as a CPU's."""
+    """Context of a simulation in which tensors on `meta` are treated as on a GPU, or without `on_gpu` as on a
+    CPU.
+    """
     global _KERNEL_ON_META
     before, _KERNEL_ON_META = _KERNEL_ON_META, on_gpu
     try:

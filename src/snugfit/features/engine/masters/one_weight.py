@@ -1,4 +1,4 @@
-"""Updates of one weight at a time by `MasterAdamW` and `CompactAdamW`, for gradients that do not stay.
+"""Updates of one weight at a time by `MasterAdamW` and `CompactAdamW`, for gradients that are freed at once.
 
 States and numbers are the same as in a step over all weights. On a GPU each update is a separate launch, and
 so is a gradient's share of the norm. Both read the step's numbers on the device. On other devices they are
@@ -67,8 +67,8 @@ class MasterUpdates:
         self._by_kernel = bool(by_kernel)
 
     def has_moved(self) -> bool:
-        """Return True if the optimizer's states are other objects than at the last call, such as a
-        checkpoint's.
+        """Return True if the optimizer's state tensors were replaced since the last call, as by loading a
+        checkpoint.
         """
         before, self._known = self._known, list(self._optimizer.state.values())
         return len(before) != len(self._known) or not all(map(is_, before, self._known))
@@ -82,7 +82,7 @@ class MasterUpdates:
             self._sums.zero_()
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the squares of this gradient to the sum of squared gradients."""
+        """Add the squares of this gradient to the sum for the gradient norm."""
         # A kernel reads weight and gradient in one order of elements.
         gradient = laid_out_as(weight, gradient)
         if not is_on_gpu(weight):

@@ -1,4 +1,4 @@
-"""Tables of addresses: the kernels look up each weight and all tensors of its update.
+"""Tables of memory addresses, in which the kernels look up each weight and all tensors of its update.
 
 The table is written once, and again when an address has changed. Gradients that keep their addresses from
 step to step, by the allocator or in a CUDA graph, need no new one. A weight without a gradient stays in it,
@@ -69,7 +69,7 @@ class WeightTable:
 
     @property
     def places(self) -> torch.Tensor:
-        """Return the records of addresses on the device (N, `record`), int64."""
+        """Return the table's rows of addresses on the device (N, `record`), int64."""
         return self._places.value
 
     def as_launched(self) -> LaunchTable:
@@ -128,7 +128,7 @@ class WeightTable:
         self._copies = []
 
     def number_rows(self, rows: list[int]) -> None:
-        """Set for each weight the row of scalars (learning rate, bias corrections) that its update reads, and
+        """Assign each weight the row of scalars (learning rate, bias corrections) that its update reads, and
         copy it to the device.
         """
         # Rows change only when a weight gets its first gradient or skips a step.

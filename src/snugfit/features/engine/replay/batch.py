@@ -1,4 +1,6 @@
-"""Padding and masks of batches for recorded work: few lengths, and masks that depend on shapes alone."""
+"""Padding and masks of batches for recorded CUDA graphs: few lengths, and masks that depend on shapes
+alone.
+"""
 
 from __future__ import annotations
 

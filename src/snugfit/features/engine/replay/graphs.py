@@ -1,4 +1,4 @@
-"""Recording of work as CUDA graphs that share one memory pool, each replayed with one launch.
+"""Recording of GPU work as CUDA graphs that share one memory pool, each replayed with one launch.
 
 A graph's results have fixed addresses, so each graph needs its results to stay in memory. One memory pool
 belongs to all graphs of a step. Memory that recorded work has freed is reused by all later recordings. That
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 class NotRecorded(SnugfitError):
-    """Error: work cannot be recorded, since it waits for the device or needs a function that graphs do not
-    have."""
+    """Error: GPU work cannot be recorded, since it waits for the device or calls a function that CUDA graphs
+    do not support.
+    """
 
 
 class Graphs(ABC):

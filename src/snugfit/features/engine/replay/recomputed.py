@@ -27,7 +27,7 @@ dropout argument."""
 
 @contextlib.contextmanager
 def generators_left_alone(*, attention_is_kept: bool = False) -> Iterator[None]:
-    """Context in which torch's activation checkpointing neither saves nor sets the GPU's random state.
+    """Context in which torch's activation checkpointing neither saves nor restores the GPU's random state.
 
     Raises `NotRecorded` for a layer that draws random numbers when it is recomputed; kept attention draws
     none.

@@ -1,4 +1,4 @@
-"""An optimizer's update as recordable work: its numbers are on the device.
+"""An optimizer's update that a CUDA graph can record, because its scalars are on the device.
 
 torch's optimizers take a tensor in the place of a learning rate. They count their steps on the device if
 their groups are `capturable`. An optimizer of ours has other methods (`masters/adamw.py`).
@@ -48,8 +48,8 @@ class RecordableUpdate:
             self._optimizer.find_gradients()
 
     def has_moved(self) -> bool:
-        """Return True if the optimizer's tensors have moved since the last call, which makes CUDA graphs
-        invalid.
+        """Return True if the optimizer's tensors have moved since the last call, which makes recorded CUDA
+        graphs invalid.
         """
         before, self._generation = self._generation, getattr(self._optimizer, "generation", 0)
         return before != self._generation

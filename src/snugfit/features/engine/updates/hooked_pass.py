@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HookedPass:
-    """A backward pass in which a hook of each weight uses its gradient at once and drops it. The use is a
-    norm or an update.
+    """A backward pass in which a hook of each weight takes its gradient at once, for a norm or an update, and
+    frees it.
     """
 
     name: str

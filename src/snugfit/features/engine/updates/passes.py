@@ -1,4 +1,4 @@
-"""Passes that release gradients: each gradient updates its weight as soon as it exists, and is dropped.
+"""Forward and backward passes in which each gradient updates its weight as soon as it exists, and is freed.
 
 torch calls a hook of each weight when its gradient is complete. For a weight that a model uses twice, such as
 tied embeddings, that is after both. Clipping by the norm of all gradients needs that norm first. Then the

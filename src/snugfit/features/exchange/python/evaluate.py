@@ -554,7 +554,9 @@ class _Evaluator:
         return call
 
     def run_methods(self, script_class: Any, instance: ForeignCall) -> None:
-        """Run the methods of a trainer where the script makes it, because its run calls them."""
+        """Evaluate the methods of a trainer class at the statement that creates the trainer, because its run
+        calls them.
+        """
         bases = script_class.library_bases if isinstance(script_class, Class) else []
         if not any(name.endswith("Trainer") for name in bases):
             return
@@ -672,7 +674,7 @@ class _Evaluator:
         return self.bfloat16 is holds
 
     def call_own(self, function: Function, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """Evaluate a function of the script, and return its value."""
+        """Evaluate a function that the script defines, and return its value."""
         node = function.node
         self.called.add(node)
         if self.depth >= DEEPEST:
@@ -707,7 +709,7 @@ class _Evaluator:
         return None
 
     def instance(self, script_class: Class, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Record:
-        """Return an instance of a dataclass of the script."""
+        """Return an instance of a dataclass that the script defines."""
         record = Record()
         for base in script_class.bases:
             if isinstance(base, Class):
@@ -754,19 +756,21 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _one_of(name: str, values: Sequence[Any]) -> Any:
-    """Return the value of a name that branches set differently: the object if each sets an object."""
+    """Return the value of a variable that branches of a script set differently. It is the object if each
+    branch sets an object.
+    """
     known = [value for value in values if is_known(value) or isinstance(value, Unknown)]
     return Unknown(name) if known else values[0]
 
 
 def _is_capability(value: Any) -> bool:
-    """Return True for a GPU's compute capability, or its first number."""
+    """Return True if an expression of a script is a GPU's compute capability, or its first number."""
     inner = value.of if isinstance(value, Member) and value.name == "[0]" else value
     return isinstance(inner, ForeignCall) and inner.name == "get_device_capability"
 
 
 def _with_literals(test: ast.expr, names: Environment) -> ast.expr:
-    """Return a condition in which known lists and texts replace their names."""
+    """Return a condition of a script in which known lists and texts replace their names."""
     used = {node.id: names.get(node.id) for node in ast.walk(test) if isinstance(node, ast.Name)}
     known = {key: one for key, one in used.items() if isinstance(one, str | list | tuple) and is_known(one)}
     return replace_names(test, {key: ast.parse(repr(one), mode="eval").body for key, one in known.items()})

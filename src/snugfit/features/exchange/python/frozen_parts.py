@@ -152,7 +152,9 @@ def _names_to(value: Any) -> list[str] | None:
 
 
 def takes_a_part(optimizer: ForeignCall) -> bool:
-    """Return True for an optimizer whose groups leave parameters out, as far as their paths show."""
+    """Return True if an optimizer's parameter groups leave parameters out, judging by the paths of their
+    names.
+    """
     given = [*optimizer.positional[:1], optimizer.named.get("params"), optimizer.named.get("parameters")]
     groups = [one for one in given if one is not None]
     while len(groups) == 1 and isinstance(groups[0], list | tuple | dict):
@@ -177,8 +179,8 @@ def _is_chosen(value: Any) -> bool:
 
 
 def _condition(value: Any) -> str:
-    """Return the condition by which a script's loop selects parameters or modules. One on `requires_grad`
-    holds for all that train.
+    """Return the condition by which a script's loop selects parameters or modules. A condition on
+    `requires_grad` selects all that train.
     """
     text = value.name.removeprefix(CHOSEN).removesuffix("]") if _is_chosen(value) else ""
     return " and ".join(part for part in text.split(" and ") if "requires_grad" not in part)

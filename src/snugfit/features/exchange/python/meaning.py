@@ -294,7 +294,8 @@ class _Meaning:
         )
 
     def _note_options(self, parsed: Record) -> None:
-        """Note in the account the script's argument parsers, of whose options the defaults are taken.
+        """List the script's argument parsers in the report as assumptions, since the defaults of their
+        options are used.
 
         Raises `UsageError` for a library's dataclass, whose defaults are not in the script.
         """
@@ -426,7 +427,7 @@ class _Meaning:
         self.read_events.add(id(event))
 
     def _read_call(self, call: ForeignCall) -> dict[str, Any] | None:
-        """Return the arguments that a call means; None for a call that means none."""
+        """Return the training arguments that a call sets; None for a call without effect on them."""
         of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
         read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
         if call.owner in UNSLOTH and call.name in words_of("defaults of unsloth"):
@@ -693,7 +694,9 @@ class _Meaning:
             self.script.arguments["optim_args.momentum"] = self.value(optimizer.named["momentum"])
 
     def _other_loops(self) -> None:
-        """List the objects of a loop beside the trainer: optimizers, and all that accelerate prepares."""
+        """List as not read the objects of a loop beside the trainer: optimizers, and all that accelerate
+        prepares.
+        """
         for call in self.calls if self.script.dialect in ("trainer", "sft") else ():
             prepares = call.name == "prepare" and kind_of(getattr(call.function, "of", None)) == ACCELERATOR
             if prepares or (kind_of(call) == OPTIMIZER and id(call) not in self.read_events):
@@ -745,8 +748,8 @@ def _word(name: Name) -> Any:
 
 
 def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[ForeignCall | Assignment]:
-    """Return a script's statements before this trainer starts training, or before the first trainer does; all
-    statements of a loop.
+    """Return a script's statements before this trainer starts training, or before the first trainer does. For
+    a hand-written loop return all statements.
     """
     for number, event in enumerate(done.events):
         function = event.function if isinstance(event, ForeignCall) and event.name == "train" else None

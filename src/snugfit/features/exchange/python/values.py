@@ -1,4 +1,4 @@
-"""Values of a script's expressions, as far as its text determines them."""
+"""Values of a script's expressions, as far as they can be derived without running it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Unknown:
 
 @dataclass(frozen=True, repr=False)
 class OfGpu(Unknown):
-    """A condition on the GPU in a script, such as support of bfloat16. It is true on a GPU with bfloat16 if
-    `holds`, else false there.
+    """A condition on the GPU in a script, such as support of bfloat16. With `holds`, it is true on a GPU with
+    bfloat16, else false there.
     """
 
     holds: bool = True

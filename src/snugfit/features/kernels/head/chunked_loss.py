@@ -56,8 +56,9 @@ class LossKernel(Protocol):
     def write_gradient(
         self, logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, ignore_index: int
     ) -> torch.Tensor:
-        """Return the loss of each token (T,) in 32 bits. Logits (T, V) become the gradient of `share` times
-        the sum of the losses."""
+        """Return the loss of each token (T,) in 32 bits, and overwrite logits (T, V) with the gradient of
+        `share` times the sum of the losses.
+        """
 
     def multiply(self, values: torch.Tensor, factor: torch.Tensor) -> None:
         """Multiply a contiguous tensor in place by a scalar on its device, in 32 bits."""

@@ -133,8 +133,8 @@ class DeferredLogits(torch.Tensor):
     def _after(
         self, function: Any, name: str, operands: Sequence[Any], keywords: dict[str, Any]
     ) -> DeferredLogits | None:
-        """Return the result of a torch function on deferred logits as new deferred logits; None if it cannot
-        be deferred.
+        """Return the result of a torch function on deferred logits as new deferred logits; None if it needs
+        all logits.
         """
         more = [*operands, *keywords.values()]
         if name in ARRANGING and (shape := _shape(operands)) and shape[-1] == self.shape[-1]:
@@ -196,7 +196,7 @@ def _shape(arguments: Sequence[Any]) -> Sequence[int]:
 
 
 def _chooses_tokens(index: Any, dimensions: int) -> bool:
-    """Return True if an index leaves the last dimension, the vocabulary, unchanged."""
+    """Return True if an index selects tokens and leaves the last dimension, the vocabulary, unchanged."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if not all(part is ... or isinstance(part, slice) for part in parts):
         return False

@@ -1,4 +1,4 @@
-"""Operations of a training step as one kernel each: plain torch beside a Triton program.
+"""Operations of a training step in one kernel each: a Triton program, and its reference in plain torch.
 
 Each file is one operation: its reference in plain torch, the operator that launches its kernels, and its
 autograd function. On a GPU the operator launches Triton programs (`programs/`). On a CPU the reference

@@ -170,8 +170,9 @@ class AddNorm(torch.autograd.Function):
 
 
 def _room_for_stream(y: torch.Tensor) -> torch.Tensor | None:
-    """Return an empty fp32 tensor for the stream (see `gives_stream`); None if the result has 32 bits or
-    more."""
+    """Return an empty fp32 tensor for the residual stream (see `gives_stream`); None if the result has 32
+    bits or more.
+    """
     return torch.empty_like(y, dtype=torch.float32) if y.element_size() < 4 else None
 
 

@@ -1,4 +1,4 @@
-"""Queries, keys and values of a decoder's attention: one product, normed and rotated in place.
+"""Queries, keys and values of a decoder's attention: one matrix product, then normed and rotated in place.
 
 The three are views of one product (T, N). If heads are normed, queries and keys are views of the rotated
 tensor, as (B, heads, S, D). Attention reads the views without a copy. In the backward pass their gradients

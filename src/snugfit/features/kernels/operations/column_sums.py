@@ -18,7 +18,7 @@ column_sums = define("column_sums(Tensor partials, *, Tensor(a!) sums) -> ()", "
 
 
 def empty_partials(like: torch.Tensor, kinds: int, at_once: int) -> torch.Tensor:
-    """Return an uninitialized tensor (kinds, P, columns) for column sums by P programs of a Triton kernel.
+    """Return an uninitialized tensor (K, P, columns) for K column sums by P programs of a Triton kernel.
     `like` has the rows, (..., columns). A program loads `at_once` rows at a time.
     """
     columns = like.size(-1)

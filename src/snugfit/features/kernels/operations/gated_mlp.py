@@ -121,7 +121,7 @@ def activate(product: torch.Tensor, tanh: bool) -> torch.Tensor:
 
 
 def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *, again: bool) -> None:
-    """Overwrite the product of gate and up with its gradient.
+    """Overwrite the product of gate and up (`rows`) with its own gradient.
 
     `of_out` is the gradient (T, I) of `activate`'s output. With `again`, that output overwrites it.
     """

@@ -1,6 +1,6 @@
-"""Joining of the gradients of queries, keys and values into one tensor, and the gradient of their bias: its
-column sums. Attention's backward pass returns three tensors, and the products before it need one. The kernel
-that copies them has the terms of the bias's gradient in registers.
+"""Joining of the gradients of queries, keys and values into one tensor, with the gradient of their bias
+(column sums). Attention's backward pass returns three tensors, and the matrix product before it needs one.
+The kernel that copies them has the terms of the bias's gradient in registers.
 """
 
 from __future__ import annotations

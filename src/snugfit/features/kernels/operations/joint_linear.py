@@ -23,7 +23,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
-    """Move parameters of one dtype into adjacent parts of one buffer, in this order.
+    """Move parameters of one dtype into adjacent slices of one buffer, in this order.
 
     All their dimensions but the first are equal.
     """

@@ -1,4 +1,5 @@
-"""Operators of the operations: a schema, the program that it launches on a GPU, and no work on shapes.
+"""Definition of custom operators for the fused operations: a schema, a kernel launch on GPUs, and no work for
+tensors without data.
 
 They return nothing. Results are written into arguments after the schema's `*`, and a simulation counts these
 as written and not read. Their names begin with `triton::`, as traces name kernels that Triton compiles at
@@ -36,7 +37,7 @@ def activation_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def autocast_device(x: torch.Tensor) -> str:
-    """Return the kind of device whose autocast applies; a simulation's is the CPU."""
+    """Return the device type whose autocast applies; in a simulation it is the CPU's."""
     # The switch of a simulation is the CPU's (`rehearsal/device/autocast.py`).
     return "cpu" if x.is_meta else x.device.type
 
@@ -81,7 +82,9 @@ def _launch(program: str, name: str, *arguments: Any, **written: Any) -> None:
 
 @functools.cache
 def program_of(program: str, name: str) -> Callable[..., None]:
-    """Return the function that launches kernels. Raises `RecipeError` if Triton cannot be imported."""
+    """Return the function that launches an operation's Triton kernels. Raises `RecipeError` if Triton cannot
+    be imported.
+    """
     try:
         module = importlib.import_module(f"{__package__}.programs.{program}")
     except ImportError as fault:

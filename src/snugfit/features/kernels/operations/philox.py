@@ -24,13 +24,15 @@ _MASK = 0xFFFFFFFF
 
 
 def threshold(probability: float) -> int:
-    """Return the number of 16-bit draws, of 65,536, that drop an element at this probability."""
+    """Return the number of 16-bit random values, of 65,536, that drop an element at this dropout
+    probability.
+    """
     # A probability of 1 would leave no element, and its scale would be infinite.
     return min(round(probability * LEVELS), LEVELS - 1)
 
 
 def scale(drops: int) -> float:
-    """Return dropout's scale of the remaining elements, if `drops` of 65,536 draws drop one."""
+    """Return dropout's scale of the remaining elements, if `drops` of 65,536 random values drop one."""
     return LEVELS / (LEVELS - drops)
 
 
@@ -47,7 +49,9 @@ def keep_mask(seed: torch.Tensor, site: int, rows: int, columns: int, drops: int
 
 
 def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torch.Tensor, ...]:
-    """Return four words of 32 bits for each counter, as int64 (Salmon et al., SC 2011, Philox-4x32-10)."""
+    """Return four random words of 32 bits for each counter, as int64 (Salmon et al., SC 2011,
+    Philox-4x32-10).
+    """
     # torch has no unsigned integers, so words of 32 bits are in int64.
     low, high = seed & _MASK, (seed >> 32) & _MASK
     first, second = counters & _MASK, torch.full_like(counters, site)

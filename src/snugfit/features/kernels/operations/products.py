@@ -1,4 +1,6 @@
-"""Products within our operations: gradients of weights, and a check for results that are reused."""
+"""Matrix products within snugfit's operations: gradients of weights, and a check for results that are
+reused.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ _KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 
 def results_are_kept() -> bool:
-    """Return True if selective checkpointing may reuse the result of a matrix product, which must stay
-    unchanged.
+    """Return True if selective checkpointing may reuse the result of a matrix product, so that it must not be
+    overwritten.
 
     That is so while one of its modes is on, for the forward pass or for the recomputation.
     """

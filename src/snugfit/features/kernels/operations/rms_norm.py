@@ -1,4 +1,5 @@
-"""RMSNorm, with the addition of a residual before it: one kernel each way, which saves the sum alone.
+"""RMSNorm, with the addition of a residual before it: one kernel each for forward and backward, which saves
+only the sum.
 
 A decoder adds a branch's output to the stream of its tokens, and norms the sum for the next branch. The sum
 is the next stream, so it is in memory anyway; beside it one number a row is saved.
@@ -63,7 +64,7 @@ def add_rms_norm(
     *,
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stream, residual + branch, and its norm in `dtype`, both (..., H).
+    """Return the residual stream (residual + branch), and its norm in `dtype`, both (..., H).
 
     Without a residual the branch is the stream. The normed tensor carries its `Source`.
     """
@@ -76,7 +77,7 @@ def add_rms_norm(
 
 
 def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) -> Sequence[Any]:
-    """Return the tensors that a linear layer saves to compute its weight's gradient.
+    """Return the tensors that a linear layer saves, from which the gradient of its weight is computed.
 
     They are the source of its input, or the input's rows (T, H); nothing where no weight needs a gradient.
     """
@@ -117,8 +118,9 @@ class AddRMSNorm(torch.autograd.Function):
         dtype: torch.dtype,
         from_one: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the stream, its norm, and the inverse root of each row's mean square; save the first and
-        last."""
+        """Return the residual stream, its norm, and the inverse root of each row's mean square; save the
+        first and last.
+        """
         rows = _rows(branch)
         if residual is None:
             stream = branch
@@ -206,8 +208,8 @@ def _norm_backward(
     branch_dtype: torch.dtype,
     scales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Compute RMSNorm's backward pass: the gradients of the stream, of the branch if its dtype differs, and
-    of the scale if requested.
+    """Compute RMSNorm's backward pass: the gradients of the residual stream, of the sublayer's output if its
+    dtype differs, and of the scale if requested.
     """
     if not has_kernel(stream):
         gradient, of_scale = reference_backward(of_normed, of_stream, stream, scale, roots, from_one)
@@ -253,7 +255,7 @@ def reference_backward(
     roots: torch.Tensor,
     from_one: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of stream (T, H) and scale (H,), in plain torch."""
+    """Return the gradients of residual stream (T, H) and scale (H,), in plain torch."""
     wide = roots.dtype
     value = stream.to(wide) * roots[:, None]
     slope = of_normed.to(wide)

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys within their common product, and the norm of heads before it.
+"""Rotary embedding of queries and keys within their joint matrix product, and the norm of heads before it.
 
 A row of the product has the heads of queries, then of keys, then of values. Without norms the rotation is
 done in place. With norms (Qwen3, Gemma 3) the product is saved, and the rotated heads are written to another

@@ -1,4 +1,4 @@
-"""Context in which tensors without data count as tensors of a CPU."""
+"""Context in which tensors without data are treated as tensors of a CPU."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Register attention within concatenated sequences in transformers, by its name. It has no mask among
-    transformers' masks, so models make none.
+    """Register attention within concatenated sequences under a name in transformers. Without a mask function
+    of that name, models make no masks.
     """
     from transformers import AttentionInterface
 
@@ -124,8 +124,8 @@ def _one_by_one(
     causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """Compute attention within each sequence on a CPU, which has no such kernel: (1, H, N, D), a sequence at
-    a time.
+    """Compute attention on a CPU, which has no kernel for concatenated sequences: (1, H, N, D), one sequence
+    at a time.
     """
     import torch
 

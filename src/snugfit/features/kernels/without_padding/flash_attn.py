@@ -1,4 +1,5 @@
-"""The package flash-attn in transformers' models (`attn_implementation="flash_attention_2"`), and on shapes.
+"""The package flash-attn in transformers' models (`attn_implementation="flash_attention_2"`), and its
+simulation.
 
 A model with a padding mask leaves the padding out around each layer's attention. transformers gathers the
 rows of queries, keys and values, calls the kernel for several lengths, and scatters its rows back. All of

@@ -64,7 +64,7 @@ class RowRules:
 
 @dataclass(frozen=True)
 class Filling:
-    """The few lengths to which rows of concatenated sequences are padded."""
+    """The few lengths to which rows of concatenated sequences are padded, so that few shapes occur."""
 
     multiple: int
     """Divisor of each row's length, in tokens."""
@@ -80,7 +80,9 @@ class Filling:
 
 
 def rows_of_step(loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a step's micro-batches as rows without padding, filled up if only few lengths are allowed."""
+    """Return a step's micro-batches as rows without padding, padded at the end if only few lengths are
+    allowed.
+    """
     # A user's own sequences may have any length.
     longest = loop.job.sequence_length if loop.job.model.module is None else 1
     multiple = fill_multiple(loop)
@@ -91,8 +93,9 @@ def rows_of_step(loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]) -> 
 def as_rows(
     pieces: Sequence[Mapping[str, Any]], rules: RowRules, filling: Filling | None = None
 ) -> list[dict[str, Any]]:
-    """Return host micro-batches (B, S) as rows (1, N), with `filling` all of one length. Batches that are
-    rows already, or have no tokens, stay unchanged."""
+    """Return host micro-batches (B, S) as rows (1, N), with `filling` padded to one length. Batches that are
+    rows already, or have no tokens, stay unchanged.
+    """
     if not all("input_ids" in piece and "cu_seq_lens_q" not in piece for piece in pieces):
         return [dict(piece) for piece in pieces]
     if filling is None:
@@ -117,9 +120,10 @@ def _token_count(piece: Mapping[str, Any]) -> int:
 def _filled_up(
     piece: Mapping[str, Any], rules: RowRules, filling: Filling, most: int, is_alone: bool
 ) -> dict[str, Any]:
-    """Return a micro-batch as a row with room for `most` tokens. The filling consists of sequences too, as
-    many for each row of its length, and some of them empty. For a row that `is_alone` the filling is below
-    one step between lengths."""
+    """Return a micro-batch as a row padded to `most` tokens. The added tokens form sequences too, as many for
+    each row of its length, and some of them empty. For a row that `is_alone` fewer tokens are added than one
+    step between lengths.
+    """
     import torch
 
     row, _ = without_padding(piece, rules)
@@ -143,7 +147,7 @@ def _filled_up(
 
 
 def _lengthen(value: torch.Tensor, *, length: int, fill: int) -> torch.Tensor:
-    """Return (1, N, ...) filled up to (1, length, ...)."""
+    """Return the tensor (1, N, ...) padded to (1, length, ...)."""
     import torch
 
     sides = [0, 0] * (value.dim() - 2) + [0, length - value.shape[1]]
@@ -202,7 +206,7 @@ def _refuse_mask(mask: torch.Tensor | None, shape: torch.Size, rules: RowRules) 
 
 
 def _change(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Apply the function `change` to a tensor, and to the host's copy of its values in a simulation."""
+    """Apply the function `change` to a tensor, and in a simulation to the host's copy of its values."""
     result = change(value)
     if (real := getattr(value, REAL_VALUES, None)) is not None:
         setattr(result, REAL_VALUES, lambda: change(real()))
@@ -210,7 +214,9 @@ def _change(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """Return the tokens at `places` of (B, S, ...) as a row (1, N, ...); all of them for None."""
+    """Return the tokens at the positions `places` of (B, S, ...) as a row (1, N, ...); all of them for
+    None.
+    """
     flat = value.flatten(0, 1)
     row = (flat if places is None else flat[places]).unsqueeze(0)
     # A row of a page-locked batch must be so too, or its copy would wait.

@@ -139,8 +139,8 @@ def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torc
 def _job_to_train(
     job: Job, live: LiveTraining, step: CustomStep, notes: list[str], watch: Callable[[Event], None]
 ) -> Job:
-    """Return the job, with the result of comparing losses of split and whole batches if the recipe has
-    micro-batches.
+    """Return the job. If the recipe has micro-batches, it includes a test that losses of split and whole
+    batches agree.
 
     Pass the notes and any warning to `watch`.
     """
@@ -354,8 +354,8 @@ def live_of(model: Any, recipe: Recipe, device: torch.device) -> LiveTraining:
 
 
 def user_slots(live: LiveTraining) -> frozenset[Slot]:
-    """Return the recipe's slots with the user's own settings: those without a technique, and existing
-    adapters.
+    """Return the slots (choices of the recipe, such as the optimizer) that keep the user's own settings:
+    those without a technique, and existing adapters.
     """
     unnamed = {slot for slot in (Slot.ATTENTION, Slot.OPTIMIZER) if live.is_plain(slot)}
     return frozenset(unnamed | {Slot.ADAPTERS} if hasattr(live.model, "peft_config") else unnamed)

@@ -1,4 +1,5 @@
-"""The batches of a hand-written loop: a loader's batches, epoch after epoch, from the position of a run.
+"""The batches of a hand-written loop: a loader's batches, epoch after epoch, from the batch at which a run
+resumes.
 
 A resumed run must continue with the next batches in order, so the loader has random generators of its own
 (`features/loops/data_rng.py`). The previous batch is produced again to check that it is the same
@@ -79,7 +80,7 @@ class Batches:
             self._prefetcher.fetch()
 
     def used(self) -> None:
-        """Mark the last yielded batch as trained; without this mark, a resumed run yields it again."""
+        """Mark the last yielded batch as trained. Without this mark, a resumed run yields it again."""
         if self._is_lent:
             self._before_used = self._state()
             self._count_lent()

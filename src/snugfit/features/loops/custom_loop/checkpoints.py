@@ -101,7 +101,7 @@ class RunCheckpoints:
         """Loss of the step before a resume, if that step is to be repeated."""
 
     def begin(self) -> None:
-        """Rename earlier checkpoints in the folder, unless the run was resumed."""
+        """Rename earlier checkpoints in the folder, unless the run was resumed from one of them."""
         if not self._begun:
             self._begun = True
             self._manager.set_aside_earlier()
@@ -171,8 +171,9 @@ class RunCheckpoints:
 def _about(
     job: Job, recipe: Recipe, state: TrainState, batches: Batches, code: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the description of the run that each checkpoint stores; `code` are the functions whose code is
-    compared."""
+    """Return the description of the run that each checkpoint stores. `code` are functions whose source is
+    compared on a resume.
+    """
     import torch
 
     groups = state.optimizer.param_groups

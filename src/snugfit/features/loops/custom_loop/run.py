@@ -232,7 +232,7 @@ class HandRun:
     # ---- a step ------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Rename an old run's checkpoints and request this run's prediction, before the first step."""
+        """Rename an old run's checkpoints and start this run's prediction, before the first step."""
         self._begun = True
         if self._checkpoints is not None:
             self._checkpoints.begin()
@@ -321,8 +321,8 @@ class HandRun:
         self._logger.write(self._step.norm)
 
     def _at_boundary(self, loss: float) -> None:
-        """At the end of a step, begin to watch for evaluations in the user's loop. A signal takes effect
-        before the next step, or in an evaluation.
+        """At the end of a step, begin to detect evaluations in the user's loop. A signal takes effect before
+        the next step, or in an evaluation.
         """
         if self._checkpoints is not None:
             self._checkpoints.check_first_update()
@@ -387,7 +387,8 @@ class Stopped(SystemExit):
 @final
 class EvaluationWatch:
     """Stops an evaluation in the user's loop after a signal, if the model is unchanged since the last
-    step."""
+    training step.
+    """
 
     def __init__(self, state: TrainState, batches: Batches, checkpoints: RunCheckpoints | None) -> None:
         self._state, self._batches, self._checkpoints = state, batches, checkpoints
@@ -406,7 +407,7 @@ class EvaluationWatch:
         self._checkpoints.interrupts.watch_modules(self._end_on_signal)
 
     def end(self) -> None:
-        """Stop to detect evaluations, before the next step."""
+        """Stop the detection of evaluations, before the next step."""
         if self._checkpoints is not None:
             self._checkpoints.interrupts.watch_modules(None)
 

@@ -1,4 +1,4 @@
-"""A step of a hand-written loop: the training step with the user's loss and count of items."""
+"""A step of a hand-written loop: the training step with the user's loss function and count of loss terms."""
 
 from __future__ import annotations
 

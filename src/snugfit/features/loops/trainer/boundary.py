@@ -1,4 +1,4 @@
-"""The end of a step of `fit`'s Trainer: requested checkpoints, stops, and abandoned evaluations.
+"""The end of a step of `fit`'s Trainer: requested checkpoints, stops, and interrupted evaluations.
 
 After a step the Trainer logs, evaluates and saves, in this order, and again at an epoch's end. A signal may
 arrive at any of these moments. A checkpoint of the current step is then saved without waiting for an
@@ -58,7 +58,9 @@ def compare_again(trainer: Any, run: FitRun) -> None:
 
 
 def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
-    """Finish a Trainer's step or epoch: write its log line, then let `go_on` log, evaluate and save."""
+    """Finish a Trainer's step or epoch: write its log line, then call `go_on`, which logs, evaluates and
+    saves.
+    """
     interrupts, step = run.checkpoints.interrupts, trainer.state.global_step
     ended = run.timer.write(trainer, run.logger, run.step, figures.learning_rate)
     if figures.learning_rate is None:  # this process had no step in the epoch
@@ -110,7 +112,7 @@ def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
 
 
 def repeat_evaluation(trainer: Any, run: FitRun) -> None:
-    """Run the evaluation that was abandoned before a resume."""
+    """Run the evaluation that a signal interrupted before the resumed checkpoint."""
     run.last_boundary = trainer.state.global_step
     pending = run.checkpoints.state.unevaluated
     if pending is None:
@@ -132,7 +134,7 @@ LEFT_OVER = (
 
 
 def begin_step(trainer: Any, step: StepState) -> None:
-    """Save the trainer's state to which a failed training step returns, before its first micro-batch.
+    """Save the trainer's state before a step's first micro-batch; a failed step restores it.
 
     Gradients of an earlier step without an update (an iterable dataset's end) are dropped.
     """

@@ -245,7 +245,8 @@ class TrainerCheckpoints:
         self._manager.check_first_update(lambda: train_state_of(self._trainer))
 
     def save(self, go_on: Callable[[], None] = lambda: None) -> bool:
-        """Save a checkpoint of this step, unless one exists; `go_on` saves as the user's subclass does.
+        """Save a checkpoint of this step, unless one exists. `go_on` is the saving method of the user's
+        subclass.
 
         For the hub and for callbacks on save, wait for it. Return False if it failed, so that they are not
         called.
@@ -383,7 +384,7 @@ def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: An
 def finished_output(
     trainer: Any, root: Path, about: Mapping[str, Any], resume_from: str | bool | None, ranks: Ranks
 ) -> Any:
-    """Return the result of this very run's `train()`, if it finished in this folder.
+    """Return the result of `train()` if exactly this run has finished in this folder.
 
     The trainer gets its model and its state. None for an unfinished run, or one to be trained again. The
     first of several processes decides.
@@ -409,7 +410,8 @@ def finished_output(
 def _finished_run(
     root: Path, now: Mapping[str, Any], resume_from: str | bool | None
 ) -> tuple[dict[str, Any], Path] | None:
-    """Return the stored result of the finished run that equals `now`, and the checkpoint with its weights.
+    """Return the stored result of a finished run that equals the description `now`, and the checkpoint with
+    its weights.
 
     None for an unfinished or different run, or if it was not requested.
     """
@@ -486,7 +488,9 @@ OF_THE_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
 
 
 def run_facts(trainer: Any) -> Facts:
-    """Return facts about a trainer before it trains, including its optimizer if it has one."""
+    """Return properties that identify a trainer's run before it trains, including its optimizer if it has
+    one.
+    """
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper
     return {
         **(_code(trainer) if trainer.snugfit.compare_code else {}),
@@ -504,7 +508,9 @@ def with_global_batch(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _code(trainer: Any) -> Facts:
-    """Return facts about the user's code in a step: collator, loss, and the methods of a Trainer subclass."""
+    """Return fingerprints of the user's code in a step: collator, loss, and the methods of a Trainer
+    subclass.
+    """
     # Methods that `fit` inserts are not the user's code.
     kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("snugfit.")]
     methods = {

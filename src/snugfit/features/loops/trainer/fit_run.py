@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class FitRun:
-    """The checkpoints, recovery, journal and data position of one running `train()` call."""
+    """The checkpoints, memory recovery, journal and data position of one running `train()` call."""
 
     checkpoints: TrainerCheckpoints
     logger: StepLogger

@@ -56,7 +56,9 @@ def trainer_shifts_labels(trainer: Any) -> bool:
 
 
 def weigh_losses_ourselves(trainer: Any) -> None:
-    """Stop the trainer from dividing each micro-batch's loss by the number of micro-batches."""
+    """Stop the trainer from dividing each micro-batch's loss by the number of micro-batches, because snugfit
+    weights the losses.
+    """
     trainer.current_gradient_accumulation_steps = 1
 
 

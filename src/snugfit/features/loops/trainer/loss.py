@@ -1,4 +1,5 @@
-"""The weight of a micro-batch's loss: its share of the items over which the whole batch's loss is a mean.
+"""The weight of a micro-batch's loss: its fraction of the labels over which the whole batch's loss is
+averaged.
 
 transformers assumes that a model which accepts `num_items_in_batch` divides its loss by the items of the
 whole batch. But any model with `**kwargs` accepts it, and many still average over their micro-batch.
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class LossTraits:
-    """Properties of how a model's loss is normalized; each is None or False before the first test."""
+    """Properties of the normalization of a model's loss; each is None or False before the first test."""
 
     uses_item_count: bool | None = None
     """True if the loss depends on `num_items_in_batch`."""
@@ -88,7 +89,7 @@ def is_users_own(trainer: Any) -> bool:
 def weighed_loss(
     trainer: Any, items_of: Callable[[Mapping[str, Any]], float], model: Any, piece: Any, whole: Any
 ) -> Any:
-    """Compute the loss that a piece of a batch on the device adds, outside of a step.
+    """Compute the weighted loss of a part of a batch on the device, outside of a training step.
 
     Return None for a piece without counted items. A loss that uses the items of the whole batch is returned
     unchanged, others are weighted.

@@ -45,7 +45,9 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
 
 
 def go_on_with_less(trainer: Any, run: FitRun) -> None:
-    """Switch to a recipe with less memory, if there is one, after a step that was slow for lack of memory."""
+    """Switch to a recipe with less memory, if there is one, after a step that was slow because of repeated
+    out-of-memory retries.
+    """
     number, exhausted = trainer.state.global_step + 1, short_of_memory()
     what = (
         f"Memory is too tight ({exhausted.cause} in several steps in a row). From step {number} the recipe is"

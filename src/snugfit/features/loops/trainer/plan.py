@@ -1,4 +1,4 @@
-"""The recipe of a live trainer: its current one, or a plan that may change some slots.
+"""Choice of the recipe for a live trainer: its current settings, or a plan that may change some of them.
 
 Some of the user's choices stay: attention, engine, loader, allocator and adapters. Choices that are less
 exact than `fidelity` (a bf16 autocast under `same`, an SGD) stay too, as the user's mathematics. The rest is
@@ -46,7 +46,7 @@ compiled once.
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A recipe for a trainer, with the slots that stay as the user has set them."""
+    """A recipe for a trainer, with the slots (choices of the recipe) that keep the user's settings."""
 
     recipe: Recipe
     """The recipe, as far as the notation can express the settings."""
@@ -109,8 +109,9 @@ def compared_job(
     pieces: int = 1,
     again: bool = False,
 ) -> Job:
-    """Return the job, with the result of comparing the trainer's own loss for `pieces` micro-batches and the
-    whole (`cut_loss.py`)."""
+    """Return the job with a test result: whether the trainer's own loss for `pieces` micro-batches equals
+    that of the whole batch (`cut_loss.py`).
+    """
     loss_of = partial(weighed_loss, trainer, counted_by(job, trainer.model))
     autocast = trainer.accelerator.autocast
     with unchanged_attributes(trainer), bare_model(trainer.model):
@@ -131,8 +132,9 @@ def recipe_of(trainer: Any) -> Chosen:
 
 
 def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
-    """Return the fastest recipe that fits, with the fixed slots. Raises `NothingFits`, with the nearest
-    miss."""
+    """Return the fastest recipe that fits, with some slots (choices of the recipe) fixed. Raises
+    `NothingFits` with the nearest miss.
+    """
     from snugfit.planning.search.search import plan
 
     degrees = list(Fidelity)

@@ -79,7 +79,8 @@ def _switched_on(args: Any) -> Iterator[str]:
 
 
 def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = frozenset()) -> list[str]:
-    """Apply the recipe, except for the user's slots; return one line for each changed argument.
+    """Apply the recipe, except for the slots (choices of the recipe) that keep the user's settings; return
+    one line for each changed argument.
 
     Raises `RecipeError` for settings that this trainer does not support.
     """
@@ -137,8 +138,9 @@ def rewrap(trainer: Any, recipe: Recipe) -> None:
 
 
 def _own_switch_off(args: Any) -> dict[str, Any]:
-    """Return arguments that turn the Trainer's own checkpointing off, which has no spans; layers are wrapped
-    here, as in other front-ends."""
+    """Return arguments that turn off the Trainer's own checkpointing, which cannot select layers; snugfit
+    wraps the layers instead.
+    """
     return {name: False for name in NAMES if hasattr(args, name)}
 
 

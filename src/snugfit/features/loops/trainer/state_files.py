@@ -85,13 +85,15 @@ class StateFiles:
         return json.dumps(asdict(self._trainer.state), indent=2, sort_keys=True) + "\n"
 
     def note_before_evaluation(self) -> None:
-        """Before an evaluation, record the trainer's state that the evaluation changes."""
+        """Before an evaluation, store the values of the trainer's state that the evaluation changes."""
         # The Trainer adds its count of operations to its state only now and then.
         self._trainer.store_flos()
         self._before_evaluation = self._state_text(), all_rng_states(self._device)
 
     def rewind_evaluation(self) -> None:
-        """Abandon the recorded evaluation; the next checkpoint contains the state before it."""
+        """Restore the trainer's state from before an interrupted evaluation; the next checkpoint contains
+        that state.
+        """
         assert self._before_evaluation is not None
         self._rewound, generators = self._before_evaluation
         restore_all_rng_states(generators, self._device)
@@ -128,8 +130,8 @@ class StateFiles:
 
     @property
     def unevaluated(self) -> dict[str, Any] | None:
-        """The evaluation that a signal interrupted before the resumed checkpoint, with its step's other
-        pending work; None without one.
+        """The evaluation that a signal interrupted before the resumed checkpoint, with the logging and saving
+        that were still due at that step; None without one.
         """
         pending: dict[str, Any] | None = self._extra_state.get("unevaluated")
         return pending
@@ -181,11 +183,11 @@ class StateFiles:
         return data
 
     def note_generators(self) -> None:
-        """Record the generators for the draws of a resumed run, in place of those in the checkpoint."""
+        """Store the current random states for a resumed run, in place of those in the checkpoint."""
         self._generators = all_rng_states(self._device)
 
     def restore_generators(self, folder: Path) -> None:
-        """Restore the model's generators for a resumed run."""
+        """Restore the stored random states of the model for a resumed run."""
         if self._generators is None:
             self._restore_rng(folder)
         else:

@@ -178,8 +178,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return losses if before is not None or given is None else losses - given
 
     def _losses(self, model: Any, batches: list[Any], *arguments: Any, **keywords: Any) -> Any:
-        """Run forward and backward of these micro-batches, each in smaller pieces if the recipe has them;
-        return their weighted losses.
+        """Run forward and backward of these micro-batches, each in smaller micro-batches if the recipe has
+        them; return their weighted losses.
 
         A micro-batch without counted items is skipped, because the mean over nothing is NaN.
         """
@@ -314,7 +314,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def repeat_boundary(self, *, save: bool, ignored_keys: list[str] | None) -> None:
-        """Run the evaluation that the end of a step left out, and with `save` the checkpoint after it."""
+        """Run the evaluation that the end of a step skipped, and with `save` the checkpoint after it."""
         self.control.should_log, self.control.should_evaluate, self.control.should_save = False, True, save
         super()._maybe_log_save_evaluate(
             self._tr_loss, None, self.model_wrapped, None, self.state.epoch, ignored_keys, time.time()

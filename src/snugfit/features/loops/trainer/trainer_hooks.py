@@ -1,4 +1,4 @@
-"""Hooks of a user's Trainer subclass and its callbacks, apart from those of transformers.
+"""Detection and calls of methods that a user's Trainer subclass or callbacks override.
 
 This file, `transformers_internals.py` and the front-end's `trainer_class.py` hold every private name of a
 Trainer that snugfit overrides, calls or reads. `tests/test_transformers_internals.py` checks them against the
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class StepEnd(NamedTuple):
-    """Loss and gradient norm of the last step before a log line; each is None if this process has taken no
+    """Loss and gradient norm of the last step before a log line; each is None if this process has run no
     step.
     """
 

@@ -1,4 +1,4 @@
-"""The kernels of `kernels/add_norm.py`: whole rows at a time, computed in fp32.
+"""The Triton kernels of `kernels/add_norm.py`: whole rows at a time, computed in fp32.
 
 A forward program processes one row or a few small ones. In the backward pass there are as many programs as
 rows of partial sums. They take rows in turns, and each adds up its own rows' shares of the gradients of
@@ -136,7 +136,7 @@ def norm_backward(  # type: ignore[no-untyped-def]
 
 
 def _width(columns: int) -> int:
-    """Return the width of a tile: a power of two, and at least one draw's elements."""
+    """Return the width of a tile: a power of two, and at least the elements of one random draw."""
     # A draw decides for eight neighbours.
     return max(8, int(triton.next_power_of_2(columns)))
 

@@ -1,4 +1,4 @@
-"""The kernels of `kernels/bias_gelu.py`: a block of rows and columns at a time, computed in fp32.
+"""The Triton kernels of `kernels/bias_gelu.py`: a block of rows and columns at a time, computed in fp32.
 
 The exact form needs the normal distribution's share below a value, and backward its density too. Both come
 from one exponential here: with the library's `erf` the kernels computed for longer than they moved bytes.

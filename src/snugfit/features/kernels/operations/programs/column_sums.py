@@ -1,4 +1,4 @@
-"""Add up partial sums of another kernel's programs: (K, P, columns) to (K, columns)."""
+"""Triton kernel that adds the partial sums of another kernel's programs: (K, P, columns) to (K, columns)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Cross-entropy in Triton: a program goes over the logits of a token in blocks, twice. And the product of
-its gradients with the loss's own."""
+"""Cross-entropy in Triton: a program reads the logits of a token in blocks, twice. A second kernel multiplies
+its gradients by that of the loss.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton, with the addition before it: one row a program, in one pass over memory.
+"""RMSNorm in Triton, with the addition before it: one program for each row, in one pass over memory.
 
 A backward program processes every `PROGRAMS`-th row and keeps the sum of the scale's gradient in registers.
 So only `PROGRAMS` rows of sums are written.
@@ -19,7 +19,8 @@ def norm_row(  # type: ignore[no-untyped-def]
     ADDS: tl.constexpr, AGAIN: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel: write one row's RMSNorm and its inverse root mean square. With `ADDS`, first add a
-    branch to the residual stream, and write the sum. With `AGAIN` the root is loaded instead of computed.
+    sublayer's output to the residual stream, and write the sum. With `AGAIN` the root is loaded instead of
+    computed.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -57,7 +58,7 @@ def norm_rows_backward(  # type: ignore[no-untyped-def]
     ADDS: tl.constexpr, TWICE: tl.constexpr, SCALES: tl.constexpr, FROM_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: write the gradient of the stream for some rows.
+    """Triton kernel: write the gradient of the residual stream for some rows.
 
     With `ADDS`, the stream's own gradient is added. With `TWICE`, the result is also written in the branch's
     dtype. With `SCALES`, a row of sums for the gradient of the scale is written.
@@ -150,8 +151,9 @@ def rms_norm_backward(
     sums: torch.Tensor | None,
     programs: int,
 ) -> None:
-    """Write the gradients of stream and branch (T, H), and each program's row of `sums` for that of the
-    scale."""
+    """Write the gradients of residual stream and sublayer output (T, H), and each program's row of `sums` for
+    that of the scale.
+    """
     rows, columns = stream.shape
     block = triton.next_power_of_2(columns)
     norm_rows_backward[(programs,)](

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys in Triton, within the product that has both and the values.
+"""Rotary embedding of queries and keys in Triton, inside the joint product of queries, keys and values.
 
 A token's row contains the heads of queries, then of keys, then of values. A program processes a token, and
 some of its heads at a time. They are two tiles, the halves that are rotated into each other. With `NORMS`
@@ -261,8 +261,9 @@ def norm_and_rotate_backward(
     into: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    """Do the work of `rotate_backward` through the norms of heads; write partial sums of the scales'
-    gradients."""
+    """Do the same as `rotate_backward` for heads with an RMSNorm before the rotation; also write partial sums
+    of the scales' gradients.
+    """
     _launch_backward(
         (of_query, of_key, of_value), (cosines, sines), (queries, keys), (product, into, sums), eps, from_one,
         programs=len(sums), norms=True,
