@@ -23,7 +23,9 @@ from importlib.util import find_spec
 
 @contextlib.contextmanager
 def no_hub_kernels() -> Iterator[None]:
-    """Let `import kernels` fail in the block, and suppress the warnings about it."""
+    """Context in which `import kernels` fails, so that nothing is downloaded, and the warnings about it are
+    hidden.
+    """
     absent = object()
     before: object = sys.modules.get("kernels", absent)
     sys.modules["kernels"] = None  # type: ignore[assignment]

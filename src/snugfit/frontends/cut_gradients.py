@@ -1,4 +1,5 @@
-"""Gradients of a few samples, computed together, in another order and in pieces, without changing the model.
+"""Gradients of a few samples, computed together, in another order and in micro-batches, without a change of
+the model.
 
 The model is in training mode, because a batch norm, a router or a custom term behaves differently in
 evaluation. Only dropout is off. A mask is drawn for all samples of a call at once, so pieces could not
@@ -52,7 +53,7 @@ of the loss, a scalar tensor; None for a piece without counted items."""
 
 
 class Taken(NamedTuple):
-    """Loss and gradients, each summed over some pieces of a batch."""
+    """Loss and gradients, each summed over several micro-batches of a batch."""
 
     loss: float
     gradients: Sequence[torch.Tensor]
@@ -60,7 +61,9 @@ class Taken(NamedTuple):
 
 
 class CutRuns:
-    """Computes losses and gradients of a few samples of one batch, in several orders and divisions."""
+    """Computes losses and gradients of a few samples of one batch, in several orders and with several
+    splits.
+    """
 
     def __init__(
         self, model: torch.nn.Module, batch: Mapping[str, Any], layout: BatchLayout, loss_of: PieceLoss
@@ -87,8 +90,8 @@ class CutRuns:
         return bool(self._parameters) and not any(map(tensor_parts().is_part, self._model.parameters()))
 
     def take(self, *orders: Sequence[Sequence[int]], gradients: bool = True) -> list[Taken]:
-        """Compute loss and gradients of the samples for each division into pieces. Without `gradients`, only
-        losses are computed, under other weights. Model, gradients and random generators are restored
+        """Compute loss and gradients of the samples for each split into micro-batches. Without `gradients`,
+        only losses are computed, under other weights. Model, gradients and random generators are restored
         afterwards.
         """
         import torch
@@ -209,7 +212,7 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _drop_nothing(module: torch.nn.Module) -> None:
-    """Set the dropout rates of a module to 0, by attributes that recomputed layers and our kernels read
+    """Set the dropout rates of a module to 0, by attributes that recomputed layers and snugfit's kernels read
     too.
     """
     is_layer = any(name in type(module).__name__ for name in DRAWS)

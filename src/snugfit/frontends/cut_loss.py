@@ -72,15 +72,18 @@ ItemsOf = Callable[[Mapping[str, Any]], float]
 
 
 class Verdict(NamedTuple):
-    """Result of a comparison: why the batch may not be split, or why that is unknown. Both texts are empty if
-    it may be split."""
+    """Result of a comparison of gradients: the reason why the batch may not be split, or why that is unknown.
+    Both texts are empty if it may be split.
+    """
 
     differs: str = ""
     unclear: str = ""
 
 
 def weighed_by_items(loss_of: LossOf, items_of: ItemsOf) -> PieceLoss:
-    """Return a loss function for a piece of a batch, weighted by its share of the counted items."""
+    """Return a loss function for a part of a batch, weighted by its fraction of the labels (or samples) that
+    count.
+    """
 
     def piece_loss(model: Any, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
         items = items_of(piece)
@@ -90,7 +93,9 @@ def weighed_by_items(loss_of: LossOf, items_of: ItemsOf) -> PieceLoss:
 
 
 def counted_by(job: Job, model: Any) -> ItemsOf:
-    """Return the function that counts items by default: labels, or samples."""
+    """Return the default function that counts the terms of a batch's loss: labels that are not ignored, or
+    samples.
+    """
     shifts = shifts_labels(model)
     return lambda piece: items_in(piece, shifts=shifts, dims=job.model.batch_dims)
 
@@ -105,7 +110,7 @@ def job_with_mixing(
     context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     again: bool = False,
 ) -> Job:
-    """Return the job with the result of comparing split and whole batches.
+    """Return the job with the result of a test: whether split and whole batches give the same gradients.
 
     `mixes_samples` gets a reason if gradients of pieces do not add up to those of the whole. `unclear_cut`
     gets one if the comparison is undecided. On a GPU at most `most` samples are used, of `example` or of the
@@ -158,8 +163,8 @@ def _verdict(
 
 
 def _of_either_parts(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare gradients of two pieces of a batch with those of the whole; use halves if the loss fails for
-    one sample. Raises `MemoryError` when memory ran out.
+    """Compare gradients of two parts of a batch with those of the whole; use halves if the loss fails for one
+    sample. Raises `MemoryError` when memory ran out.
     """
     for attempt in (parts, evenly(parts)):
         try:
@@ -214,7 +219,7 @@ def _what(parts: Parts) -> str:
 
 
 def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare losses of the pieces with the loss of the whole batch, where gradients are not available."""
+    """Compare losses of the parts of a batch with the loss of the whole, if gradients are not available."""
     samples = [*parts[0], *parts[1]]
     orders = runs.take([samples], [samples[::-1]], parts, gradients=False)
     whole, reverse, cut = (taken.loss for taken in orders)

@@ -1,5 +1,5 @@
-"""Operations on a user's batch: counting the items of its loss, splitting it into pieces, and writing it to a
-file. A micro-batch has the weight of its share of the whole batch's items.
+"""Operations on a user's batch: counting the terms of its loss, splitting it into micro-batches, and writing
+it to a file. A micro-batch is weighted by its fraction of the whole batch's loss terms.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ def layout_of(batch: Mapping[str, Any], dims: BatchDims | None) -> BatchLayout:
 
 
 def samples_in(batch: Mapping[str, Any], dims: BatchDims | None = None) -> int:
-    """Return the number of samples, from the first dimensions of a batch's tensors or the named ones."""
+    """Return the number of samples, from the first dimensions of a batch's tensors or from the named
+    dimensions.
+    """
     return layout_of(batch, dims).samples
 
 
 def items_in(batch: Mapping[str, Any], *, shifts: bool, dims: BatchDims | None = None) -> int:
-    """Count the labels that are not ignored, without the first of each row if the model `shifts` them.
+    """Count the labels that are not ignored, without the first of each row if the model `shifts` its labels.
 
     Without labels, or with floating-point ones, count samples.
     """
@@ -72,7 +74,7 @@ def _count(batch: Mapping[str, Any], shifts: bool, dims: BatchDims | None) -> to
 def pieces_of(
     batch: Mapping[str, Any], rows: int | None, dims: BatchDims | None = None
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the batch in pieces of at most `rows` samples; tensors without samples are repeated in each.
+    """Yield the batch in parts of at most `rows` samples; tensors without samples are repeated in each.
 
     Raises `JobError` for a batch with unclear dimensions.
     """

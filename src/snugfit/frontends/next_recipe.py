@@ -112,8 +112,9 @@ SEARCHED_ON_SEVERAL = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
 def _plan_smaller_on_several(
     job: Job, recipe: Recipe, device: torch.device, changing: Collection[Slot], gpus: int
 ) -> Recipe | None:
-    """Return a plan's recipe that needs less memory on each of `gpus` GPUs, or None. Other processes
-    simulate."""
+    """Return a recipe from a plan that needs less memory on each of `gpus` GPUs, or None. Other processes
+    compute the plan.
+    """
     import torch
 
     from snugfit.job.gpu import find_gpu

@@ -95,7 +95,9 @@ def _record(fault: Exception) -> None:
 
 
 def _are_joined() -> bool:
-    """Return True if the processes are connected; before that, all find the same errors."""
+    """Return True if the processes of the run are connected. Before that, each of them meets the same
+    errors.
+    """
     if "torch.distributed" not in sys.modules:
         return False
     import torch.distributed as dist

@@ -158,13 +158,15 @@ def make_run(
 
 
 def _nobody(event: Event) -> None:
-    """Ignore events of a run: the callback `watch` in processes other than the first."""
+    """Ignore events of a run: the value of `watch` in processes other than the first."""
 
 
 def compare_cut(
     job: Job, step: TrainingStep, model: Any, batch: Mapping[str, Any], again: bool = False
 ) -> Job:
-    """Compare gradients of a whole batch with those of its pieces, and return the job with the result."""
+    """Compare the gradients of a whole batch with those of its micro-batches, and return the job with the
+    result.
+    """
     loss_of = weighed_by_items(step.loss_of, step.items_of)
     context = step.forward_context
     return job_with_mixing(job, model, loss_of, batch, most=step.rows, context=context, again=again)

@@ -58,7 +58,7 @@ def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
 
 
 def label_items(job: Job, batch: Mapping[str, Any]) -> int:
-    """Return the number of items over which the model's loss of this CPU batch is a mean.
+    """Return the number of labels or samples over which the model's loss of this CPU batch is averaged.
 
     Items are samples for classification of sequences and images. For tasks with a label per token they are
     labels other than -100. Decoders count after the shift by one, since the first token is never predicted. A
@@ -119,7 +119,7 @@ class SyntheticDataset:
 
     @cached_property
     def _example(self) -> Batch:
-        """The user's example batch for a module from Python, on the host."""
+        """The user's example batch for a model that is a module from Python, on the host."""
         return map_leaves(
             self.job.model.example or {},
             lambda _, value: value.detach().to("cpu") if hasattr(value, "detach") else value,
@@ -127,7 +127,7 @@ class SyntheticDataset:
 
     @cached_property
     def _layout(self) -> BatchLayout | None:
-        """The layout of a user's example batch, whose samples are batches of one; None for other jobs."""
+        """The layout of a user's example batch for `batch_size=1`; None for other jobs."""
         return self.job.model.layout(self.job.batch_size) if self.job.task is Task.CUSTOM else None
 
 

@@ -1,4 +1,4 @@
-"""From a job to its real model: transformers' own class, built from the facts of the config.
+"""Construction of a job's real model: transformers' own class, built from the values of its config.
 
 The model is built under the ambient `torch.device`. On `meta` it has shapes and no data, on a GPU random
 weights or those of a folder. A failure inside transformers is reported as its usual cause: a config that the
@@ -117,7 +117,8 @@ def instantiate(
 
 @contextlib.contextmanager
 def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]:
-    """Let a model on `meta` name an attention of a missing package, and fetch no kernel from the hub.
+    """Context in which a model on `meta` may name an attention implementation of a missing package, and no
+    kernel is downloaded from the hub.
 
     On `meta` no kernel runs, so the package is not needed.
     """
@@ -188,8 +189,8 @@ def _from_facts(
 
 
 def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any]) -> nn.Module:
-    """Return the model that transformers builds from a config alone, with the head and dtypes of a
-    checkpoint.
+    """Return the model that transformers builds from a config alone, with the head and dtypes that loading a
+    checkpoint gives.
 
     FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs have `tie_word_embeddings:
     false`. transformers 5 ties the head all the same (`configuration_t5.py`). It unties the head when it

@@ -1,4 +1,4 @@
-"""A config.json as facts: read within limits, checked before any library sees it.
+"""Reading of a config.json: within size limits, and with its values checked before any library reads them.
 
 A config.json is untrusted input, and transformers trusts it. A key may name code on the hub, a size may be
 10**12, a file may be a pipe that never ends. So it is read here first, with one error type, in three steps:
@@ -97,7 +97,9 @@ Facts = dict[str, Any]
 
 
 def read_config(path: Path) -> Facts:
-    """Return the facts of the config.json at `path`. Raises `ModelError` for any file that cannot be used."""
+    """Return the values of the config.json at `path` that determine the model. Raises `ModelError` for any
+    file that cannot be used.
+    """
     try:
         # A regular file only, opened without blocking: a pipe would never end.
         content = read_limited(path, LARGEST_FILE)
@@ -111,7 +113,9 @@ def read_config(path: Path) -> Facts:
 
 
 def parse_config(content: bytes, *, where: str) -> Facts:
-    """Return the facts in `content`; `where` begins every error message."""
+    """Return the values of a config.json's `content` that determine the model; `where` begins every error
+    message.
+    """
     try:
         # `constants` allows `Infinity`, which Python's JSON writes.
         document = _tag_infinite(parse_json(content.decode("utf-8"), constants=True))
@@ -133,7 +137,7 @@ def parse_config(content: bytes, *, where: str) -> Facts:
 
 
 def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
-    """Return the facts that decide a model's sizes, all of them checked, without the rest."""
+    """Check the values of a config.json, and return those that determine the model's sizes."""
     model_type = document.get("model_type")
     if not isinstance(model_type, str):
         lacks = "has no" if model_type is None else f"{_show(model_type)} is not a"
@@ -157,8 +161,8 @@ def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:
 
 
 def without_ignored(facts: str) -> Facts:
-    """Return the canonical JSON text `facts` without the ignored keys, as the input of a model's
-    construction.
+    """Return the values of a config.json (canonical JSON text `facts`) without the ignored keys, from which a
+    model is built.
 
     Infinite numbers become floats.
     """
@@ -173,7 +177,7 @@ def without_ignored(facts: str) -> Facts:
 
 
 def ignored_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ignored keys of a config's facts with their values."""
+    """Return the ignored keys of a config.json with their values."""
     return {key: node[key] for node in _configs(facts) for key in IGNORED_KEYS if node.get(key)}
 
 
@@ -191,8 +195,8 @@ def _tag_infinite(value: Any) -> Any:
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each fault of a model's config.json or nested config, the most dangerous
-    first.
+    """Yield an error message for each fault of a model's config.json or a config nested in it, the most
+    dangerous first.
     """
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
@@ -251,8 +255,8 @@ def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Itera
 
 
 def _no_base(key: str, value: Any) -> Iterator[str]:
-    """Yield an error message unless a value in the config is absent (null), a number above 0, or a list of
-    these.
+    """Yield an error message unless the base of rotary embeddings in the config is absent (null), a number
+    above 0, or a list of these.
     """
     for number in value if isinstance(value, list) else (value,):
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
@@ -324,7 +328,9 @@ def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> Facts:
-    """Return a model's config without settings of a recipe, dtypes, and names that change no size."""
+    """Return a model's config without dtypes, settings that a recipe decides, and names that do not change a
+    size.
+    """
     return {
         key: _sizes_of(value) if isinstance(value, dict) else value
         for key, value in config.items()

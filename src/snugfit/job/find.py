@@ -1,4 +1,4 @@
-"""Sources of a model's facts: presets, folders, the hub's local cache, the hub. See `model.py`."""
+"""Sources of a model's config: presets, folders, the hub's local cache, the hub. See `model.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HUB_SECONDS = 4.0
 
 
 class ModelFacts(NamedTuple):
-    """The facts of a model, and where they come from."""
+    """The config values of a model, and their source."""
 
     name: str
     """The full name of the model, with its owner."""
@@ -36,7 +36,8 @@ class ModelFacts(NamedTuple):
 
 
 def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
-    """Return the facts of the model called `name`. `tell` is called with a sentence about each fetched file.
+    """Return the config of the model called `name`. `tell` is called with a sentence about each downloaded
+    file.
 
     Raises `ModelError` with the names that are allowed.
     """
@@ -135,7 +136,7 @@ def _is_missing(path: str | Path) -> bool:
 
 
 def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
-    """Return the facts from the local cache, from a preset of the same sizes, or from the hub's config."""
+    """Return the config from the local cache, from a preset of the same sizes, or from the hub."""
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"No model {name!r}. {_ALLOWED}")
     if cached := _cached_config(name):

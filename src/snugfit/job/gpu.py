@@ -1,4 +1,4 @@
-"""The table of GPUs: facts about each device with their sources, and the lookup by name.
+"""The table of GPUs: properties of each GPU model with their sources, and the lookup by name.
 
 `gpus.json` contains the facts. It distinguishes three sizes of memory, because they are often mixed up. The
 total of nvidia-smi is `nvml_total_bytes`, and the driver's reserve `driver_reserved_bytes`. The rest for
@@ -40,7 +40,7 @@ PREFERRED_FORM = "SXM"
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu(JsonFields):
-    """One model of GPU, with the figures of its data sheet; a figure is None if it is unknown."""
+    """One GPU model with the figures of its data sheet; a figure is None if it is unknown."""
 
     key: str
     """Short name, unique in the table: `H200-SXM`."""
@@ -197,7 +197,7 @@ def choice_of(text: str) -> str:
 
 
 def common_card(memory_bytes: int) -> Gpu | None:
-    """Return the most common GPU with this marketed memory, given in bytes; None if there is none."""
+    """Return the most common GPU with this nominal memory, given in bytes; None if there is none."""
     # The amount may be meant in GiB or in GB.
     sizes = {memory_bytes / (1 << 30), memory_bytes / 10**9}
     cards = {gpu.key: gpu for gpu in all_gpus()}
@@ -205,7 +205,7 @@ def common_card(memory_bytes: int) -> Gpu | None:
 
 
 def find_gpus(text: str) -> list[Gpu]:
-    """Return the GPUs that `text` can name: 'h100' has three forms. Raises `GpuError` for none."""
+    """Return the GPU models that `text` can mean, such as three for 'h100'. Raises `GpuError` for none."""
     if not isinstance(text, str):
         raise GpuError(f"The name of a GPU must be text, such as 'h200', not {text!r}.")
     # A complete name goes before a loose match, which may fit several entries.
@@ -271,7 +271,7 @@ def _model_names(gpu: Gpu) -> set[str]:
 
 
 def _has_memory(gpu: Gpu, gigabytes: int) -> bool:
-    """Return True if a GPU has this marketed memory, or if its total in nvidia-smi is within 1 GiB of it."""
+    """Return True if a GPU has this nominal memory, or if its total in nvidia-smi is within 1 GiB of it."""
     # Drivers before R510 hid their reserve, so a V100 of 16,384 MiB read 16,160.
     shown = (gpu.nvml_total_bytes or 0) / (1 << 30)
     return gigabytes == gpu.marketed_gb or abs(gigabytes - shown) <= 1

@@ -1,6 +1,6 @@
 """Tasks and model inputs other than tokens, such as pictures and sound, which features add. A feature's
 module `tasks.py` has an `AddedTask` for each, which is read before there are jobs. Its module `inputs.py` has
-one `ModelInputs` for each kind. A batch of tokens is the core's own (`batch.py`).
+one `ModelInputs` for each input type. A batch of tokens belongs to the core (`batch.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AddedTask:
 
 
 class ModelInputs:
-    """Interface for one kind of non-token inputs of a model, such as pictures or sound."""
+    """Interface for one type of non-token inputs of a model, such as pictures or sound."""
 
     task: ClassVar[str] = ""
     """The added task whose models all take them; empty without one."""

@@ -57,7 +57,8 @@ class TaskBase(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the task called `text`, here or on the hub. Raises `JobError` with the legal names.
+        """Return the task called `text`, in snugfit's or the hub's words. Raises `JobError` with the legal
+        names.
 
         `custom` is parsed but not listed. It is for modules from Python, and `_refuse_task` rejects it for
         other models.
@@ -92,7 +93,7 @@ else:
 
 
 class PhaseBase(StrEnum):
-    """The use of a model in a job: training, evaluation, or a feature's."""
+    """The use of a model in a job: training, evaluation, or one that a feature adds."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -262,8 +263,8 @@ class Job:
         return _config_to_read(self.model, self.task, self.labels)
 
     def stated_dropout(self, of: str = "") -> str:
-        """Return the dropout that the model's config names, in words, for all parts or for those with `of` in
-        their names. The result is empty where the model has no dropout, or no config.
+        """Return a description of the dropout in the model's config, for all parts or for those with `of` in
+        their names. It is empty where the model has no dropout, or no config.
         """
         return "" if self.model.module is not None else dropout_among(vars(self.config_to_read()), of)
 
@@ -315,8 +316,9 @@ def _config_to_read(model: Model, task: str, labels: int) -> Any:
 
 
 def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
-    """Return, in words, the dropout that the keys of a config with `of` in their names give; empty without
-    dropout."""
+    """Return a description of the dropout in a config, from the keys with `of` in their names; empty without
+    dropout.
+    """
     return next(
         (
             f"{key}={value}"
@@ -385,7 +387,9 @@ def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
 
 
 def _refuse_task(job: Job) -> None:
-    """Raise `JobError` when the model has no head for the task; imports nothing heavy when it has."""
+    """Raise `JobError` when the model has no head for the task. If it has one, no large package is
+    imported.
+    """
     model = job.model
     if model.module is not None:
         if job.task is not Task.CUSTOM:
@@ -426,8 +430,8 @@ def _in_range(what: str, value: object, high: int) -> None:
 
 
 def _task_of(model: Model) -> str:
-    """Return the task of a model that was given without one. Raises `JobError` where its architecture leaves
-    a choice.
+    """Return the task of a model that was given without one. Raises `JobError` if its architecture has
+    several.
     """
     task = "custom" if model.module is not None else model.task
     if task is None:

@@ -1,4 +1,4 @@
-"""The model: an architecture as a frozen value. `build.py` makes an `nn.Module` of it.
+"""The model of a job: an architecture as an immutable value. `build.py` creates an `nn.Module` from it.
 
 A model is its facts, the sizes and switches of a config.json, as canonical text inside the value. It can
 therefore be predicted anywhere, without the files of its origin. Or it is a module of the user's own, from
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """An architecture: facts from a config.json, or a module from Python."""
+    """An architecture: the values of a config.json, or a module from Python."""
 
     name: str
     """Name of the model on the hub, its path, or its class."""
@@ -84,7 +84,7 @@ class Model:
 
     @classmethod
     def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "config") -> Self:
-        """Return the model of these keys of a config.json; they must have passed `check_facts`."""
+        """Return the model of this config.json's values, which must have passed `check_facts`."""
         sizes = {key: value for key, value in facts.items() if key != "dtype"}
         # Sorted keys make equal facts equal texts, so that models compare and hash by them.
         return cls(
@@ -149,9 +149,7 @@ class Model:
         return replace(self, facts=json.dumps(config, sort_keys=True), resized=True)
 
     def layout(self, samples: int) -> BatchLayout:
-        """Return the position of the samples in batches like the example, for jobs of this number of
-        samples.
-        """
+        """Return the layout of samples in batches like the example, for jobs of this number of samples."""
         return BatchLayout.of(self.example or {}, self.batch_dims, samples=samples)
 
     @property
@@ -162,7 +160,7 @@ class Model:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The facts of the config, as a new dict."""
+        """The values of the config.json, as a new dict."""
         document: dict[str, Any] = json.loads(self.facts)
         return document
 
@@ -228,7 +226,8 @@ class Model:
         return cls.from_config(facts, name=document["name"], origin=document["origin"])
 
     def transformers_config(self, task: str, labels: int) -> Any:
-        """Return a fresh transformers config: the facts, with the architecture's own defaults for the rest.
+        """Return a new transformers config from the config.json's values, with the architecture's own
+        defaults for the rest.
 
         `labels` are the classes of a classification head; other tasks ignore them.
         """

@@ -1,4 +1,4 @@
-"""Phases of a model's life beside training and evaluation, from features.
+"""Uses of a model besides training and evaluation, which features add.
 
 A feature's module `phases.py` has an `AddedPhase` for each, which is read before there are jobs.
 """

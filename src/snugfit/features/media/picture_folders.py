@@ -86,8 +86,8 @@ class ClassFolders(Rows):
         return self._classes if column == "label" else ()
 
     def notes(self) -> Iterator[str]:
-        """Yield a note with the number of files in the folders that are no pictures, and the first of
-        them.
+        """Yield a note with the number of files in the folders that are not pictures, and the name of the
+        first.
         """
         if self._other_files:
             first = self._other_files[0]

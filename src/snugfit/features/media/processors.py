@@ -73,7 +73,9 @@ def has_processor(given: Any, job: Job) -> bool:
 
 
 def settings_of(preprocessor: Any) -> dict[str, Any]:
-    """Return the class and the settings of a preprocessor's processor of transformers, for a checksum."""
+    """Return the class and the settings of the transformers processor that a preprocessor uses, for a
+    checksum.
+    """
     processor = getattr(preprocessor, fields(preprocessor)[0].name)
     settings = processor.to_dict() if hasattr(processor, "to_dict") else {}
     return {"class": type(processor).__name__, **settings}

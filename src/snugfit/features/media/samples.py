@@ -227,7 +227,7 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
 
 
 def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the classes of the rows, or the numbers of a regression, as fields of `MediaSamples`."""
+    """Return the class of each row, or its number for a regression, as fields of `MediaSamples`."""
     values = [rows.value(row, column, index) for index, row in enumerate(rows)]
     if job.labels == 1:
         return {"label": regression_values(values, rows.where)}

@@ -183,7 +183,7 @@ def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
 
 
 def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
-    """Return the sound in a file that is not a PCM `.wav`; `said` is the error about that."""
+    """Return the sound in a file that is not a PCM `.wav`; `said` is the error of Python's own reader."""
     try:
         soundfile = importlib.import_module("soundfile")
     except ImportError:

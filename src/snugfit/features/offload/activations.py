@@ -78,7 +78,7 @@ class OffloadedStorage:
         return self.base
 
     def __del__(self) -> None:
-        """Free the extent on the host, and the memory on the device once nothing is written there."""
+        """Free the host memory at once, and the device memory once nothing is written there."""
         if self.pending is not None:
             self.pending.wait()
         # The allocator may reuse the memory, so a pending copy into it must have ended.
@@ -87,7 +87,7 @@ class OffloadedStorage:
 
 
 class Region:
-    """The activations of one layer, which are copied to the host and back together."""
+    """The saved activations of one layer, which are copied to the host and back together."""
 
     def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
@@ -102,7 +102,7 @@ class Region:
         return [one for member in self.members.values() if (one := member()) is not None]
 
     def leave_device(self) -> None:
-        """Free the device memory of the region's storages, once their copies to the host are done."""
+        """Free the device memory of the layer's saved storages, once their copies to the host are done."""
         members = self.alive()
         if members and self.sent is not None:
             # The copies of a region run in order, so one event is the end of all.
@@ -112,7 +112,9 @@ class Region:
 
 
 class SavedTensor(NamedTuple):
-    """Autograd's record of an offloaded tensor: its storage, and the geometry of the tensor in it."""
+    """Autograd's record of an offloaded tensor: its storage, and the shape and strides of the tensor in
+    it.
+    """
 
     offloaded: OffloadedStorage
     region: Region
@@ -135,9 +137,10 @@ class KeptTensor:
 
 
 class Window:
-    """Schedule of the copies of each stack's first layers: when their activations leave the device, and when
-    they return. All activations of the other layers are on the device when the backward pass begins. So a
-    region may stay while as many layers as these, less one, run after its own. The peak does not rise.
+    """Schedule of the copies of each stack's first layers: when their activations are copied to the host, and
+    when back. All activations of the other layers are on the device when the backward pass begins. So
+    activations may stay on the device while as many further layers run as are offloaded, less one. The peak
+    does not rise.
     """
 
     def __init__(self, stacks: Sequence[Sequence[Any]], first: int) -> None:
@@ -160,11 +163,11 @@ class Window:
 
     @property
     def stays(self) -> bool:
-        """Return True if the activations of the current or last layer stay on the device."""
+        """Return True if the saved activations of the current or last layer stay on the device."""
         return self._index >= self.first
 
     def enter(self, layer: Any) -> None:
-        """Record the call of a layer; a stack may run several times."""
+        """Record the call of a layer; the same layers may run several times in a pass."""
         stack, index = self._indices[id(layer)]
         # The same layer or an earlier one: the stack begins again.
         if stack != self._stack or index <= self._index:
@@ -172,23 +175,23 @@ class Window:
         self._stack, self._index, self.is_inside = stack, index, True
 
     def leave(self) -> None:
-        """Record that the current layer has returned."""
+        """Record that the forward pass of the current layer has returned."""
         self.is_inside = False
         self._leave_device(self._index - self._lengths[self._stack])
 
     def end(self) -> None:
-        """Record that all layers of the stack have returned."""
+        """Record that the last layer of the stack has returned."""
         self._leave_device(self._index)
         self._filled = {}
 
     def before(self) -> tuple[Region, ...]:
-        """Return the regions (groups of activations) to copy back when the backward pass reaches the current
+        """Return the groups of saved activations to copy back when the backward pass reaches the current
         layer.
         """
         return tuple(self._filled.get(self._index - self._lengths[self._stack], ()))
 
     def append(self, region: Region) -> None:
-        """Add a complete region (group of activations) of the current layer to the schedule."""
+        """Add the complete group of saved activations of the current layer to the schedule."""
         self._waiting.append((self._index, region))
         self._filled.setdefault(self._index, []).append(region)
 
@@ -246,7 +249,7 @@ class ActivationOffload:
             handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
-        """Return hooks without effect for a copy of the model, which has its own Setup."""
+        """Return hooks without effect for a deep copy of the model, which gets hooks of its own."""
         return ActivationOffload("nothing")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -354,8 +357,9 @@ class ActivationOffload:
         return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._weights
 
     def _storage_of(self, tensor: torch.Tensor, region: Region) -> OffloadedStorage:
-        """Return this tensor's storage as an offloaded storage of this region; its copy may have started
-        already."""
+        """Return this tensor's storage as an offloaded storage of this layer's group; its copy may have
+        started already.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.dtype
         held, known = self._known.get(key, (_nothing, _nothing))
@@ -378,8 +382,9 @@ class ActivationOffload:
     # ---- regions -----------------------------------------------------------------------------------------
 
     def _fill_up(self) -> None:
-        """Close the current region: its copies to the host start, and the region before it leaves the
-        device."""
+        """Complete the current group of saved activations: its copies to the host start, and the device
+        memory of the group before it is freed.
+        """
         region, self._region = self._region, None
         members = region.alive() if region is not None else []
         if region is None or not members:
@@ -398,13 +403,17 @@ class ActivationOffload:
         self._last = region
 
     def _before(self) -> tuple[Region, ...]:
-        """Return the regions to copy back when the backward pass reaches the region that starts now."""
+        """Return the groups of saved activations to copy back when the backward pass reaches the group that
+        starts now.
+        """
         if self._window is not None:
             return self._window.before()
         return () if self._last is None else (self._last,)
 
     def _decide(self, window: Window) -> None:
-        """Decide on offloading the inputs that a checkpoint has just saved, for the layer that is entered."""
+        """Decide on offloading the inputs that activation checkpointing has just saved, for the layer whose
+        forward pass begins.
+        """
         for entry in self._undecided:
             if window.stays or entry.tensor is None:
                 entry.before = window.before()
@@ -413,7 +422,7 @@ class ActivationOffload:
         self._undecided.clear()
 
     def _bring(self, region: Region) -> None:
-        """Start copying a region's storages back to the device, except those that are there already."""
+        """Start to copy a group's storages back to the device, except those that are there already."""
         away = [one for one in region.alive() if one.base is None]
         if not away:
             return
@@ -426,7 +435,7 @@ class ActivationOffload:
 
 
 def _nothing() -> None:
-    """Return None, in place of a weak reference to a storage that is not offloaded."""
+    """Return None, as a dead weak reference does, for a storage that is not offloaded."""
 
 
 def _is_saved_by_a_checkpoint() -> bool:

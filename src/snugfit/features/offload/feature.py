@@ -26,16 +26,19 @@ class Offload(Feature):
         return (OffloadHandler(),)
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the number of all layers if only the first ones are offloaded, since no shorter period
-        repeats."""
+        """Return the number of all layers if only the first ones are offloaded, because then no smaller group
+        of layers repeats.
+        """
         wish = OFFLOAD.of(setup)
         # The first layers differ from the rest, so nothing repeats.
         return 1 if wish is None or wish.first is None else layers
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return False with offloading: the last regions stay on the device."""
+        """Return False if activations are offloaded, because those of the last layers stay on the device."""
         return OFFLOAD.of(setup) is None
 
     def has_timed_bytes(self, setup: Setup) -> bool:
-        """Return True with offloading: a region stays until its copy is done."""
+        """Return True if activations are offloaded, because the time of a copy decides when memory is
+        freed.
+        """
         return OFFLOAD.of(setup) is not None

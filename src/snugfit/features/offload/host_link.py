@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class Link:
-    """Copies between a device and host memory, in order. This base class is for the CPU: its copies are
-    synchronous."""
+    """Copies between a device and host memory, in order. This base class is for the CPU, and its copies are
+    synchronous.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -31,16 +32,18 @@ class Link:
         self._memory: list[torch.Tensor] = []
 
     def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Extent], Any]:
-        """Start copies of these tensors' storages to the host; return their extents there, and an event to
-        wait for."""
+        """Start copies of these tensors' storages to the host. Return their positions in the host buffers,
+        and an event to wait for.
+        """
         extents = [self.slabs.take(tensor.untyped_storage().nbytes()) for tensor in tensors]
         return extents, self._send(tensors, extents)
 
     def fetch(
         self, extents: Sequence[Extent], dtypes: Sequence[torch.dtype]
     ) -> tuple[list[torch.Tensor], Any]:
-        """Start copies of these extents into new device tensors; return the tensors and an event to wait
-        for."""
+        """Start copies from these positions in the host buffers into new device tensors. Return the tensors
+        and an event to wait for.
+        """
         import torch
 
         tensors = [
@@ -61,21 +64,24 @@ class Link:
             _bytes_of(tensor).copy_(self._host(extent), non_blocking=True)
 
     def _host(self, extent: Extent) -> torch.Tensor:
-        """Return the host's bytes at this extent as a tensor; slabs are allocated at their first use."""
+        """Return the host bytes at this position as a tensor; host buffers are allocated at their first
+        use.
+        """
         for nbytes in self.slabs.sizes[len(self._memory) :]:
             self._memory.append(self._take(nbytes))
         return self._memory[extent.slab][extent.start : extent.start + extent.nbytes]
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        """Return host memory that is allocated outside of torch's allocator, which represents the device's
-        memory."""
+        """Return newly allocated host memory. It does not come from torch's allocator, which simulates the
+        device's memory here.
+        """
         import torch
 
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 class CudaLink(Link):
-    """Copies on a CUDA stream that only copies."""
+    """Copies between a CUDA device and host memory, on a CUDA stream that does nothing else."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -110,7 +116,9 @@ class CudaLink(Link):
 
 
 class ObservedLink(Link):
-    """Copies on `meta`: extents are assigned, an observer is notified, and nothing is copied."""
+    """Simulated copies for tensors on `meta`: host addresses are assigned, an observer is notified, and
+    nothing is copied.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -135,7 +143,7 @@ class ObservedLink(Link):
 
 
 def link_to_host(device: torch.device) -> Link:
-    """Return the object that copies between this kind of device (CUDA, CPU, `meta`) and the host."""
+    """Return the object that copies between this device type (CUDA, CPU, `meta`) and the host."""
     kinds = {"cuda": CudaLink, "meta": ObservedLink}
     return kinds.get(device.type, Link)(device)
 

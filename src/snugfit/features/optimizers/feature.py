@@ -39,7 +39,7 @@ class Optimizers(Feature):
     }
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
-        """Return a warning about states in managed memory."""
+        """Return a warning about optimizer states in CUDA managed memory."""
         from snugfit.features.optimizers.updates.bitsandbytes_states import doubt_about_pages
 
         return [sentence] if (sentence := doubt_about_pages(optimizer)) else []

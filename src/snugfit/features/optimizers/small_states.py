@@ -25,7 +25,7 @@ LION_RATE = "it needs a third to a tenth of AdamW's learning rate, so no plan ex
 def bitsandbytes_wish(
     name: str, trainer_name: str, arguments: Mapping[str, Any], embeddings: Literal[32, 8] | None = None
 ) -> OptimizerWish:
-    """Return the `OptimizerWish` for this class of `bitsandbytes.optim`.
+    """Return the optimizer setting (`OptimizerWish`) for this class of `bitsandbytes.optim`.
 
     The width for `embeddings` is set before the optimizer is created; the Trainer's own is 32 bits.
     """
@@ -51,14 +51,14 @@ def lion_counterparts(name: str, settings: Mapping[str, Any]) -> tuple[Counterpa
 
 @dataclass(frozen=True, kw_only=True)
 class OfBitsandbytes(Technique):
-    """Base class of techniques with an optimizer of bitsandbytes."""
+    """Base class of techniques whose optimizer comes from bitsandbytes."""
 
     needs: ClassVar = ("bitsandbytes>=0.50",)
     extra: ClassVar = "bnb"
 
     def code(self, job: Job) -> tuple[str, ...]:
-        """Return Python lines that set the width of the embeddings' moments; none where it equals the
-        others'.
+        """Return Python lines that set the bits of the embeddings' moments; none if they equal those of other
+        weights.
         """
         prepare = self.value.prepare
         # With 8 bits, bitsandbytes needs no override.
@@ -105,12 +105,14 @@ class PagedStates(OfBitsandbytes):
     """Bits of the moments of embedding tables, where the others have 8."""
 
     def paged_wish(self, name: str, arguments: Mapping[str, Any]) -> OptimizerWish:
-        """Return the `OptimizerWish` for this class of bitsandbytes, with paged states."""
+        """Return the optimizer setting (`OptimizerWish`) for this class of bitsandbytes, with paged
+        states.
+        """
         arguments = {**arguments, "optim_bits": self.bits, "is_paged": True}
         trainer_name = f"paged_{name.lower()}_{self.bits}bit"
         return bitsandbytes_wish(name, trainer_name, arguments, self.embeddings)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield an objection to a width of embeddings if all states have 32 bits."""
+        """Yield an objection to a setting for embeddings if all moments have 32 bits anyway."""
         if self.bits == 32 and self.embeddings == 8:
             yield "embeddings=8 needs bits=8."

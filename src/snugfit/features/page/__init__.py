@@ -1,1 +1,1 @@
-"""Answers as pages, pictures and cells of a notebook."""
+"""The feature `page`: results as HTML pages, pictures and output of notebook cells."""

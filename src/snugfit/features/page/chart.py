@@ -16,8 +16,8 @@ from snugfit.results.step_seconds import PhaseSpan
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of the memory chart: the bytes of one kind (weights, activations, ...) at each position of a
-    step.
+    """One layer of the memory chart: the bytes of one category (weights, activations, ...) at each position
+    of a step.
     """
 
     kind: str
@@ -26,7 +26,9 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCurve:
-    """The memory chart: bytes by kind through the steady step, the lowest layer first."""
+    """The memory chart: bytes by category (weights, activations, ...) during a step, the lowest layer
+    first.
+    """
 
     positions: Sequence[float]
     """Shares of the step's events, in [0, 1]."""
@@ -43,20 +45,20 @@ class MemoryCurve:
 
     @property
     def meanings(self) -> list[str]:
-        """The entries of the legend: kinds of bytes and lines."""
+        """The entries of the legend: categories of memory (weights, activations, ...) and lines."""
         lines = [RESERVED, *([LIMIT] if self.limit else [])]
         return [*(layer.kind for layer in self.layers), *lines]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleMap:
-    """The chart of bytes at the peak by module and kind, in descending order."""
+    """The chart of bytes at the peak of memory by module and category, in descending order."""
 
     lines: Sequence[ModuleLine]
 
     @property
     def meanings(self) -> list[str]:
-        """The entries of the legend: kinds of bytes."""
+        """The entries of the legend: categories of memory (weights, activations, ...)."""
         return [line.kind for line in self.lines]
 
 
@@ -107,7 +109,7 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The chart of a step's timeline: when the host launches and the device runs each phase."""
+    """The timeline of a step: when the host launches each phase, and when the device runs it."""
 
     spans: Sequence[PhaseSpan]
     end_seconds: float

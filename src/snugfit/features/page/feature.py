@@ -1,4 +1,4 @@
-"""Answers as pages, pictures and cells of a notebook."""
+"""The feature `page`, registered: results as HTML pages, pictures and output of notebook cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict of a result in everyday words, and the four numbers below it."""
+"""The headline of a result in everyday words, and the four numbers below it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Headline(NamedTuple):
 
 
 def of_prediction(one: Prediction) -> Headline:
-    """Return the headline for a prediction: the verdict on its fit, as in the short report."""
+    """Return the headline for a prediction: a sentence on whether the step fits, as in the short report."""
     return _of_verdict(short.verdict(one))
 
 
 def of_plan(plan: Plan) -> Headline:
-    """Return the headline for a plan: the verdict on its fit, as in the short report."""
+    """Return the headline for a plan: a sentence on whether a recipe fits, as in the short report."""
     return _of_verdict(short_plan.verdict(plan))
 
 

@@ -1,4 +1,4 @@
-"""The chart of bytes by kind through the steady step, with its phases and micro-batches."""
+"""The chart of bytes by category during a step, with its phases and micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def memory_over_step(
     micro_batches: int = 1,
     moment: Moment | None = None,
 ) -> Chart:
-    """Return the chart of bytes by kind through the steady step, reserved bytes, and the memory limit.
+    """Return the chart of bytes by category during a step, of reserved bytes, and of the memory limit.
 
     `moment` is that of the whole run's peak. It names the curve's peak if both are in the same phase.
     """

@@ -1,4 +1,4 @@
-"""The charts of each kind of answer, and the page, plot and notebook's cell that show them."""
+"""The charts of each type of result, and the page, plot and notebook cell that show them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ BESIDE = (PREDICTED, MEASURED)
 
 @dataclass(frozen=True)
 class PageMaker:
-    """Functions that draw the page of one class of answer, such as predictions. A feature has those of its
-    own answers in its `plot.py`.
+    """Functions that draw the page of one class of result, such as predictions. Another feature has those of
+    its own results in its `plot.py`.
     """
 
     kind: type
@@ -108,8 +108,9 @@ def _of_prediction(one: Prediction) -> PageParts:
 
 
 def _of_recipes(compared: RecipeComparison) -> PageParts:
-    """Return the page of a comparison: each recipe's need side by side, and the bytes through the step of
-    each."""
+    """Return the page of a comparison: the memory of each recipe side by side, and each recipe's bytes during
+    the step.
+    """
     several = compared.predictions
     groups = [BarGroup(str(one.recipe), [_size(one.needed_bytes)]) for one in several]
     charts = [draw_bars("GPU memory needed, by recipe", groups, [PREDICTED], several[0].memory_bytes)]

@@ -55,7 +55,7 @@ class PlotBlock(NamedTuple):
 
 
 def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool = False) -> bytes:
-    """Return a picture of a result as a file: the verdict, the charts and the warnings.
+    """Return a picture of a result as a file: the headline, the charts and the warnings.
 
     Without `with_words` it has the charts alone. A `coarse` file has fewer points, and texts as text.
     """
@@ -80,7 +80,7 @@ def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool =
 
 
 def _thin(shape: Any) -> Any:
-    """Reduce a curve to the highest point of each short part; return other drawings unchanged."""
+    """Reduce a curve to the highest point of each short interval; return other drawings unchanged."""
     if not isinstance(shape, MemoryCurve) or len(shape.positions) <= COARSE:
         return shape
     totals = [sum(sizes) for sizes in zip(*(layer.bytes for layer in shape.layers), strict=True)]
@@ -274,7 +274,7 @@ def _mark_peak(axes: Axes, x: float, y: float, label: str) -> None:
 
 
 def _modules(shape: ModuleMap, colours: dict[str, str]) -> PlotBlock:
-    """Return a bar chart of the largest modules, each bar split by kind."""
+    """Draw a bar chart of the largest modules, each bar divided by category of memory."""
     by_module: dict[str, list[ModuleLine]] = {}
     for line in shape.lines:
         by_module.setdefault(line.module or "(the loop)", []).append(line)

@@ -1,4 +1,5 @@
-"""Products with bitsandbytes' 8-bit weights (LLM.int8(), arXiv 2208.07339), simulated as its code for a GPU.
+"""Matrix products with bitsandbytes' 8-bit weights (LLM.int8(), arXiv 2208.07339), simulated as they run on a
+GPU.
 
 bitsandbytes quantizes the inputs of each product in float16 and multiplies integers. The result is rescaled
 in float16 and cast to the dtype of the inputs. The backward pass dequantizes the whole weight. The inputs
@@ -46,7 +47,7 @@ def _product_of(functions: Any) -> Any:
     ops: Any = torch.ops.bitsandbytes
 
     class Product(functions.MatMul8bitLt):  # type: ignore[misc]
-        """bitsandbytes' autograd function of a product whose inputs have no columns of outliers."""
+        """bitsandbytes' autograd function of a matrix product, for inputs without outlier columns."""
 
         @staticmethod
         def forward(ctx: Any, A: Any, B: Any, out: Any = None, bias: Any = None, state: Any = None) -> Any:

@@ -54,7 +54,9 @@ class Quantized(Feature):
         )
 
     def packed_dtype(self, tensor: Any) -> str:
-        """Return `nf4` or `fp4` for a tensor that packs bitsandbytes' 4-bit numbers; empty for others."""
+        """Return `nf4` or `fp4` for a tensor of packed 4-bit numbers of bitsandbytes; empty for other
+        tensors.
+        """
         return getattr(tensor, "quant_type", "") if getattr(tensor, "quant_state", None) is not None else ""
 
     def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
@@ -64,7 +66,7 @@ class Quantized(Feature):
         return doubts_on_experts(setup, blocks, missing)
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
-        """Return owner and attribute of the scales and code books of a 4-bit weight."""
+        """Return the objects and attribute names that contain the scales and code books of a 4-bit weight."""
         from snugfit.features.quantized.quantized_weights import scales_in_order
 
         return scales_in_order(weight)

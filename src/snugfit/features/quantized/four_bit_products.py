@@ -1,4 +1,4 @@
-"""Products with bitsandbytes' 4-bit weights, simulated as its code for the policy's device runs them.
+"""Matrix products with bitsandbytes' 4-bit weights, simulated as they run on the chosen device.
 
 `bitsandbytes::gemm_4bit` is one operator whose shape function returns its result alone. On a GPU it has two
 paths (`backends/cuda/ops.py`). Few rows use a kernel that unpacks while it multiplies. For more rows, the
@@ -122,8 +122,8 @@ def fuses(
 
 @functools.cache
 def _bitsandbytes_choice() -> dict[str, Any]:
-    """Return bitsandbytes' function that chooses the kernel, with the names that it needs, from executing a
-    part of its source.
+    """Return bitsandbytes' own function that chooses the kernel. A part of its source is executed with the
+    names that it needs.
 
     Raises `AttributeError` where the source has another form.
     """

@@ -55,7 +55,7 @@ class LowBits(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against it for a job that trains, and for a module that is loaded."""
+        """Return the reason against the technique for a job that trains, and for a module from Python."""
         if job.trains:
             return "quantized weights do not train"
         return "the module's weights are loaded already" if job.model.module is not None else ""

@@ -46,7 +46,7 @@ class QuantizeHandler(Handler):
         )
 
     def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return an exported script's `quantization_config` of `from_pretrained`.
+        """Return the `quantization_config` argument of `from_pretrained` for an exported script.
 
         Unquantized weights are loaded in the dtype of the computation. They are widened afterwards where
         autocast narrows them again.

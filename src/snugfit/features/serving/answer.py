@@ -1,4 +1,4 @@
-"""The answer about a server: its memory at the start, its cache, and the sequences that fit."""
+"""The result about an inference server: its memory at the start, its cache, and the sequences that fit."""
 
 from __future__ import annotations
 

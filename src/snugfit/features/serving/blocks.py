@@ -21,7 +21,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Group:
-    """Layers with the same kind of cache, such as a sliding window, that share blocks of a paged cache."""
+    """Layers with the same type of cache, such as a sliding window, that share blocks of a paged cache."""
 
     window: int | None
     """Tokens to which attention is limited; None without a limit."""
@@ -51,7 +51,7 @@ class PagedCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a further token takes before it leaves a window."""
+        """Bytes that one more token adds, as long as no attention window is full."""
         pages = sum(not group.stateful for group in self.groups)
         return pages * self.block_bytes // self.block_size
 
@@ -87,7 +87,7 @@ class PagedCache:
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number up to `limit` for which a condition holds, by bisection; 0 if it holds for
-    none. It must hold for each smaller number too.
+    none. The condition must also hold for each smaller number.
     """
     low, high = 0, limit
     while low < high:
@@ -100,7 +100,8 @@ def paged_cache(
     layers: Sequence[LayerCache], *, number_bytes: float, state_bytes: int, block_size: int, batched: int,
     caches_prefixes: bool = False,
 ) -> PagedCache:  # fmt: skip
-    """Return the pages of these layers. `number_bytes` and `state_bytes` are those of a cached number.
+    """Return the paged cache of these layers. `number_bytes` is the size of a cached number, and
+    `state_bytes` that of a number in a Mamba state.
 
     With `caches_prefixes`, a sequence of a model that has attention too keeps two states (vllm 0.33,
     `v1/kv_cache_interface.py`, `MambaSpec.max_memory_usage_bytes` in the mode `align`).

@@ -28,7 +28,7 @@ SERVER = "The server"
 
 
 def parse_tokens(text: str) -> int:
-    """Return a number of tokens in vLLM's notation: `8192`, `8k` for 8,000, `8K` for 8,192.
+    """Return a number of tokens from vLLM's notation: `8192`, `8k` for 8,000, `8K` for 8,192.
 
     Raises `UsageError` for other text. Source: vllm 0.19, `human_readable_int` of `engine/arg_utils.py`, from
     0.20 on of `utils/argparse_utils.py`. It also has g and t, and refuses decimals before K and M.
@@ -238,8 +238,8 @@ def _print_all(request: ServingRequest, *, as_json: bool) -> int:
 
 
 def _card(name: str | None, memory: str | None) -> Gpu:
-    """Return the GPU of this name, or a GPU of unknown model with this memory; any for a comparison of all.
-    Print the choice for a name of several.
+    """Return the GPU of this name, or a GPU of unknown model with this memory; any GPU for a comparison of
+    all. Print the chosen GPU if the name is ambiguous.
     """
     from snugfit.job.gpu import choice_of, find_gpu
     from snugfit.units import parse_bytes, show_bytes

@@ -62,7 +62,9 @@ class _ServedParts(NamedTuple):
 
 
 def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
-    """Return llama.cpp's answer. Raises `UsageError` for several GPUs, which it divides by layers."""
+    """Return the memory of a llama.cpp server. Raises `UsageError` for several GPUs, over which llama.cpp
+    divides layers.
+    """
     _refuse_options(request)
     model = _from_header(request.model) if isinstance(request.model, GgufHeader) else _from_config(request)
     slots, batched = request.max_num_seqs or 1, request.max_batched_tokens or MICRO_BATCH
@@ -199,8 +201,8 @@ def _layers_of(header: GgufHeader) -> tuple[LayerCache, ...]:
 
 
 def _window_layers(header: GgufHeader, count: int) -> list[bool]:
-    """Return a flag per layer, True for a layer with an attention window. With a period of 0, all layers have
-    one.
+    """Return a flag per layer, True for a layer with a sliding attention window. With a `period` of 0, all
+    layers have one.
 
     Raises `ModelError` for a pattern that is neither a whole number nor a list of them.
     """
@@ -213,8 +215,8 @@ def _window_layers(header: GgufHeader, count: int) -> list[bool]:
 
 
 def _cache_bytes(layers: Sequence[LayerCache], tokens: int, slots: int, batched: int, number: float) -> int:
-    """Return the bytes of the key-value cache for this number of slots and tokens per slot; states are in
-    fp32. Source: `llama-kv-cache-iswa.cpp` and `llama-memory-recurrent.cpp`.
+    """Return the bytes of the key-value cache for this number of sequences and tokens per sequence; states
+    are in fp32. Source: `llama-kv-cache-iswa.cpp` and `llama-memory-recurrent.cpp`.
     """
     whole = _pad(tokens)
     total = 0

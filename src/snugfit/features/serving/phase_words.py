@@ -48,7 +48,8 @@ def _without_phase(words: Sequence[str]) -> list[str]:
 
 
 def _comparison(words: Sequence[str]) -> list[str]:
-    """Return the words of `snugfit gpus` as those of a comparison, or of one GPU if it is named first.
+    """Return the words of `snugfit gpus` as a command `snugfit serve` for all GPUs, or for one if it is named
+    first.
 
     Raises `UsageError` for several names.
     """

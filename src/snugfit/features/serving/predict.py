@@ -50,7 +50,7 @@ def predict_serving(request: ServingRequest) -> ServingAnswer:
 
 
 def _predict_paged(request: ServingRequest) -> ServingAnswer:
-    """Return the answer of vLLM or sglang."""
+    """Return the memory of a vLLM or sglang server, whose caches are paged."""
     if isinstance(request.model, GgufHeader):
         raise ModelError(
             f"{request.model.name} is a GGUF file, which {request.engine} does not serve here. Allowed is "

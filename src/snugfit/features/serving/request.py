@@ -53,8 +53,9 @@ MOST_RANKS, MOST_TOKENS = 1024, 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class ServingRequest:
-    """A server to predict: a model on GPUs of one kind, an engine, and its options. None is the engine's own
-    default."""
+    """A server to predict: a model on GPUs of one model, an engine, and its options. None means the engine's
+    own default.
+    """
 
     model: Model | GgufHeader
     """The architecture, or the header of a GGUF file, which llama.cpp reads."""

@@ -59,7 +59,7 @@ FEWEST_REQUESTS, MOST_REQUESTS, PER_CONTEXT = 2048, 4096, 512
 def predict_sglang(
     request: ServingRequest, sizes: ModelSizes, weights: int, layout: LinearLayout | None, dtype: str
 ) -> ServingAnswer:
-    """Return sglang's answer for weights of this size per rank."""
+    """Return the memory of a sglang server for weights of this size per rank."""
     total, number = request.gpu.memory_bytes or 0, DTYPE_BYTES[dtype]
     capacity = request.gpu.nvml_total_bytes or total
     chunk, graphs = _defaults(request, capacity)

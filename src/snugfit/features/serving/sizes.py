@@ -138,8 +138,8 @@ def layer_caches(config: Any, tensor_parallel: int) -> tuple[LayerCache, ...]:
 
 
 def _kinds_without_list(config: Any, count: int) -> list[str]:
-    """Return the kind of each layer (attention, window, Mamba, ...) of an architecture whose config has no
-    list of them.
+    """Return the type of each layer (attention, window, Mamba, ...) of an architecture whose config does not
+    list them.
     """
     # Mistral and Phi-3 have one window for all layers; Mixtral's config has the key without a value.
     return ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * count

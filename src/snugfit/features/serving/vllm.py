@@ -1,4 +1,4 @@
-"""vLLM's memory at its start: weights, a profiling run, then the cache in the rest of its share.
+"""vLLM's memory at its start: weights, a profiling run, then the cache in the rest of its memory fraction.
 
 Source: vllm 0.15 to 0.33, Apache-2.0, `v1/worker/gpu_worker.py` (`determine_available_memory`). The cache
 has total memory x `gpu_memory_utilization` - weights - peak of the profiling run - non-torch memory. From
@@ -100,7 +100,7 @@ class Options:
 def predict_vllm(
     request: ServingRequest, sizes: ModelSizes, weights: int, layout: LinearLayout | None, dtype: str
 ) -> ServingAnswer:
-    """Return vLLM's answer for weights of this size per rank."""
+    """Return the memory of a vLLM server for weights of this size per rank."""
     options = _options(request, sizes)
     total = request.gpu.memory_bytes or 0
     number = DTYPE_BYTES[dtype]
@@ -283,7 +283,7 @@ def _most_share(total: int) -> float:
 
 
 def _doubts(request: ServingRequest, sizes: ModelSizes, layout: LinearLayout | None) -> tuple[str, ...]:
-    """Return warnings about options and GPUs that no published start confirms."""
+    """Return warnings about options and GPUs without a published start of vLLM to compare with."""
     doubts = []
     if request.gpu.key != "H100-SXM":
         doubts.append(

@@ -120,7 +120,7 @@ class Reports:
         callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)
 
     def _since_the_last_line(self, step: int) -> list[float]:
-        """Return the losses since the last log line, with the later one of a repeated step."""
+        """Return the losses since the last log line; of a repeated step, only the later loss."""
         first = step - step % self._run.options.logging_steps
         if first == step:
             return []
@@ -213,7 +213,9 @@ def _copy(more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unused_name(folder: Path) -> Path:
-    """Return this path, or the path with a number appended if it exists: the name is the time in seconds."""
+    """Return this path, or the path with a number appended if it exists already: the default name is the time
+    in seconds.
+    """
     if not folder.exists():
         return folder
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
@@ -239,7 +241,7 @@ def _arguments(run: Run) -> Any:
 
 @cache
 def _description() -> type[Any]:
-    """Return a subclass of the Trainer's arguments that describes a run to trackers and sets nothing up.
+    """Return a subclass of the Trainer's arguments that describes a run to trackers and configures nothing.
 
     The original chooses a device and resets accelerate's state, which may be a user's own.
     """

@@ -163,7 +163,9 @@ mentions it."""
 
 
 def advice_on(gpus: Sequence[WatchedGpu], thread_share: float | None) -> Iterator[str]:
-    """Yield a sentence for each reading that calls for a change, then the limits of the readings."""
+    """Yield a sentence for each reading that calls for a change, then sentences on the limits of the
+    readings.
+    """
     is_advised = False
     for gpu in gpus:
         name = f"GPU {gpu.index}: " if len(gpus) > 1 else ""

@@ -41,7 +41,7 @@ before the block."""
 
 
 class _Utilization:
-    """Records NVML's GPU utilization, once for each census of processes after the first second."""
+    """Records NVML's GPU utilization once for each count of the GPU's processes, after the first second."""
 
     def __init__(self, card: Card) -> None:
         self._card, self._censuses = card, 0
@@ -50,7 +50,7 @@ class _Utilization:
         """Reason why `shares` is empty."""
 
     def read(self) -> None:
-        """Read the utilization after a census."""
+        """Read the GPU utilization after a count of the GPU's processes."""
         self._censuses += 1
         if self._censuses <= CENSUSES_BEFORE:
             return
@@ -68,7 +68,7 @@ class _SampledCard(NamedTuple):
     utilization: _Utilization
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of a `WatchedGpu` that NVML reports."""
+        """Return the fields of a `WatchedGpu` that NVML measures."""
         censuses = self.sampler.censuses.values()
         shares = [process.bytes for census in censuses for process in census.own if process.bytes]
         facts: dict[str, Any] = {

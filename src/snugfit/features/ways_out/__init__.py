@@ -1,1 +1,1 @@
-"""Changes of a recipe with which a step fits, after the answer that it does not."""
+"""The feature `ways_out`: changes of a recipe with which a step fits, after a prediction that it does not."""

@@ -1,4 +1,4 @@
-"""Additions to answers and errors: the changes with which a step fits.
+"""Additions to predictions, plans and errors: the changes of a recipe with which a step fits.
 
 The core calls this module (`Feature.changes_that_fit`). After an out-of-memory error, changes are computed
 for the job of the run and the memory of its GPU, without use of the GPU. The original error is never lost:
@@ -180,8 +180,9 @@ def end_with_ways_out(
 def ways_out_of(
     job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None = None, *, loop: str = "plain"
 ) -> str:
-    """Return lines on the changes with which the step fits a GPU of this memory; empty if none can be
-    computed."""
+    """Return lines with the changes of a recipe with which the step fits a GPU of this memory; empty if none
+    can be computed.
+    """
     try:
         return "\n".join(_lines(job, recipe, gpu, memory_bytes, loop))
     except Exception:  # the caller has an error of its own, which no other may hide
@@ -198,7 +199,7 @@ def _lines(job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None, l
 
 
 def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
-    """Return the prediction with a memory limit that it exceeds: the given memory, or less than its need."""
+    """Return the prediction with a memory limit that it exceeds: the given limit, or one below its need."""
     limit = min(filter(None, (memory_bytes, prediction.memory_bytes)), default=prediction.needed_bytes)
     limit = min(limit, int(LESS * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
     return replace(prediction, memory_bytes=limit)

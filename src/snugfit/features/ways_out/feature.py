@@ -21,7 +21,7 @@ class WaysOutFeature(Feature):
         return (NO_WAYS_OUT,) if command in ("plan", "predict") else ()
 
     def changes_that_fit(self) -> Any:
-        """Return the module that adds changes which fit to answers, errors and reports."""
+        """Return the module that adds changes of a recipe to results, errors and reports, if nothing fits."""
         from snugfit.features.ways_out import additions
 
         return additions

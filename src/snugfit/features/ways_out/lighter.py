@@ -95,7 +95,7 @@ class RecipeCosts:
         return len(self._pool.workers)
 
     def screen(self, recipes: Iterable[Recipe]) -> None:
-        """Compute the lower bounds of these recipes; those that share their forward and backward passes are
+        """Compute the lower bounds of these recipes. Those with the same forward and backward passes are
         simulated together.
         """
         groups: dict[Hashable, list[Recipe]] = defaultdict(list)
@@ -108,7 +108,9 @@ class RecipeCosts:
                 self.bounds[recipe] = None if isinstance(one, SnugfitError) else one[0]
 
     def judge(self, groups: Iterable[Sequence[Recipe]]) -> None:
-        """Compute the exact figures of recipes, in groups that differ only in the allocator's settings."""
+        """Compute the exact bytes and seconds of recipes, in groups that differ only in the allocator's
+        settings.
+        """
         unknown = [[recipe for recipe in alike if recipe not in self.figures] for alike in groups]
         for alike, answer in self._answers("judge", [alike for alike in unknown if alike]):
             for recipe, one in zip(alike, answer, strict=True):
@@ -126,8 +128,9 @@ class RecipeCosts:
     def _answers(
         self, method: str, groups: Sequence[list[Recipe]]
     ) -> Iterator[tuple[list[Recipe], list[Any]]]:
-        """Call a method of the workers for each group. Yield each group with its answers; an error is the
-        answer for each of its recipes."""
+        """Call a method of the worker processes for each group of recipes. Yield each group with its results;
+        an error is the result for each of its recipes.
+        """
         questions = [
             # The Setups are sent, since a worker needs nothing else of a recipe.
             Question(number, method, ([recipe.setup() for recipe in alike],))
@@ -168,7 +171,9 @@ class LighterRecipes:
         """Slots for which the search has found a single technique that fits."""
 
     def slots(self, recipe: Recipe) -> tuple[Slot, ...]:
-        """Return the slots in which a recipe differs from the given one, in the order of recipes."""
+        """Return the slots (choices of the recipe, such as the optimizer) in which a recipe differs from the
+        given one.
+        """
         return tuple(slot for slot in Slot if recipe[slot] != self.base[slot])
 
     @property
@@ -183,7 +188,9 @@ class LighterRecipes:
         return min(figures, key=lambda recipe: figures[recipe].needed_bytes, default=self.base)
 
     def singles(self, fidelity: Fidelity) -> Iterator[Recipe]:
-        """Yield recipes that fit and differ in one technique of this fidelity: for each slot the fastest."""
+        """Yield recipes that fit with one changed technique whose results differ at most by this fidelity:
+        the fastest for each slot of the recipe.
+        """
         recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
         # `cost` extrapolates from the bound, because no exact figure exists yet.
         waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
@@ -206,7 +213,9 @@ class LighterRecipes:
                 return
 
     def pairs(self, fidelity: Fidelity) -> Iterator[Recipe]:
-        """Yield recipes that fit by two techniques, each too large alone, the fastest of two slots."""
+        """Yield recipes that fit with two changed techniques, neither of which is enough alone: the fastest
+        for two slots.
+        """
         by_slot: dict[Slot, list[Recipe]] = defaultdict(list)
         for technique in self._lighter_techniques(fidelity):
             if technique.slot not in self._solved:
@@ -246,8 +255,8 @@ class LighterRecipes:
                 return
 
     def many_at_once(self, fidelity: Fidelity, *, without: Slot | None = None) -> Iterator[Recipe]:
-        """Yield a recipe that fits with several changed techniques, as few as possible. The slot `without` is
-        unchanged.
+        """Yield a recipe that fits with several changed techniques, as few as possible. The choice for the
+        slot `without` stays.
 
         The slot `without` stays plain.
         """
@@ -273,7 +282,9 @@ class LighterRecipes:
     # ---- techniques --------------------------------------------------------------------------------------
 
     def _lighter_techniques(self, fidelity: Fidelity) -> list[Technique]:
-        """Return the techniques of free slots up to this fidelity that save memory alone."""
+        """Return the techniques of free slots that save memory by themselves and change results at most by
+        this fidelity.
+        """
         if fidelity not in self._techniques:
             recipes = [
                 candidate.recipe
@@ -304,7 +315,7 @@ class LighterRecipes:
         return space.candidates
 
     def _grades_that_fit(self, slots: Collection[Slot]) -> Iterator[tuple[float, list[Recipe]]]:
-        """Yield for each of these slots the settings of a technique from few to all layers, if the last one
+        """Yield, for each of these slots, the settings of a technique from few layers to all, if the last one
         fits, with estimated seconds.
 
         The seconds are an estimate for the least that fits, on a line through both ends.
@@ -326,8 +337,8 @@ class LighterRecipes:
             yield base.seconds + share * (last.seconds - base.seconds), settings
 
     def _is_lowered(self, recipe: Recipe) -> bool:
-        """Return True if the recipe compiles layers, which takes minutes to simulate, unless the given recipe
-        does so too.
+        """Return True if a recipe compiles layers and the given one does not, since compilation takes minutes
+        in a simulation.
         """
         return recipe.setup().lowering is not None and self.base.setup().lowering is None
 
@@ -358,7 +369,7 @@ class LighterRecipes:
         return RecipeCost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
 
     def _estimate(self, first: Recipe, second: Recipe) -> RecipeCost:
-        """Return the estimated bytes and seconds of a recipe with the changes of two others.
+        """Return the estimated bytes and seconds of a recipe that combines the changes of two others.
 
         Savings of different tensors add up. Two savings of the same activations multiply. The estimate is the
         mean of both.
@@ -416,8 +427,8 @@ class LighterRecipes:
     # ---- smaller changes ---------------------------------------------------------------------------------
 
     def _least_that_fits(self, base: Recipe, grades: Sequence[Recipe]) -> Recipe:
-        """Return the first of these ever smaller settings that leaves the headroom, or that fits if the last
-        leaves none. The last one fits, and `base` does not.
+        """Return the first of these settings of ever less memory that leaves the headroom, or that fits if
+        the last leaves none. The last one fits, and `base` does not.
         """
         few, last = self.cost(base), self.cost(grades[-1])
         limit = self._comfortable if last.needed_bytes <= self._comfortable else self.memory_bytes
@@ -456,8 +467,8 @@ class LighterRecipes:
         return min(recipe, least, key=lambda one: self.cost(one).seconds)
 
     def _without_unnecessary(self, recipe: Recipe) -> Recipe:
-        """Return the recipe after undoing changes that it does not need to fit, the slowest first, while it
-        gets no slower.
+        """Return the recipe without changes that it does not need to fit. The slowest change is undone first,
+        as long as the recipe gets no slower.
         """
         # Each round takes back one change, since savings depend on each other.
         while True:
@@ -475,7 +486,9 @@ class LighterRecipes:
     # ---- recipes -----------------------------------------------------------------------------------------
 
     def _slot(self, recipe: Recipe) -> Slot:
-        """Return the only slot in which a recipe differs from the given recipe."""
+        """Return the only slot (a choice of the recipe, such as the optimizer) in which a recipe differs from
+        the given one.
+        """
         return self.slots(recipe)[0]
 
     def _with_both(self, first: Recipe, second: Recipe) -> Recipe:
@@ -488,7 +501,9 @@ class LighterRecipes:
 
 
 def _few(recipes: Sequence[Recipe], cost: Callable[[Recipe], RecipeCost]) -> list[Recipe]:
-    """Return a few recipes from fast to small, none of which is slower and larger than another."""
+    """Return a few recipes from the fastest to the smallest, none of which is slower and larger than
+    another.
+    """
     front: list[Recipe] = []
     for recipe in sorted(recipes, key=cost):
         if not front or cost(recipe).seconds < cost(front[-1]).seconds:

@@ -1,4 +1,4 @@
-"""Ways out of a prediction that does not fit: the cheapest changes of its recipe with which the step fits.
+"""Search for the cheapest changes of a recipe with which a step fits, after a prediction that it does not.
 
 A plan searches all recipes, which takes minutes. Ways out change as little as possible, in this order:
 
@@ -107,9 +107,9 @@ def _stages(
     offers: dict[Recipe, WayOut],
     tell: Callable[[str], None],
 ) -> Iterator[Iterator[Recipe]]:
-    """Yield, for each stage of the search, an iterator over recipes that fit. Changes of a stage are complete
-    before the next. Each alternative to a change that was found leaves one of its slots plain. Once changes
-    are found, only single techniques of another algorithm are tried.
+    """Yield, for each stage of the search, an iterator over recipes that fit. The changes of one stage are
+    complete before the next. Each alternative to a found change leaves one of its slots at the plain
+    technique. Once changes are found, only single techniques that change the algorithm are tried.
     """
 
     def say(what: str) -> None:

@@ -58,8 +58,9 @@ class ApolloWithAdamW(ProjectedAndAdamW):
 def _column_factors(
     small: torch.Tensor, state: dict[str, Any], group: dict[str, Any], short: int
 ) -> torch.Tensor:
-    """Return a factor for each column: the norm of AdamW's update of a projected gradient, divided by the
-    norm of the projection."""
+    """Return a factor for each column of a gradient: the norm of AdamW's update of its projection, divided by
+    the norm of the projection.
+    """
     update = adamw_direction(small, state, group)
     lengths = [torch.linalg.vector_norm(one, dim=short, keepdim=True) for one in (update, small)]
     # AdamW's update of the projection, relative to the projection itself.

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 def paged_bytes() -> int:
-    """Return the bytes of paged states that this process has made since `keep_embeddings`."""
+    """Return the bytes of paged states that this process has created since the last call of
+    `keep_embeddings`.
+    """
     # Without an import there are no pages, and the import takes seconds.
     if "bitsandbytes" not in sys.modules:
         return 0
@@ -36,7 +38,7 @@ def paged_bytes() -> int:
 
 
 def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
-    """Set the width of the embedding tables' moments, for the next optimizer."""
+    """Set the number of bits of the embedding tables' moments, for the optimizer that is created next."""
     import torch
 
     managers, pages = _managers(), _page_managers()
@@ -99,7 +101,7 @@ def _let_go(kind: Any, instance: Any) -> None:
 
 @contextlib.contextmanager
 def shapes(*, on_gpu: bool = True) -> Iterator[None]:
-    """Context in which code treats tensors on `meta` as tensors of a GPU, or without `on_gpu` of a CPU."""
+    """Context in which tensors on `meta` are treated as on a GPU, or without `on_gpu` as on a CPU."""
     from unittest.mock import patch
 
     managers = _managers()

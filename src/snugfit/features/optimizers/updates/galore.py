@@ -82,7 +82,7 @@ def _singular_vectors(gradient: torch.Tensor, rank: int, side: str) -> dict[str,
 
 
 def leave_others_to_adamw(model: torch.nn.Module, targets: Sequence[str] = ()) -> None:
-    """Mark the weights that AdamW updates without a projection: all but the matrices of hidden layers.
+    """Mark the weights that AdamW updates without a projection: all except the matrices of hidden layers.
 
     With `targets`, AdamW gets all but the weights of linear layers whose names contain one of these words.
     `ALL_LINEAR` selects every linear layer. That is transformers' `optim_target_modules`, which includes the

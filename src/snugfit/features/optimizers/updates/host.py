@@ -106,7 +106,7 @@ def _kind(part: WeightSlice) -> tuple[torch.dtype, torch.device]:
 
 
 def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return one part of the host's staging buffer for each slice of a weight; the parts are adjacent."""
+    """Return a region of the host's staging buffer for each slice of a weight; the regions are adjacent."""
     room, start = memory.view(piece[0].weight.dtype), 0
     staged = []
     for part in piece:
@@ -143,7 +143,9 @@ def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _report_piece(piece: list[WeightSlice]) -> None:
-    """Report the copies and the update of one group of slices to the observer."""
+    """Report to the observer that one group of weight slices is copied to the host, updated there and copied
+    back.
+    """
     observer = MetaLink.observer
     for part in piece:
         observer.stage_out(part.weight.nbytes)

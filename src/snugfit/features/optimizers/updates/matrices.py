@@ -52,7 +52,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
             self.run(torch.optim.AdamW(rest, foreach=True))
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run a step of the optimizer `optimizer` on the states of `self`."""
+        """Run a step of the inner `optimizer` on the states of this optimizer."""
         # The state stays here, since an inner optimizer lives for one step.
         optimizer.state = self.state
         optimizer.step()

@@ -1,4 +1,4 @@
-"""AdamW in pieces: some weights at a time are copied, updated by torch's fused AdamW, and put back.
+"""AdamW in slices: some weights at a time are copied, updated by torch's fused AdamW, and copied back.
 
 So there are few kernels, and the temporaries have a fixed size. `AdamWInPieces` widens weights and moments of
 fewer bits on their device; `host.AdamWOnHost` updates copies on the host.
@@ -74,7 +74,7 @@ def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor]
 def pieces(
     parts: Iterable[Part], kind: Callable[[Part], Any], size: Callable[[Part], int], most: int
 ) -> Iterator[list[Part]]:
-    """Yield lists of adjacent items of one kind, with a total size of at most `most`. A larger item is
+    """Yield lists of adjacent items of equal type, with a total size of at most `most`. A larger item is
     yielded alone.
     """
     for _, alike in groupby(parts, kind):
