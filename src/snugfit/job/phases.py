@@ -13,7 +13,9 @@ from snugfit.feature_folders import feature_objects
 
 
 class AddedPhase:
-    """A phase of a feature. Subclasses override the methods that they need."""
+    """A use of a model (phase) that a feature adds, such as text generation. Subclasses override the methods
+    that they need.
+    """
 
     name: ClassVar[str]
     """Its value in `Phase`."""

@@ -1,4 +1,5 @@
-"""Evidence on whether a batch in pieces equals the whole batch: not if its samples depend on each other.
+"""Detection of models whose samples depend on each other, as by batch norm, so that micro-batches differ from
+the whole batch.
 
 Gradients of micro-batches add up to those of the batch if the loss is a mean over samples. Two kinds are
 none:
@@ -46,7 +47,7 @@ architecture."""
 
 class Mixing(NamedTuple):
     """Evidence that a sample's loss depends on other samples of the batch, as by batch norm. Both fields are
-    empty where it does not.
+    empty if it does not.
     """
 
     reason: str = ""
@@ -77,9 +78,9 @@ def mixing_of(job: Job) -> Mixing:
 
 
 def _of_architecture(job: Job) -> str:
-    """Return a reason why transformers' model makes samples depend on each other, such as batch norm; empty
-    if it does not. The model is built only if its file has a batch norm, or if it has other models inside.
-    Nothing is imported if the text of its files rules out both.
+    """Return the reason why a transformers model makes samples depend on each other, such as batch norm;
+    empty if it does not. The model is built only if its file has a batch norm, or if it contains other
+    models. Nothing is imported if the text of its files excludes both.
     """
     key = (job.model.facts, job.task, job.labels)
     if key not in _OF_FACTS:
@@ -88,7 +89,7 @@ def _of_architecture(job: Job) -> str:
 
 
 def norm_layers_of_job(job: Job) -> str:
-    """Return, in words, the batch-norm layers of transformers' own model for this job.
+    """Return a description of the batch-norm layers of transformers' own model for this job.
 
     The model is built only if its source file may have some.
     """
@@ -107,7 +108,7 @@ def norm_layers_of_job(job: Job) -> str:
 
 
 def is_plain_by_source(model: Model, task: str) -> bool:
-    """Return True if the source files in transformers show no batch norm and no other model inside.
+    """Return True if the transformers source files contain no batch norm and no nested model.
 
     The files are read as text. The result is False if they leave it open.
     """
@@ -125,7 +126,8 @@ def is_plain_by_source(model: Model, task: str) -> bool:
 
 
 def norm_layers(module: nn.Module) -> str:
-    """Return, in words, the layers of a module that normalise over the batch in training; or an empty string.
+    """Return a description of the layers of a module that normalize over the batch in training; empty if
+    there are none.
 
     If the module itself is in training mode, layers in evaluation mode are frozen and not counted.
     """
@@ -200,8 +202,8 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
 
 
 def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str:
-    """Return, in words, the first operator that mixes samples, by comparing its sizes for few and for many
-    samples; or an empty string.
+    """Return a description of the first operator that combines samples, found by comparing sizes for few and
+    for many samples; empty if there is none.
     """
     growth = SAMPLES[1] / SAMPLES[0]
     # Another sequence of operators allows no comparison.

@@ -1,1 +1,3 @@
-"""Experiments in new processes, with their peaks and seconds, and the ledger of their results."""
+"""Experiments in new processes, with their memory peaks and seconds, and the folder of their results
+(ledger).
+"""

@@ -335,7 +335,7 @@ _BEFORE: dict[str, int] = {}
 
 
 def keep_peaks() -> None:
-    """Patch `torch.cuda.reset_peak_memory_stats` so that the peaks before each reset are stored."""
+    """Patch `torch.cuda.reset_peak_memory_stats` to store the peaks before each reset."""
     import torch
 
     set_back = torch.cuda.reset_peak_memory_stats

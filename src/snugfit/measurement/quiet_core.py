@@ -110,8 +110,9 @@ class QuietCore:
         return statistics.median(self._samples) if self._samples else None
 
     def _move(self) -> bool:
-        """Move the thread to the first undisturbed core, or at the first check to the fastest of all. Return
-        False if no core was undisturbed."""
+        """Move the thread to the first undisturbed core, or at the first check to the fastest of all cores.
+        Return False if no core was undisturbed.
+        """
         candidates = sorted(self._candidates, key=lambda core: self._loop_seconds.get(core, 0.0))
         ALL_CORES.update(self._cores)
         for core in candidates[:MAX_CORES_TRIED]:

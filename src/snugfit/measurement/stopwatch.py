@@ -1,4 +1,4 @@
-"""Seconds of steady steps, timed at step boundaries only, and the number of steps to time.
+"""Timing of training steps after the first ones, at step boundaries only, and the number of steps to time.
 
 On a GPU an event is recorded in the stream at each boundary, without a wait until the run is over. A
 synchronisation after each step would drain the device, and the next step would include the time to fill it
@@ -111,8 +111,9 @@ class Stopwatch(Observer):
             self._after_step(index)
 
     def phase(self, name: str) -> None:
-        """Check the core of the loop's thread from the second step on. Nothing is timed, because events
-        inside the step would cost time. (In the first step threads are created.)"""
+        """Check the core of the loop's thread from the second step on, because threads are created in the
+        first. Nothing is timed within a step, since CUDA events there would cost time.
+        """
         if self._core and self._first_step_ended:
             self._core.rebalance()
 
@@ -129,8 +130,9 @@ class Stopwatch(Observer):
         return [end.cpu - begin.cpu for begin, end in pairwise(self._boundaries)]
 
     def quiet(self) -> list[bool]:
-        """Return True for each steady step with a quiet core at all checks in it and at both its
-        boundaries."""
+        """Return True for each timed step whose core was quiet at all checks within the step and at both its
+        boundaries.
+        """
         return [begin.disturbed_before == end.disturbed_after for begin, end in pairwise(self._boundaries)]
 
     def startup(self, *, imports_seconds: float, context_seconds: float) -> Startup:

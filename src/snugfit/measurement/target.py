@@ -66,8 +66,9 @@ class Target:
 
     @property
     def torch_device(self) -> str:
-        """The device in the child's numbering: `cuda:0` for a single card, else its position in `beside`.
-        Without NVML it is the index of this process."""
+        """The device as the child process numbers it: `cuda:0` for a single GPU, else its position in
+        `beside`. Without NVML it is the index of this process.
+        """
         if self.type == "cpu":
             return "cpu"
         if self.card and self.beside:

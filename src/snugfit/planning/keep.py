@@ -1,4 +1,4 @@
-"""The fixed slots of a plan: techniques that the search does not change.
+"""The fixed slots of a plan: choices of the recipe, such as the optimizer, that the search does not change.
 
 keep="lora(r=16, targets=all-linear) + bf16_pure" fixes these two, regardless of their fidelity.
 start="lora(r=8) + bf16 + every_layer" fixes its adapters, its precision, its optimizer. free="optimizer"
@@ -35,7 +35,9 @@ ASKED, OWN = "kept as you asked", "kept as in your own recipe"
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The slots that a search does not change, and the recipe that it must include."""
+    """The slots (choices of the recipe, such as the optimizer) that a search does not change, and the recipe
+    that it must include.
+    """
 
     slots: Mapping[Slot, tuple[Technique, ...]] = field(default_factory=dict)
     """Candidates of each fixed slot: the fixed technique, then others of its family."""
@@ -50,7 +52,9 @@ class Kept:
     """True for a search over GPUs that train together."""
 
     def why(self, slot: Slot) -> str:
-        """Return the reason why a slot is fixed and the option that frees it; empty for a searched slot."""
+        """Return the reason why a slot (a choice of the recipe) is fixed, and the option that frees it; empty
+        for one that is searched.
+        """
         if slot not in self.slots:
             return ""
         algorithm = "the algorithm " if len(self.slots[slot]) > 1 else ""
@@ -62,7 +66,7 @@ class Kept:
         return {one.preloaded for techniques in self.slots.values() for one in techniques if one.preloaded}
 
     def listing(self) -> tuple[KeptSlot, ...]:
-        """Return the fixed slots as a plan's result lists them."""
+        """Return the fixed slots (choices of the recipe) in the form of a plan's result."""
         return tuple(
             KeptSlot(slot=slot.value, techniques=tuple(map(str, self.slots[slot])), why=self.why(slot))
             for slot in Slot
@@ -117,8 +121,8 @@ def _is_axis(technique: Technique) -> bool:
 
 
 def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None = None) -> Kept:
-    """Return the fixed slots for this job: those named by `keep`, and `OF_START` of the recipe to `start`
-    from.
+    """Return the fixed slots (choices of the recipe) for this job: those named by `keep`, and `OF_START` of
+    the recipe to `start` from.
 
     Slots in `free` are excepted. Raises `UsageError` and `RecipeError` for unknown techniques and slots.
     """
@@ -152,8 +156,9 @@ def _family(technique: Technique, job: Job) -> list[Technique]:
 
 
 def techniques_named(keep: Keep) -> Mapping[Slot, Technique]:
-    """Return the techniques in `keep` by slot. Raises `UsageError` for an empty `keep` and `RecipeError` for
-    unknown techniques."""
+    """Return the techniques in `keep` by slot (choice of the recipe). Raises `UsageError` for an empty `keep`
+    and `RecipeError` for unknown techniques.
+    """
     if keep is None:
         return {}
     if isinstance(keep, Mapping):

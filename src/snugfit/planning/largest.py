@@ -104,8 +104,8 @@ def field_of(job: Job, of: str) -> tuple[str, int]:
 
 
 class _Sizes:
-    """Cached predictions of one job with different batch sizes or lengths. A size counts in units that the
-    recipe can divide.
+    """Cached predictions of one job with different batch sizes or lengths. A size is a number of units that
+    the recipe can divide.
     """
 
     def __init__(self, job: Job, recipe: Recipe, of: str, options: dict[str, Any]) -> None:
@@ -120,7 +120,9 @@ class _Sizes:
         return count * self.unit
 
     def spare(self, count: int) -> int:
-        """Return the free bytes at `count` units, less the headroom; negative if it does not fit."""
+        """Return the free bytes for a size of `count` units, minus the headroom; negative if it does
+        not fit.
+        """
         if count not in self.asked:
             self.asked[count] = predict(self._job(count), self.recipe, **self.options)
         prediction = self.asked[count]

@@ -72,9 +72,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The resource that limits the answer's speed, and the fraction of the GPU's peak arithmetic that it
-    reaches.
-    """
+    """The hardware limit of the recipe's speed, and the fraction of the GPU's peak FLOP/s that it reaches."""
 
     bound: str
     """Resource that bounds the step (`StepSeconds.bound`)."""
@@ -102,7 +100,7 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptSlot:
-    """A slot (such as precision) that the search left as the user set it."""
+    """A slot (a choice of the recipe, such as precision) that the search left as the user set it."""
 
     slot: str
     """The slot's own name."""
@@ -116,7 +114,9 @@ class KeptSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A difference between the plan's recipe and the user's: both techniques of one slot, and the effect."""
+    """A difference between the plan's recipe and the user's: both techniques of one slot (such as the
+    optimizer), and the effect.
+    """
 
     slot: str
     """The slot's own name."""
@@ -136,7 +136,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The user's recipe with its figures, and the changes that the plan proposes."""
+    """The user's recipe with its bytes and seconds, and the changes that the plan proposes."""
 
     recipe: str
     """Recipe in the notation of recipes."""
@@ -156,7 +156,9 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """The reason why the best recipe has its technique in one slot."""
+    """The reason for the best recipe's technique in one slot (a choice of the recipe, such as the
+    optimizer).
+    """
 
     slot: str
     """The slot's own name."""
@@ -364,7 +366,9 @@ class Plan(JsonDocument, Tabular):
         return self.best or self.nearest
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return one row per recipe of the front: those that fit first, each part from the fastest on."""
+        """Return one row per recipe of the Pareto front: those that fit first, each group from the fastest
+        on.
+        """
         return [
             asdict(choice)
             | {
@@ -377,7 +381,9 @@ class Plan(JsonDocument, Tabular):
         ]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the verdict, the front in the order of the document, the nearest miss and the speed."""
+        """Return derived values of the document: the fit, the order of the Pareto front, the nearest miss and
+        the speed.
+        """
         keys: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "front": encode(self.fitting_first)}
         keys["nearest_miss"] = None if self.best else encode(self.nearest)
         if self.timing:

@@ -1,4 +1,6 @@
-"""Plans for several GPUs that train one model together. A feature with techniques for them computes them."""
+"""Plans for several GPUs that train one model together, which a feature with techniques for several GPUs
+computes.
+"""
 
 from __future__ import annotations
 

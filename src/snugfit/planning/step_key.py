@@ -83,7 +83,7 @@ def step_key(setup: Setup) -> StepKey:
 
 
 def trace_key(setup: Setup) -> tuple[Hashable, Hashable, Hashable]:
-    """Return the first three parts of this Setup's key, equal for two Setups with one trace."""
+    """Return the first three components of this Setup's key, equal for two Setups with one trace."""
     return _values(setup, "passes"), _values(setup, "micro_batches"), _values(setup, "update")
 
 
@@ -134,8 +134,8 @@ def as_written(setup: Setup, *, padded: bool) -> Setup:
 
 
 def with_update_of(setup: Setup, other: Setup) -> Setup:
-    """Return `setup` with the fields of `other` that change the update and not the forward and backward
-    passes.
+    """Return `setup` with those fields of `other` that change the optimizer update and not the forward and
+    backward passes.
     """
     names = _names_by_part(setup)
     own = [name for name in names["update"] if name not in names["passes"]]
@@ -160,7 +160,7 @@ def differ_in_launches(setup: Setup, other: Setup) -> bool:
 
 
 def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
-    """Return the values of the fields that determine this part of a step.
+    """Return the values of the fields that determine the passes, the update or another component of a step.
 
     Consecutive Setups of a space share most of their fields, so the last answer for each part is cached.
     """
@@ -182,7 +182,7 @@ def _names_by_part(setup: Any) -> Mapping[str, tuple[str, ...]]:
 
 @cache
 def _sorted_fields(kind: Any) -> Mapping[str, tuple[str, ...]]:
-    """Return the fields of a Setup by the part of a step that they change."""
+    """Return the fields of a Setup by the component of a step that they change, such as the update."""
     return {
         part: tuple(field.name for field in fields(kind) if part in TOUCHES.get(field.name, UNKNOWN))
         for part in StepKey._fields

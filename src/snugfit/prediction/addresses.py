@@ -53,7 +53,7 @@ class DeviceAddresses:
         return self._reserve_space(size)
 
     def release_context(self) -> None:
-        """Free the part of the context's chunk that later segments may use."""
+        """Free the part of the CUDA context's memory chunk that later segments may use."""
         # The code of the first kernels takes its space before the context gives up its own.
         self._reserve_space(CODE)
         # No segment is in the 2 MiB above, so the whole chunk is gone, and new chunks are made in its place.
@@ -76,7 +76,9 @@ class DeviceAddresses:
             self._reserve_space(CODE)
 
     def start_cublas(self) -> None:
-        """Reserve cuBLAS's address space, and its libraries' in the context's former chunk."""
+        """Reserve cuBLAS's address space, and that of its libraries, in a chunk that the context used
+        before.
+        """
         # cuBLAS takes its space from the holes, 2 MiB at a time.
         for _ in range(CUBLAS // CODE):
             self._reserve_space(CODE)

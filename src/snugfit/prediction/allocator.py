@@ -1,4 +1,4 @@
-"""A replay of the CUDA caching allocator: requests are rounded, split and cached.
+"""A simulation of the CUDA caching allocator: requests are rounded, split and cached.
 
 A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` and `AllocatorConfig.h`, torch
 2.13, default configuration and `expandable_segments`.
@@ -287,7 +287,7 @@ def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
 
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
-    """Yield the indices of `events` that allocate one of these blocks."""
+    """Yield the indices of the `events` that allocate one of these blocks."""
     return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
 
 
@@ -302,8 +302,9 @@ class Skipped(NamedTuple):
 
 
 class Repeats:
-    """Detects repetitions of a trace's periods (`Trace.periods`) that need no replay: they begin with the
-    same free and live blocks as the one before. `single` are events that happen once."""
+    """Detects repetitions in a trace (`Trace.periods`) that need no replay, because they begin with the same
+    free and live blocks as the one before. `single` are events that happen once.
+    """
 
     def __init__(self, trace: Trace, single: Collection[int]) -> None:
         self.begins: dict[int, Period] = {}
@@ -346,8 +347,9 @@ class Repeats:
 def _replay_again(
     allocator: Allocator, frees: Frees, last: LastStep, emptied: Collection[int], began: set[Hashable]
 ) -> None:
-    """Replay the last step until the allocator's state before it is in `began`, the states before earlier
-    replays."""
+    """Replay the last step until the allocator's state before it equals one of `began`, the states before
+    earlier replays.
+    """
     for _ in range(MOST_REPEATED):
         begins = allocator.state(), last.begins()
         if begins in began:
@@ -362,8 +364,8 @@ def is_small(pool: int) -> bool:
 
 
 def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]:
-    """Return the driver's changes of addresses, each of which happens once, by the phase or operator that
-    triggers it.
+    """Return the CUDA driver's changes of addresses, each of which happens once, by the phase or operator
+    that triggers it.
 
     They happen when the context is released, or when this phase or operator first allocates a block.
     """
@@ -376,8 +378,8 @@ def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]
 
 
 def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Sequence[Callable[[], None]]]:
-    """Return functions that change the driver's free addresses, by the number of the block before which each
-    runs.
+    """Return functions that change the CUDA driver's free addresses, by the number of the block before which
+    each runs.
     """
     pending = actions_by_word(addresses)
     release = next((mark for mark in trace.marks if mark.kind is MarkKind.CONTEXT_RELEASED), None)

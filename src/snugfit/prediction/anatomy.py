@@ -1,4 +1,6 @@
-"""Breakdown of a predicted step: bytes at the peak by kind and module, bytes over time, and its operators."""
+"""Breakdown of a predicted step: bytes at the peak by category (weights, activations, ...) and module, bytes
+over time, and its operators.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ POINTS = 240
 
 
 def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: Setup) -> Anatomy:
-    """Return the bytes at the event `peak` by kind and module, the curve over time, and the operators of a
-    trace. `reserved` are the allocator's bytes after each event."""
+    """Return the bytes at the peak (the event with index `peak`) by category and module, the bytes over time,
+    and the operators of a trace. `reserved` are the allocator's bytes after each event.
+    """
     # Without a wish for weights, they have the dtype of the job.
     setup = replace(setup, weights_dtype=setup.weights_dtype or job.dtype)
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
@@ -40,7 +43,9 @@ def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: S
 
 
 def by_kind(trace: Trace, peak: int) -> dict[str, int]:
-    """Return the bytes by kind at event `peak`, largest first; they add up to the requested bytes there."""
+    """Return the bytes by category (weights, activations, ...) at event `peak`, largest first; they add up to
+    the requested bytes there.
+    """
     total: Counter[str] = Counter()
     for index in trace.alive_at(peak):
         total[trace.blocks[index].kind] += trace.blocks[index].nbytes
@@ -173,7 +178,9 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
 
 
 def _kinds_after(trace: Trace, positions: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Yield the live bytes by kind after each of these events, which are in ascending order."""
+    """Yield the live bytes by category (weights, activations, ...) after each of these events, which are in
+    ascending order.
+    """
     live: dict[str, int] = {}
     begin = 0
     for position in positions:

@@ -1,4 +1,5 @@
-"""The inputs of a prediction that depend on the GPU: a policy, and the bytes of the CUDA context.
+"""The inputs of a prediction that depend on the GPU: the decisions of CUDA's libraries there, and the bytes
+of the CUDA context.
 
 NVML counts three things for a process: the allocator's reserved bytes, the CUDA context, and the loaded
 libraries. The last two are measured per GPU. Without a measurement, the middle of the measured ones is taken,
@@ -64,7 +65,8 @@ The source is `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. 2.7 was the
 
 
 def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
-    """Return CUDA's policy on this GPU, or on an H200 when none is named.
+    """Return the simulated decisions of CUDA's libraries (such as the attention kernel) on this GPU, or on an
+    H200 if none is named.
 
     Raises `GpuError` for GPUs without CUDA, and for those on which the installed torch does not run.
     """
@@ -111,7 +113,7 @@ def _torch() -> str:
 
 
 def _oldest_capabilities() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the entry of `OLDEST_CAPABILITIES` for the installed torch."""
+    """Return the oldest compute capability that the installed torch supports, for each build."""
     major, minor = map(int, _torch().split("."))
     return OLDEST_CAPABILITIES[max(first for first in OLDEST_CAPABILITIES if first <= (major, minor))]
 
@@ -121,8 +123,8 @@ def _text(capability: tuple[int, int]) -> str:
 
 
 def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
-    """Return the policy of the first of these GPUs, which shares a simulation with the different policies of
-    the others.
+    """Return the policy (the decisions of CUDA's libraries) of the first of these GPUs, with which one
+    simulation serves all of them.
 
     Each different set of decisions is one of its `peers`.
     """
@@ -234,8 +236,8 @@ def context_for(
 
 
 def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]:
-    """Return warnings about figures that are less certain on this GPU than on an H200, the reference of all
-    measurements.
+    """Return warnings about figures that are less certain on this GPU than on an H200, on which most
+    measurements were made.
 
     They include builds of torch that do not run on it. `software` None means the installed packages.
     """

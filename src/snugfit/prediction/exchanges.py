@@ -31,7 +31,7 @@ unless layers are cut into stages."""
 
 
 class ForeseenRank(NamedTuple):
-    """A simulated rank with its trace and its predicted bytes."""
+    """The simulated step of one rank (process), with its trace and its predicted bytes."""
 
     rank: int
     trace: Trace
@@ -47,18 +47,18 @@ class ForeseenRank(NamedTuple):
 
 
 class StreamsRun(Protocol):
-    """The simulated steady step of kernels in several CUDA streams."""
+    """A simulated step whose kernels run in several CUDA streams."""
 
     seconds: float
     """Seconds between the ends of two steady steps."""
 
     @property
     def moments(self) -> Sequence[tuple[float, float, float]]:
-        """For each kernel, seconds from the step's beginning to its launch, its start and its end."""
+        """For each kernel, the seconds from the step's beginning to its launch, its start and its end."""
 
 
 class DifferingRanks(Protocol):
-    """The simulated steady step of ranks with different work, such as pipeline stages."""
+    """A simulated step of ranks with different work, such as pipeline stages."""
 
     def seconds(self, rank: int, batch_size: int, rates: Rates) -> StepSeconds:
         """Return the seconds of this rank's step."""
@@ -75,8 +75,8 @@ class GpuLink:
         return 0.0
 
     def share(self, operator: str, gpus: int) -> float:
-        """Return the share, from 0 to 1, of the link's bytes per second that this kernel reaches among this
-        number of GPUs.
+        """Return the fraction, from 0 to 1, of the link's bytes per second that this kernel reaches among
+        this number of GPUs.
         """
         return 1.0
 
@@ -106,8 +106,8 @@ class Exchanges:
 
     @staticmethod
     def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
-        """Return frees of blocks that other streams still use (`record_stream`). Each maps the event of the
-        free to the event before which the block is reusable.
+        """Return the delayed frees of blocks that other streams still use (`record_stream`). Each maps the
+        event of the free to the event before which the block is reusable.
         """
         return {}
 
@@ -125,7 +125,7 @@ class Exchanges:
 
     @staticmethod
     def link(gpu: Gpu, rates: Rates | None = None) -> GpuLink:
-        """Return the speed of the link between GPUs of this kind."""
+        """Return the speed of the link between GPUs of this model."""
         return GpuLink()
 
     @staticmethod
@@ -161,8 +161,9 @@ class Exchanges:
     def few_layers_question(
         self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
     ) -> Any | None:
-        """Return an object whose `judge` predicts ranks with different work from few layers; None if all
-        ranks have the same work."""
+        """Return an object that predicts ranks with different work from few layers (`judge`); None if all
+        ranks have the same work.
+        """
         return None
 
     def micro_batches_in_full(self, setup: Setup) -> float:
@@ -177,7 +178,7 @@ def weight_bytes(trace: Trace) -> int:
 
 
 def modules_of(job: Job) -> list[str]:
-    """Return the modules that processes need to predict this job, some seconds of imports.
+    """Return the modules that processes import to predict this job, which takes some seconds.
 
     The last is ignored if transformers has no such file.
     """

@@ -50,7 +50,9 @@ class MeasurementRequest:
 
     @property
     def rank_job(self) -> Job:
-        """The job of each process. Raises `UsageError` for a batch that cannot be divided evenly."""
+        """The job of each process, with its part of the global batch. Raises `UsageError` for a batch that
+        cannot be divided evenly.
+        """
         return job_of_rank(self.job, self.setup)
 
     def document(

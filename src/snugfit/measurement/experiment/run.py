@@ -137,8 +137,8 @@ def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int) -> dic
 
 
 def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
-    """Wait until no other process uses the GPUs, and return each one's memory and processes. The patience
-    applies to all of them together.
+    """Wait until no other process uses the GPUs, and return the memory and processes of each GPU. The time
+    limit applies to all of them together.
     """
     deadline = time.monotonic() + contamination.PATIENCE
     return [
@@ -273,7 +273,7 @@ class Children:
         self._open.close()
 
     def owns(self, pid: int) -> bool:
-        """Return True for a process in a session of one of the children."""
+        """Return True for a process in the session of one of the child processes."""
         return any(child.owns(pid) for child in self._children)
 
     def wait(self, deadline_seconds: float) -> list[ChildExit]:

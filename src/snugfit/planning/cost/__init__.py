@@ -1,1 +1,3 @@
-"""Costs of recipes: lower bounds, traces of parts of a step, queue times, and worker processes."""
+"""Costs of recipes: lower bounds, simulated traces of passes and updates, seconds of the kernel queue, and
+worker processes.
+"""

@@ -82,7 +82,7 @@ class PassProfiles:
 
 
 class UpdateProfile(NamedTuple):
-    """Bytes and kernels of the optimizer update in a steady step."""
+    """Bytes and kernels of the optimizer update in a step after the first."""
 
     peak_increase: int
     """Peak of live bytes above those at its start."""
@@ -140,7 +140,9 @@ class _StepsOfSizes(PlainStep):
     """True if a step adds to the gradients of the previous one instead of dropping them."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build the model and run all steps, each of which is reported as the first; there is no loss."""
+        """Build the model and run all steps, each of which is reported as a first step. No loss is
+        returned.
+        """
 
         with run_context(self.setup):
             observer.phase("build")
@@ -198,7 +200,7 @@ class _KernelKey(NamedTuple):
 
 
 def _additions(first: Work, further: Sequence[Work]) -> Counter[_KernelKey]:
-    """Return the additions to existing gradients: kernels of all further micro-batches that a first one
+    """Return the kernels that add to existing gradients: those of later micro-batches that the first one
     lacks.
 
     The first micro-batch may have another size.

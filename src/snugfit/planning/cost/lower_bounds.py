@@ -1,4 +1,4 @@
-"""Lower bounds of the bytes and seconds of recipes, from models of few layers.
+"""Lower bounds of the bytes and seconds of recipes, from simulations of models with few layers.
 
 Forward and backward are simulated for two numbers of layers, with all sizes of micro-batch in one simulation.
 Each optimizer update is simulated likewise. The straight line through the live bytes and seconds of both
@@ -102,7 +102,7 @@ class StepBounds(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Lower bounds of several recipes that have the same forward and backward passes."""
+    """Lower bounds of recipes that have the same forward and backward passes."""
 
     per_setup: Sequence[StepBounds | UnsupportedStep]
     """The bounds of each Setup, or the reason why its step cannot run."""
@@ -122,7 +122,7 @@ class LowerBounds:
         self._segments: dict[Hashable, list[QueueSegment] | None] = {}
 
     def of(self, setups: Sequence[Setup]) -> Bounds:
-        """Return the lower bounds of these Setups, which share their forward and backward passes except for
+        """Return the lower bounds of these Setups. They have the same forward and backward passes, except for
         the micro-batch size.
 
         Raises `SnugfitError` if one of them cannot be simulated.
@@ -146,7 +146,7 @@ class LowerBounds:
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
 
     def depth_fit(self, setup: Setup) -> DepthFit:
-        """Return the few-layer models with which a step under this Setup is simulated."""
+        """Return the models of few layers with which a step under this Setup is simulated."""
         return DepthFit(self.shallow_jobs.of(setup), self.shallow_jobs.layers(setup))
 
     def update(self, setup: Setup, shallow: ShallowJob, passes: PassProfiles | None = None) -> UpdateProfile:
@@ -229,7 +229,7 @@ class _PassesBounds:
         )
 
     def why_unsupported(self, setup: Setup) -> UnsupportedStep | None:
-        """Return the reason why a step under this Setup cannot run, or None."""
+        """Return the reason why a step under this Setup cannot run; None if it can."""
         parts = parts_of(setup)
         try:
             for profile in self._profiles(setup):
@@ -271,7 +271,7 @@ class _PassesBounds:
         return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
 
     def in_programs(self, setup: Setup) -> int:
-        """Return a lower bound of the live bytes at the start of the backward pass, if the layers were
+        """Return a lower bound of the live bytes at the start of the backward pass, for layers that are
         compiled.
         """
         left_bytes = [
@@ -291,7 +291,7 @@ class _PassesBounds:
         return float(self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)]))
 
     def _standing(self, setup: Setup) -> float:
-        """Return live bytes between steps: weights, states and permanent allocations."""
+        """Return the live bytes between steps: weights, optimizer states and permanent allocations."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         # Passes and update have their own depths, so each has its own line.
         standing = self.fit.extrapolate([passes.baseline_bytes for passes in self.by_depth])
@@ -306,8 +306,8 @@ class _PassesBounds:
     def _rise(
         self, setup: Setup, among: Callable[[str], bool] | None = None, *, layers: int | None = None
     ) -> float:
-        """Return the least increase of live bytes in forward and backward: the maximum over modules, each
-        extrapolated.
+        """Return a lower bound of the increase of live bytes in forward and backward: the maximum over
+        modules, each extrapolated to all layers.
 
         `among` selects modules by name. The value is that of the whole depth, or of `layers` layers.
         """
@@ -325,8 +325,8 @@ class _PassesBounds:
     # ---- seconds -----------------------------------------------------------------------------------------
 
     def seconds(self, setups: Sequence[Setup]) -> Iterator[Sequence[float]]:
-        """Yield the seconds of steps that differ in their optimizer updates only, by GPU, with a share of the
-        run's start-up.
+        """Yield the seconds of steps that differ only in their optimizer updates, by GPU, each with a share
+        of the run's start-up seconds.
         """
         timer = self.bounds.timer
         known: Mapping[int, Sequence[float]] = {}
@@ -345,8 +345,8 @@ class _PassesBounds:
         return self._device_seconds(setup, _whole_work)
 
     def compiled_seconds(self, setup: Setup) -> Sequence[float]:
-        """Return the seconds of a step's kernels that torch.compile would leave, by GPU. Empty if the timer
-        does not give them, and for a step that is itself compiled or recorded.
+        """Return, by GPU, the seconds of those kernels of a step that remain with torch.compile. Empty if the
+        timer cannot compute them, and for a step that is itself compiled or recorded.
         """
         if setup.lowering is not None or launches_otherwise(setup):
             return ()
@@ -423,7 +423,9 @@ class _PassesBounds:
         return seconds
 
     def _by_depth(self, setup: Setup) -> Sequence[float]:
-        """Return the seconds of a step by GPU, extrapolated from whole steps with few layers."""
+        """Return the seconds of a step by GPU, extrapolated from simulations of whole steps with few
+        layers.
+        """
         counts, depths = few(setup.micro_batches), []
         for shallow, profile, passes in zip(
             self.fit.depths, self._profiles(setup), self.by_depth, strict=True
@@ -458,7 +460,7 @@ def few(micro_batches: int) -> tuple[int, ...]:
 def _by_length(
     updates: Sequence[Sequence[QueueSegment] | None],
 ) -> list[dict[int, Sequence[QueueSegment]]]:
-    """Return the update segments grouped by their number, each with its index."""
+    """Return the queue segments of optimizer updates grouped by their number, each with its index."""
     groups: dict[int, dict[int, Sequence[QueueSegment]]] = defaultdict(dict)
     for number, segments in enumerate(updates):
         if segments is not None:

@@ -1,4 +1,4 @@
-"""Lower bounds of candidates with compiled layers, before a compiler lowers them.
+"""Lower bounds of recipes with compiled layers, computed before the layers are compiled.
 
 A feature with a `Lowering` has a subclass (`Feature.lowered_kinds`). Without one, no candidate is lowered.
 """
@@ -21,8 +21,8 @@ CACHE_SHARE = 0.1
 
 
 class LoweredKinds:
-    """Lower bounds for the compiled recipes of a search, which are compiled only when the search needs them.
-    The base class has none.
+    """Lower bounds for the compiled recipes of a search, which are compiled only if the search needs them.
+    This base class has none.
 
     `saves_nothing` maps a recomputing candidate to the same one without recomputing.
     """
@@ -66,13 +66,15 @@ class LoweredKinds:
         return None
 
     def again_seconds(self, number: int) -> float:
-        """Return the least seconds that a recipe spends on recomputing activations; 0 if unknown."""
+        """Return a lower bound of the seconds that a recipe spends on recomputing activations; 0 if
+        unknown.
+        """
         return 0.0
 
 
 @cache
 def lowered_kinds() -> type[LoweredKinds]:
-    """Return the feature's class for compiled candidates, or the base class."""
+    """Return the feature's class of bounds for compiled recipes, or the base class."""
     kinds = [kind for classes in hooks("lowered_kinds") for kind in classes()]
     return kinds[0] if kinds else LoweredKinds
 

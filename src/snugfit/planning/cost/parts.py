@@ -1,5 +1,5 @@
-"""Evaluation of recipes for a search: lower bounds and exact bytes and seconds, from cached simulations of a
-step's parts.
+"""Evaluation of recipes for a search: lower bounds, and exact bytes and seconds, from cached simulations of
+the passes and the update.
 
 `screen` computes the *lower bound* of a recipe's cost. It simulates forward and backward passes on models of
 few layers, with all sizes of micro-batch in one simulation. It simulates the optimizer update likewise.
@@ -85,7 +85,9 @@ class _OwnTrace(NamedTuple):
 
 
 class FullCheck(NamedTuple):
-    """Result of comparing a recipe's bytes and seconds from spliced parts with its full simulation."""
+    """Comparison of a recipe's bytes and seconds, joined from simulated passes and update, with its full
+    simulation.
+    """
 
     is_same: bool
     """True if the full simulation gave the same figures."""
@@ -95,8 +97,8 @@ class FullCheck(NamedTuple):
 
 
 class Parts:
-    """Simulates recipes of one job, and caches forward, backward and update separately. All its GPUs run the
-    same kernels.
+    """Simulates recipes of one job, and caches forward pass, backward pass and update separately. All its
+    GPUs run the same kernels.
     """
 
     def __init__(
@@ -144,7 +146,9 @@ class Parts:
         return [context_for(gpu, software, needs)[0] for gpu in self.gpus]
 
     def _exact_bounds(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...] | UnsupportedStep]:
-        """Return the exact bounds of these Setups. Those with one trace, or one timing, share its figures."""
+        """Return the exact bounds of these Setups. Setups with the same trace, or the same timing, share
+        them.
+        """
         traces = {step_key(as_rehearsed(setup)): self._whole_trace(setup) for setup in setups}
         needed = {
             key: [trace.peak().nbytes + context for context in self._contexts(trace)]
@@ -165,7 +169,7 @@ class Parts:
     # ---- exact figures -----------------------------------------------------------------------------------
 
     def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures, ...]]:
-        """Return the exact figures of these Setups on each GPU.
+        """Return the exact bytes and seconds of these Setups on each GPU.
 
         They have one trace, and differ only in the allocator and in the number format of matrix products.
         """
@@ -286,8 +290,8 @@ class Parts:
         return FullCheck(same, prediction.doubts, prediction.timing)
 
     def run(self, setup: Setup) -> PeriodicRun | None:
-        """Return the step's trace under this Setup, spliced from its parts; None if they cannot be spliced.
-        Raises `UnsupportedStep` if the step cannot run so.
+        """Return the step's trace under this Setup, joined from its simulated passes and update; None if they
+        cannot be joined. Raises `UnsupportedStep` if the step cannot run.
         """
         parts = parts_of(setup)
         if not parts.can_be_spliced:
@@ -318,8 +322,8 @@ class Parts:
 
     def _second_step_is_redundant(self, setup: Setup) -> bool:
         """Return True if simulating one step of such forward and backward passes is enough, tested on few
-        layers and one sample each. The memory that a step leaves behind is the same for any set of recomputed
-        layers that is not empty.
+        layers and one sample each. The memory that remains after a step is the same for any non-empty set of
+        recomputed layers.
         """
         count = min(setup.micro_batches, MICRO_BATCHES)
         kind = replace(setup, checkpoint=setup.checkpoint and EVERY_LAYER)
@@ -338,7 +342,7 @@ class Parts:
         return self._remember(("whole", step_key(setup)), lambda: rehearse(self.job, setup, self.policy))
 
     def _remember(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
-        """Return the cached result of `make` for this key; the least recently used entry is evicted."""
+        """Return the cached result of `make` for this key; the least recently used entry is dropped."""
         if key not in self._whole:
             self._whole[key] = make()
         self._whole.move_to_end(key)
@@ -349,8 +353,8 @@ class Parts:
 
 
 def _bounds_on_gpus(step: StepBounds, contexts: Sequence[int], least: Sequence[int]) -> tuple[Bound, ...]:
-    """Return a step's lower bounds including each GPU's CUDA context. `least` are the contexts with
-    recomputation, which may choose another attention without cuDNN's libraries.
+    """Return a step's lower bounds plus the CUDA context of each GPU. `least` are the contexts with
+    recomputation, which may choose another attention kernel without cuDNN's libraries.
     """
     unknown = [0.0] * len(contexts)
     return tuple(

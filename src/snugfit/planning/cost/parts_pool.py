@@ -1,4 +1,4 @@
-"""The worker processes of a plan. Each has its own `Parts`, with a cache of simulated parts.
+"""The worker processes of a plan, each with its own cache of simulated passes and updates (`Parts`).
 
 The parts stay in this process if a plan cannot be sent to another one. Reasons are a user's own module, and a
 timer that is a closure.

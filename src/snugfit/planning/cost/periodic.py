@@ -63,7 +63,9 @@ class Requests:
 
     @property
     def leaves_as_many(self) -> bool:
-        """True if the last of several steps leaves the number of live blocks on each stack unchanged."""
+        """Return True if the last of several steps leaves the number of live blocks on each stack of free
+        blocks unchanged.
+        """
         left: Counter[int] = Counter()
         for some, times in self.recorded[-1]:
             for stack, what in some:
@@ -93,7 +95,7 @@ class Requests:
         return requests
 
     def _driver(self, alloc: Alloc) -> Iterator[Request]:
-        """Yield the actions of the driver before this block is allocated (such as `empty_cache`), each
+        """Yield the actions of the CUDA driver before this block is allocated (such as `empty_cache`), each
         once.
         """
         for word in (*self._due, alloc.phase, alloc.operator):
@@ -144,11 +146,11 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
 
 
 def _nothing() -> None:
-    """Do nothing, in place of a driver's action that already happened."""
+    """Do nothing, in place of a CUDA driver's action that has already happened."""
 
 
 def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable]) -> None:
-    """Call the function `replay` `times` times, but skip whole periods once the allocator's `state`
+    """Call the function `replay` `times` times, but skip whole cycles once the allocator's `state`
     repeats.
     """
     begins: dict[Hashable, int] = {}

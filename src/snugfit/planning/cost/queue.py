@@ -1,4 +1,5 @@
-"""A closed form of the queue of host and device: four numbers per GPU replace all kernels between two waits.
+"""Closed formula for the seconds of the kernel queue: four numbers per GPU replace all kernels between two
+waits of the host.
 
 `a` is the time until the first kernels up to this one have been launched. `w` is the device's time for all
 kernels before it. The device ends a segment at
@@ -54,7 +55,7 @@ class QueueSegment(NamedTuple):
 
 
 def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
-    """Return consecutive pieces of a step as one list of segments, joined without waits between them."""
+    """Return consecutive parts of a step as one list of segments, joined without waits between them."""
     first, *rest = pieces
     segments = list(first)
     for piece in rest:
@@ -136,7 +137,9 @@ def _is_empty(segment: QueueSegment) -> bool:
 
 
 def stack(alternatives: Sequence[Sequence[QueueSegment]]) -> list[QueueSegment]:
-    """Return the queue segments of several alternative recipes as arrays, stacked along a new first axis."""
+    """Return the queue segments of several alternative recipes as arrays, stacked along a new first
+    dimension.
+    """
     return [
         QueueSegment(*(np.stack(values) for values in zip(*same, strict=True)))
         for same in zip(*alternatives, strict=True)

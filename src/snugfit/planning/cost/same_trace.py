@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def trace_under(setup: Setup, trace: Trace) -> Trace:
-    """Return this trace with the matrix products and data loading of these training settings."""
+    """Return this trace with the matrix-product precision and data loading of these training settings."""
     kernels = kernels_under(setup, trace.kernels)
     return trace if kernels is trace.kernels else replace(trace, kernels=kernels)
 
@@ -44,7 +44,7 @@ def with_sizes(trace: Trace, sizes: Mapping[tuple[str, int], int]) -> Trace:
 
 
 def kernels_under(setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    """Return these kernels with the product dtypes and batch copies of these training settings."""
+    """Return these kernels with the matrix-product dtypes and batch copies of these training settings."""
     from snugfit.rehearsal.record.kernels import PRODUCTS, TF32
 
     kernels = parts_of(setup).launched_kernels(setup, kernels)

@@ -1,4 +1,4 @@
-"""Models of few layers that represent a deep one.
+"""Models of few layers that represent a model of many layers in simulations.
 
 A deep model's figures follow from two shallower ones. Their layers repeat as its own do, and their
 checkpointing has the same pattern. If no two shallower models are less work than the whole one, it is used
@@ -49,8 +49,8 @@ class ShallowJobs:
         self._depths: dict[Hashable, Depth | None] = {}
 
     def of(self, setup: Setup) -> list[ShallowJob]:
-        """Return two jobs with fewer layers from which the whole job is extrapolated; only the whole job if
-        it has few.
+        """Return two jobs with fewer layers, from which the whole job is extrapolated. If the model has few
+        layers, return the whole job alone.
         """
         depth = self.depth(setup)
         if depth is not None and self.few:
@@ -68,7 +68,7 @@ class ShallowJobs:
         return [ShallowJob(self.job, setup, self.layers(setup))]
 
     def smoke_test_job(self, setup: Setup, samples: int) -> Job | None:
-        """Return the job with so few layers and `samples` samples that any test on it is cheap.
+        """Return the job with so few layers and `samples` samples that a simulation of it is fast.
 
         Return None if the whole model is not deeper.
         """
@@ -79,8 +79,8 @@ class ShallowJobs:
         return replace(depth.shallower(self.job, layers), batch_size=samples)
 
     def depth(self, setup: Setup) -> Depth | None:
-        """Return the number of layers and the period after which they repeat; None if their number cannot be
-        changed.
+        """Return the number of layers, and the number after which different layer types repeat. None if the
+        number of layers cannot be changed.
         """
         if setup.attention not in self._depths:
             self._depths[setup.attention] = depth_of(self.job, setup)

@@ -38,8 +38,8 @@ def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
 
 
 def write_out(part: Part) -> Part:
-    """Return recorded short forward and backward passes expanded to the result of `rehearse_passes`, if the
-    second step is redundant.
+    """Return recorded short forward and backward passes expanded to the result of `rehearse_passes`, if a
+    second step changes nothing.
     """
     return replace(part, trace=_write_out(part.trace))
 
@@ -95,8 +95,8 @@ def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
 
 
 def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
-    """Return the events of a step as those of the step after it. The permanent allocations of the first step
-    already exist, and the tensors of the model that it replaced are gone.
+    """Return the events of a step as those of the step after it. Permanent allocations of the first step are
+    not repeated, and the model's tensors that it replaced are gone.
     """
     first, second = LiveSet(), LiveSet()
     mapping = dict(zip(first.follow(build), second.follow(build), strict=True))
@@ -136,8 +136,8 @@ def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
 
 
 def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -> Kernel:
-    """Return this kernel with the host's operator counts of the `left_out` kernels before it added. The views
-    that replaced tensors in the model are excepted: one for each of the `replaced` tensors.
+    """Return this kernel with the host's operator counts of the `left_out` kernels before it added. Views
+    that replaced tensors in the model do not count: one for each of the `replaced` tensors.
     """
     if not left_out:
         return kernel

@@ -1,4 +1,4 @@
-"""A step's share of its run's start-up, given the length of the run.
+"""The part of a run's start-up seconds that each step has, given the length of the run.
 
 seconds a step = (start-up + steps x steady step) / steps
 

@@ -66,7 +66,7 @@ class ComposableTimer(Protocol):
 
 
 def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
-    """Return a steady step's seconds on each GPU. The step consists of these pieces of device work, in order.
+    """Return a step's seconds on each GPU. The step consists of these sequences of kernels, in order.
 
     Cached segments of the pieces are joined. All kernels are simulated instead if the timer is not a
     `ComposableTimer`, or if copies run in parallel.
@@ -221,7 +221,7 @@ class GpuTimers:
 
 @dataclass(frozen=True)
 class TimersWithGaps:
-    """A timer that returns the seconds of GPUs with known rates, and 0 for all other GPUs."""
+    """A timer that returns the seconds of GPUs with known hardware rates, and 0 for all other GPUs."""
 
     timers: GpuTimers
     """Timers of the GPUs with known rates."""

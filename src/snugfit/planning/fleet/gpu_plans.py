@@ -66,8 +66,8 @@ class OnGpu:
 
     @property
     def tight(self) -> bool:
-        """True if the recipe fits but leaves less than the requested free memory (headroom), as every recipe
-        does there.
+        """True if the recipe fits but leaves less than the requested free memory (headroom), because every
+        recipe does so on this GPU.
         """
         return bool(self.fits) and -self.lacking_bytes < self.headroom_bytes
 
@@ -110,7 +110,7 @@ class GpuPlans(JsonDocument):
 
     @property
     def fitting(self) -> tuple[OnGpu, ...]:
-        """The answers for GPUs on which a recipe fits."""
+        """The results for GPUs on which a recipe fits."""
         return tuple(answer for answer in self.answers if answer.fits)
 
     @property
@@ -129,14 +129,16 @@ class GpuPlans(JsonDocument):
         return min(timed, key=lambda on_gpu: (on_gpu.pace(self.steps) or 0.0, on_gpu.key), default=None)
 
     def speed(self, answer: OnGpu) -> StepSpeed | None:
-        """Return the speed of one answer's recipe; None without a recipe, or if its seconds are unknown."""
+        """Return the speed of the recipe for one GPU; None without a recipe, or if its seconds are
+        unknown.
+        """
         seconds = answer.choice.step_seconds if answer.choice else 0.0
         if not seconds:
             return None
         return speed_of(seconds, self.job, measured_rates=answer.measured_rates, mfu=answer.mfu)
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the answers with their speeds, and the keys of the smallest and of the fastest GPU."""
+        """Return the results with their speeds, and the keys of the smallest and of the fastest GPU."""
         answers = [encode_fields(answer, timing=encode(self.speed(answer))) for answer in self.answers]
         return {
             "answers": answers,

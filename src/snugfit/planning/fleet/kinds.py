@@ -35,8 +35,8 @@ _Answer = TypeVar("_Answer")
 def kinds_of(
     gpus: Iterable[Gpu], fixed: Kept, fidelity: Fidelity = Fidelity.ROUNDS
 ) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
-    """Return the GPU models in groups that run the same kernels, each for one search. Return for all other
-    GPUs, by key, an answer without a recipe and with the reason.
+    """Return the GPU models in groups that run the same kernels, each for one search. For every other GPU
+    return, by key, a result without a recipe and with the reason.
     """
     degrees = list(Fidelity)
     looked_at = [
@@ -88,7 +88,7 @@ def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
 
 
 class _SearchStopped(Exception):
-    """Error that stops a search whose answer is no longer needed."""
+    """Error that stops a search whose result is no longer needed."""
 
 
 def search_kinds(

@@ -50,7 +50,7 @@ class Prices:
         return cls(per_hour)
 
     def with_(self, stronger: Prices) -> Prices:
-        """Return these prices, overridden by those of `stronger`."""
+        """Return these prices, overridden by those in `stronger`."""
         return Prices({**self.per_hour, **stronger.per_hour})
 
 

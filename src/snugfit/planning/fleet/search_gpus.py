@@ -134,8 +134,8 @@ class _KindAnswer(NamedTuple):
 
 
 def _search_kind(asked: PlanRequest, clock_of: ClockOf | None, spare: SpareProcesses | None) -> _KindAnswer:
-    """Search the best recipes for GPUs that run the same kernels, by the policy of the one with the least
-    scratch.
+    """Search the best recipes for GPUs that run the same kernels. The simulation imitates the GPU whose
+    kernels need the least temporary memory.
 
     If other kinds are searched concurrently, a worker works apart, and processes become `spare`.
     """
@@ -158,7 +158,7 @@ def _search_kind(asked: PlanRequest, clock_of: ClockOf | None, spare: SpareProce
 
 
 def _smallest(asked: PlanRequest, timer: Timer) -> list[bool]:
-    """Return for each GPU True if the recipe with the least memory is needed: by request, or because its
+    """Return, for each GPU, True if the recipe with the least memory is needed: by request, or because its
     seconds are unknown.
     """
     indices = timer.indices if isinstance(timer, TimersWithGaps) else range(len(asked.gpus))
@@ -203,8 +203,9 @@ SAME_SECONDS = 1e-9
 
 
 class SearchOfGpu:
-    """The search for the best recipe on one GPU, repeated until a simulation by the GPU's own policy confirms
-    the answer."""
+    """The search for the best recipe on one GPU, repeated until a full simulation of this GPU confirms the
+    result.
+    """
 
     def __init__(
         self, space: Space, pool: WorkerPool, gpu: Gpu, headroom_bytes: int, *, smallest: bool, tell: Tell
@@ -246,8 +247,8 @@ class SearchOfGpu:
             self.verified = None
 
     def learn(self, by_search: Figures, own: Figures) -> None:
-        """Store two full simulations of the answer: for the GPU that represents the group, and for this GPU
-        itself.
+        """Store two full simulations of the best recipe: for the GPU that represents the group, and for this
+        GPU itself.
         """
         number, state = self.answer, self.state
         figures = self._found.setdefault(number, state.judged[number])
@@ -261,7 +262,7 @@ class SearchOfGpu:
 
     def _add_own_bytes(self) -> bool:
         """Add the extra bytes of this GPU's workspaces to all recipes with the same forward and backward
-        passes as the answer. Return True if the answer's bytes were without them.
+        passes as the best one. Return True if the best recipe's bytes were without them.
         """
         number, state = self.answer, self.state
         more = self._more.get(state.passes_of(number), ())
@@ -285,7 +286,7 @@ def search_each(
     smallest: Sequence[bool],
     tell: Tell,
 ) -> list[SearchOfGpu]:
-    """Search the best recipe for each GPU, until its answer is simulated in full. Return the searches."""
+    """Search the best recipe for each GPU, until its result is simulated in full. Return the searches."""
     results = SharedResults(pool)
     workers: dict[int, int] = {}
     searches = []
@@ -313,7 +314,8 @@ def search_each(
 def _simulate_answers(
     space: Space, pool: WorkerPool, searches: Mapping[int, SearchOfGpu], tell: Tell
 ) -> None:
-    """Simulate each GPU's answer in full, by its own policy and by that of the searches, the first GPU's.
+    """Simulate the best recipe of each GPU in full, once for that GPU and once for the first GPU, which the
+    searches simulate.
 
     The plan reports these figures. GPUs with the same answer share a simulation, and so do answers of one
     trace.

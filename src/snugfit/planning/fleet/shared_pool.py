@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class SharedResults:
-    """Cache of simulation results by method and recipe (`Setup`). A space holds each Setup once, so its id
-    identifies it.
+    """Cache of simulation results by method and recipe (`Setup`). A search space contains each Setup once, so
+    its id identifies it.
     """
 
     def __init__(self, pool: WorkerPool) -> None:

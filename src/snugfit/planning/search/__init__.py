@@ -1,1 +1,1 @@
-"""The search through the space of recipes, and the reasons for its answer."""
+"""The search through the space of recipes, and the reasons for its result."""

@@ -57,7 +57,7 @@ NO_LIMIT = (
 
 
 class Resolved(NamedTuple):
-    """Result of replacing `auto` in a recipe: the concrete recipe, and the reason for it."""
+    """Result of replacing `auto` in a recipe: a recipe with concrete settings, and the reason for them."""
 
     recipe: Recipe
     why: str
@@ -124,7 +124,7 @@ def resolve(
     memory_bytes: int | None = None,
     **how: Any,
 ) -> Resolved:
-    """Return a recipe without `auto`: its `rest` with the least recomputing and offloading that fits.
+    """Return a recipe without `auto`: its `rest`, with the least recomputing and offloading that fits.
 
     `how` is passed to `predict`. Raises `UsageError` without a limit, and `NothingFits` if nothing fits.
     """
@@ -170,7 +170,8 @@ def resolve(
 
 def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
     """Return a faster recipe that frees the activations of `gone` layers, some of them by offloading; None
-    without a clear gain. A gain is clear if it exceeds the tolerance of equally fast recipes.
+    without a clear gain. A gain is clear if it exceeds the tolerance within which recipes count as equally
+    fast.
     """
     mixture = mixture_of(asked.job, link_of(gpu))
     if mixture is None or gone >= mixture.layers:
@@ -189,7 +190,7 @@ def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: G
 
 @dataclass
 class _Asked:
-    """Cached predictions of one job's recipes, while `auto` is replaced."""
+    """Cache of the predictions of one job's recipes, while `auto` is replaced."""
 
     job: Job
     how: Mapping[str, Any]
@@ -232,8 +233,8 @@ class _Asked:
         return timing.step_seconds if timing else 0.0
 
     def lacking(self, recipe: Recipe) -> int:
-        """Return the bytes that a recipe uses of the headroom, the memory to leave free; below 0 if it leaves
-        more.
+        """Return the bytes by which a recipe reduces the memory to leave free (headroom); below 0 if it
+        leaves more.
         """
         return self.of(recipe).headroom_bytes - (self.of(recipe).spare_bytes or 0)
 
@@ -242,7 +243,7 @@ class _Asked:
         return self.lacking(recipe) <= 0
 
     def least(self, recipes: Sequence[Recipe]) -> Recipe:
-        """Return the first recipe that fits, of recipes whose bytes decrease.
+        """Return the first recipe that fits, from recipes in the order of decreasing bytes.
 
         The first of all must not fit, and the last must.
         """

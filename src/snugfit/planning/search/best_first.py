@@ -38,7 +38,9 @@ class _SearchTask(NamedTuple):
 
 
 class _Needed(NamedTuple):
-    """Cache entry: the candidates of one group that are still needed, as of a number of results."""
+    """Cache entry: the candidates of one group that the search still needs, computed after a number of
+    results.
+    """
 
     results: int
     numbers: list[int]
@@ -47,8 +49,9 @@ class _Needed(NamedTuple):
 
 
 class BestFirst:
-    """Search that bounds and simulates all candidate recipes which may be on the Pareto front of bytes and
-    seconds, for one GPU. If it `postpones`, it compiles no layers that recompute.
+    """Search that computes lower bounds, and exact values where needed, of all candidate recipes that may be
+    on the Pareto front of bytes and seconds, for one GPU. With `postpones`, it compiles no layers that
+    recompute.
     """
 
     def __init__(
@@ -134,8 +137,8 @@ class BestFirst:
         return task
 
     def _smallest_of_alike(self, worker: int, fastest: _SearchTask) -> _SearchTask:
-        """Return the task to simulate the smallest recipes that are about as slow as these, if these are no
-        answer. Its result often makes the larger ones unnecessary.
+        """Return the task to simulate the smallest recipes that are about as slow as these, if these are not
+        the best. Their result often makes the larger ones unnecessary.
         """
         if fastest.seconds <= self.state.fastest_that_fits:
             return fastest
@@ -161,7 +164,8 @@ class BestFirst:
         return _SearchTask("judge", group[0], numbers)
 
     def _next_screened(self, worker: int, most: float, now: float) -> _SearchTask | None:
-        """Return the task to bound a group of recipes that may take less than `most` seconds.
+        """Return the task to compute lower bounds for a group of recipes that may take less than `most`
+        seconds.
 
         All such kinds must be screened, so kinds that bound others come first. Compiled layers without a
         lowered program take long. They are not screened ahead of the tasks that others do `now`.

@@ -1,5 +1,5 @@
-"""Enumeration of recipes: all combinations of the slots' techniques, without those to which a technique
-objects.
+"""Enumeration of recipes: all combinations of one technique for each slot (such as precision or optimizer),
+except invalid ones.
 
 Slots are filled one by one. A technique's objections are evaluated as soon as the slots that it reads are
 filled. An objection between two techniques excludes and counts all continuations. A space is a small part of
@@ -25,7 +25,7 @@ _POSITIONS = {slot: position for position, slot in enumerate(Slot)}
 
 
 class Combination(NamedTuple):
-    """Candidate recipe of a search: one technique of each slot."""
+    """Candidate recipe of a search: one technique for each slot (such as precision or optimizer)."""
 
     number: int
     """Index among all combinations of the choices, including excluded ones."""
@@ -43,7 +43,7 @@ class Objection(NamedTuple):
 
 
 class _PendingObjection(NamedTuple):
-    """A check of one technique that waits until another slot is filled."""
+    """A check of one technique that waits until another slot of the recipe has its technique."""
 
     technique: Technique
     ask: Callable[[Technique, TechniqueBySlot], str]
@@ -53,14 +53,14 @@ class _PendingObjection(NamedTuple):
 
 
 class _NotYetFilledError(Exception):
-    """Error: a check reads a slot that is not filled yet."""
+    """Error: a check reads a slot of the recipe that has no technique yet."""
 
     def __init__(self, position: int) -> None:
         self.position = position
 
 
 class _Beginning:
-    """An incomplete recipe: techniques of the slots that are filled so far."""
+    """An incomplete recipe: the techniques of the slots that are chosen so far."""
 
     def __init__(self, techniques: tuple[Technique, ...]) -> None:
         self._techniques = techniques
@@ -74,7 +74,7 @@ class _Beginning:
 
 class _WithoutKept:
     """An incomplete recipe in which slots fixed by the user have their default technique. Objections then
-    concern searched slots only.
+    concern only the slots that are searched.
     """
 
     def __init__(self, recipe: TechniqueBySlot, fixed: Kept) -> None:
@@ -85,7 +85,7 @@ class _WithoutKept:
 
 
 class Combinations:
-    """Iterator over all recipes that combine these techniques without an objection, in the order of the
+    """Iterator over all combinations of these techniques to which no technique objects, in the order of the
     choices.
     """
 
@@ -117,7 +117,7 @@ class Combinations:
                 )
 
     def _questions(self, technique: Technique, position: int) -> Iterator[_PendingObjection]:
-        """Yield the checks of a technique that depend on the technique in another slot."""
+        """Yield the checks of a technique that depend on the technique in another slot of the recipe."""
         # Most techniques inherit these methods, which never object.
         if type(technique).objections is not Technique.objections:
             yield _PendingObjection(technique, self._objection, position)
@@ -127,8 +127,9 @@ class Combinations:
     def _still_open(
         self, questions: Sequence[_PendingObjection], techniques: tuple[Technique, ...]
     ) -> tuple[_PendingObjection, ...] | None:
-        """Run the checks whose slots are filled. Return the rest; None after an objection, which is
-        counted."""
+        """Run the checks whose slots have their techniques. Return the other checks; None after an objection,
+        which is counted.
+        """
         last, recipe = len(techniques) - 1, _Beginning(techniques)
         still_open = []
         for question in questions:
@@ -151,7 +152,9 @@ class Combinations:
         return next(technique.objections(self._job, recipe), "")
 
     def _not_planned(self, technique: Technique, recipe: TechniqueBySlot) -> str:
-        """Return the reason why plans omit this recipe; empty if all of it is fixed or the user's own."""
+        """Return the reason why plans leave out this recipe; empty if all its techniques are fixed or the
+        user's own.
+        """
         start = self._fixed.start
         if start and all(recipe[slot] == start[slot] for slot in Slot):
             return ""

@@ -1,4 +1,4 @@
-"""Search for the fewest layers to recompute, for fast recipes that are slightly too large.
+"""Search for the fewest layers to recompute, for fast recipes that need slightly too much memory.
 
 Recomputing the first k layers has one setting per layer of the model. Each has different passes, which are
 simulated at the whole depth. These settings are therefore not part of the space. In bytes and in seconds they
@@ -84,8 +84,8 @@ class _UnfitAndRecomputed(NamedTuple):
     most_seconds: float
 
     def share(self, memory_bytes: int) -> float:
-        """Return the fraction of layers to recompute, from 0 to 1, at which the recipe should fit by linear
-        interpolation.
+        """Return the fraction of layers to recompute, from 0 to 1, with which the recipe should fit, by
+        linear interpolation.
         """
         return (self.needed_bytes - memory_bytes) / max(1, self.needed_bytes - self.least_bytes)
 
@@ -106,7 +106,7 @@ def find_grades(
     state: SearchState, pool: WorkerPool, job: Job, tell: Tell, link: float | None = None
 ) -> Space:
     """Search the fewest recomputed layers that fit, for recipes that may be faster than all that fit. Return
-    the state's space.
+    the search space with the added recipes.
 
     The found recipes are added to the space, unless nothing fits. `link` are the bytes a second to the host.
     Without it, activations are sent there only on request.
@@ -129,7 +129,7 @@ def find_recomputed(
     state: SearchState, pool: WorkerPool, job: Job, tell: Tell, link: float | None = None
 ) -> None:
     """Simulate the fewest recomputed layers, or parts of layers, of the most promising recipes that do not
-    fit. No recipe is taken twice (`SearchState.graded`). `link` is as in `find_grades`.
+    fit. No recipe is tried twice (`SearchState.graded`). `link` is as in `find_grades`.
     """
     slot, fixed = Slot.CHECKPOINTING, state.space.fixed.slots
     if state.memory_bytes is None or state.nothing_fits or not job.trains or slot in fixed:
@@ -186,8 +186,8 @@ def _evaluate_mixtures(
 
 
 def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, tell: Tell) -> None:
-    """Simulate settings of this slot's technique that need less memory, for the fastest recipes that
-    recompute nothing and do not fit. Add the recipes that fit and are faster than every other one that fits.
+    """Simulate settings of this slot's technique that need less memory, for the fastest recipes without
+    recomputation that do not fit. Add those that fit and are faster than every other recipe that fits.
     """
     smaller = {technique: technique.smaller(job) for technique in state.space.offers(slot)}
     if not any(smaller.values()):
@@ -258,8 +258,8 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
 
 
 def _most_promising(state: SearchState, slot: Slot, cost: float) -> _UnfitAndRecomputed | None:
-    """Return the recipe with the least estimated seconds, the simplest of equally fast ones, with other
-    passes than those in `state.graded`.
+    """Return the recipe with the least estimated seconds, the simplest of equally fast ones. Recipes with the
+    same passes as those in `state.graded` are skipped.
 
     Return None if they are no faster than every recipe that fits, even at this share (`cost`) of the seconds
     on the line.
@@ -371,8 +371,8 @@ def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = 
 
 
 def stand_in(space: Space, recipe: Recipe) -> int | None:
-    """Return the index of a searched recipe that represents this one: unsearched techniques are replaced by
-    default ones. Return None if the result is not among the searched recipes.
+    """Return the index of a searched recipe that represents this one: techniques outside of the search are
+    replaced by default ones. Return None if the result is not among the searched recipes.
     """
     for technique in recipe:
         if technique not in space.offers(technique.slot):

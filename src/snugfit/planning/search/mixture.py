@@ -34,7 +34,7 @@ ROUNDS = 4
 
 class RecomputingLine(NamedTuple):
     """Linear interpolation of bytes and seconds between a recipe that keeps all activations and one that
-    recomputes each layer.
+    recomputes every layer.
     """
 
     needed_bytes: int
@@ -63,8 +63,9 @@ class Mixture:
         return len(self.on_host) + 1
 
     def recipe(self, base: Recipe, gone: int, sent: int) -> Recipe:
-        """Return `base` with techniques that free `gone` layers: `sent` of them wait on the host, the rest
-        are recomputed."""
+        """Return `base` with techniques that free the activations of `gone` layers: `sent` of them are
+        offloaded, the rest are recomputed.
+        """
         base = self.with_recomputing(base, gone - sent) if gone > sent else base
         return base.with_(self.on_host[gone - 1])
 
@@ -73,7 +74,8 @@ class Mixture:
         return base.with_(self.recomputing[layers - 1])
 
     def free_copies(self, line: RecomputingLine, gone: int) -> int:
-        """Return how many of `gone` layers can be sent while other layers are computed.
+        """Return how many of `gone` layers can be offloaded while other layers are computed, without waiting
+        for the copies.
 
         Computing a layer takes as long as recomputing it. The copies begin after the first sent layer. The
         last copy must be finished after the last layer but one: `sent * copy` is at most
@@ -88,12 +90,14 @@ class Mixture:
         return max(0, most)
 
     def seconds(self, line: RecomputingLine, gone: int, sent: int) -> float:
-        """Return the estimated seconds of a step that frees `gone` layers, `sent` of them to the host."""
+        """Return the estimated seconds of a step that frees the activations of `gone` layers, `sent` of them
+        by offloading.
+        """
         return line.seconds + (gone - sent) * (line.most_seconds - line.seconds) / self.layers
 
 
 class Tried(NamedTuple):
-    """A simulated recipe with some layers recomputed and some on the host: its missing bytes and its
+    """A simulated recipe with some layers recomputed and some offloaded: its missing bytes and its
     seconds.
     """
 
@@ -111,8 +115,8 @@ def find_mixture(
     most: float,
     look: Callable[[Recipe], Tried | None],
 ) -> Recipe | None:
-    """Return the recipe that sends the activations of as many layers to the host as cost no time, and
-    recomputes the rest.
+    """Return the recipe that offloads the activations of as many layers as cost no time, and recomputes the
+    rest.
 
     Its step takes clearly less than `most` seconds. The search starts with `gone` freed layers, increases
     the number until the recipe fits, and then tries fewer. `look` returns None for invalid recipes. Return
@@ -153,7 +157,7 @@ def mixture_of(job: Job, link: float | None) -> Mixture | None:
 
 def guess_between(low: int, high: int, low_bytes: float, high_bytes: float, limit: float) -> int:
     """Return the number of layers to recompute that should just fit `limit` bytes, on the line through two
-    simulated numbers. With `low` the recipe is too large, and with `high` it fits. The guess is strictly
+    simulated numbers. With `low` the recipe is too large, and with `high` it fits. The result is strictly
     between both, or a search would not end.
     """
     share = (low_bytes - limit) / max(1, low_bytes - high_bytes)
@@ -162,7 +166,7 @@ def guess_between(low: int, high: int, low_bytes: float, high_bytes: float, limi
 
 def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:
     """Return the settings of the slot's technique by number of layers, such as 1 to L - 1 recomputed ones.
-    Empty if it has none. Techniques for compiled layers are left out.
+    Empty if it has none. Techniques for compiled layers are not included.
     """
     kinds = (kind for kind in roster.techniques() if kind.slot is slot and not kind.lowered)
     of_slot = (kind.grades(job) for kind in kinds)

@@ -1,4 +1,4 @@
-"""Lower bounds of a candidate recipe, from the same candidate with more and smaller micro-batches.
+"""Lower bounds of a candidate recipe, from the same recipe with more and smaller micro-batches.
 
 Recomputation at most doubles a kernel's runs, and the host has slightly more work. Fewer micro-batches
 therefore save at most three times the seconds that they save without it. The peak is the maximum of several
@@ -100,8 +100,8 @@ class OtherSizes:
         return float(linear_extrapolate(points, values, 1 / pieces))
 
     def _two_plainer(self, number: int, first: int, slots: tuple[Slot, ...]) -> list[tuple[int, Bound]]:
-        """Return the bounds of the recipe with default techniques in `slots`, for two micro-batch sizes from
-        that of `first` on. Empty if they are unknown.
+        """Return the bounds of the recipe with default techniques in `slots`, for two micro-batch sizes,
+        beginning with that of `first`. Empty if they are unknown.
         """
         sizes = (first, number, *self.smaller(number))
         plain = {one: self._bounds.get(self._plainer(one, *slots)) for one in sizes}

@@ -129,8 +129,9 @@ class PlanRequest:
         self, search: Callable[[WorkerPool], _Result], timer: Timer, spare: SpareProcesses | None = None
     ) -> _Result:
         """Run `search` with a pool of workers that simulate models of few layers, and return its result. If
-        few layers do not represent the job, run it with whole models. If searches for other GPUs run
-        concurrently, a worker works `apart`, and processes become `spare`.
+        few layers do not represent the job, run it with whole models. With other searches running
+        concurrently (`apart`), a worker runs in a process of its own, and free processes are shared by
+        `spare`.
         """
         from snugfit.planning.cost.parts_pool import parts_pool
 

@@ -27,8 +27,8 @@ class Progress:
         self.end: float | None = None
 
     def step(self, skips: bool = False, share: float = 1.0) -> None:
-        """Count one more finished part of a search. A part that was skipped took no time, and `share` of the
-        remaining parts will take time.
+        """Count one more finished task of a search. A skipped task took no time, and only the fraction
+        `share` of the remaining tasks will take time.
         """
         self.done += 1
         self.skipped += skips

@@ -24,8 +24,8 @@ TOGETHER = 4
 def rank_best(
     state: SearchState, count: int, pool: WorkerPool, objective: str, tell: Tell = lambda what: None
 ) -> list[int]:
-    """Return the best `count` recipes that fit, the best first; fewer if there are no more. Recipes without a
-    difference in seconds count once. Examples are another setting of the allocator, and a precision of
+    """Return the best `count` recipes that fit, the best first; fewer if there are no more. Recipes with
+    equal seconds count once. Examples are another setting of the allocator, and a precision of matrix
     products that do not occur. Raises `BelowLowerBound`.
     """
 

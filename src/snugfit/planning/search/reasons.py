@@ -1,4 +1,5 @@
-"""Reasons for a plan's answer, slot by slot, and the changes that it proposes for the user's own recipe.
+"""Reasons for the plan's best recipe, slot by slot (such as precision or optimizer), and the changes to the
+user's own recipe.
 
 A slot's reason is a comparison, with both sides evaluated in full. A program that is not lowered yet is
 estimated instead. The reason compares the recipe with the same recipe and the slot's plain technique. If the
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Explanation(NamedTuple):
-    """The reasons for a plan's answer, with its simulated seconds and startup."""
+    """The reasons for a plan's best recipe, with its simulated seconds and start-up."""
 
     verified: bool
     """True if a full simulation of the answer gave the same figures."""
@@ -49,7 +50,8 @@ class Explanation(NamedTuple):
 
 
 def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Explanation:
-    """Return the explanation of an answer from its full simulation and the alternatives of its slots.
+    """Return the explanation of a plan's best recipe, from its full simulation and the alternatives in each
+    slot.
 
     Raises `SnugfitError` if the answer cannot be simulated.
     """
@@ -97,8 +99,8 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
 
 
 def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
-    """Yield the recipes with which the answer's technique in one slot may be compared. Those that would have
-    to be compiled have their uncompiled ones instead.
+    """Yield the recipes with which the best recipe's technique in one slot may be compared. Recipes that
+    would first have to be compiled are replaced by their uncompiled ones.
     """
     for slot in Slot:
         if (plainer := _plainer(state, recipe, slot)) is None:
@@ -127,8 +129,8 @@ def _estimate(state: SearchState, answer: int, number: int) -> Figures | None:
 
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe that shows the gain of the answer's technique in this slot; None if the slot has no
-    other technique. It has the slot's default technique, or else the other technique with the least lower
+    """Return the recipe that shows the gain of the best recipe's technique in this slot; None if the slot has
+    no other technique. It has the slot's default technique, or else the other technique with the least lower
     bound of seconds.
     """
     if (plainer := _plainer(state, recipe, slot)) is not None:
@@ -142,22 +144,25 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
 
 
 def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe with the slot's default technique; None if that is its own or is not available."""
+    """Return the recipe with the default technique in this slot; None if that is its own or is not
+    available.
+    """
     plain = roster.plain(slot)
     return None if recipe[slot] == plain or plain not in state.space.offers(slot) else recipe.with_(plain)
 
 
 def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
-    """Return the candidates that differ from a recipe in this slot, without those that would first have to be
-    compiled.
+    """Return the candidate recipes that differ only in this slot (a choice of the recipe, such as precision)
+    and need no new compilation.
     """
     alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
     return [number for number in state.space.others(alike, slot) if not state.must_be_lowered(number)]
 
 
 def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:
-    """Return the cause of longer seconds without CUDA graphs, the host's late launches; empty if that is not
-    the cause."""
+    """Return the reason for longer seconds without CUDA graphs: the host launches kernels too late. Empty if
+    that is not the reason.
+    """
     if other is None or figures is None or not launches_otherwise(recipe.setup()):
         return ""
     saved = figures.seconds - own.seconds
@@ -188,7 +193,7 @@ def _reason(
 def cures(
     recipe: Recipe, needed_bytes: int, job: Job, memory_bytes: int, fidelity: Fidelity, fixed: Kept
 ) -> Iterator[str]:
-    """Yield changes that would make the smallest recipe fit, as sentences."""
+    """Yield sentences on changes with which the smallest recipe would fit."""
     needed = show_bytes(needed_bytes)
     yield f"It would fit with {show_bytes(needed_bytes - memory_bytes)} more memory: {recipe} takes {needed}."
     sizes = [(gpu.memory_bytes or 0, gpu.key) for gpu in all_gpus() if gpu.compute_capability]
@@ -259,7 +264,9 @@ def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
 
 
 def _last_resorts(job: Job, fixed: Kept) -> Iterator[str]:
-    """Yield sentences on techniques that plans leave out and that may make a step fit, with the reasons."""
+    """Yield sentences on techniques that plans leave out and with which a step might fit, with the reasons
+    for leaving them out.
+    """
     resorts = [
         technique
         for technique in roster.techniques()

@@ -72,7 +72,8 @@ without.
 
 
 def least_of_spans(full: Bound) -> Bound:
-    """Return the lower bounds of recomputing spans of layers, from recomputing each layer by itself.
+    """Return the lower bounds of recomputing groups of layers, from those of recomputing each layer by
+    itself.
 
     Live bytes outside the kept tensors of layers are also live with spans.
     """
@@ -80,8 +81,8 @@ def least_of_spans(full: Bound) -> Bound:
 
 
 class RecomputingKinds:
-    """The recipes of a search that wait for a simulation: those with recomputation, logits in chunks or
-    compiled layers. Recipes with the same forward and backward passes form a kind.
+    """The recipes of a search that are not yet simulated: those with recomputation, logits in chunks or
+    compiled layers. Recipes with the same forward and backward passes form a group (a kind).
     """
 
     def __init__(self, state: SearchState, pool: WorkerPool, tell: Tell) -> None:
@@ -147,8 +148,8 @@ class RecomputingKinds:
         among: Collection[int] | None = None,
     ) -> list[int]:
         """Compute lower bounds for the waiting recipes that `is_needed` selects, and return those recipes.
-        Without `twins`, kinds that are no better than another are skipped. Only candidates `among` these are
-        considered, if given.
+        Without `twins`, groups that are no better than a similar one are skipped. Only candidates `among`
+        these are considered, if given.
         """
 
         def may_be_needed(number: int) -> bool:
@@ -185,7 +186,8 @@ class RecomputingKinds:
         return number in self._lowered and self.space.candidates[number].setup.saves_memory
 
     def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the recipes whose lower bounds must be computed before those of these recipes of one kind.
+        """Return the recipes whose lower bounds must be computed before those of these recipes, which have
+        the same passes.
 
         Each size of compiled layers takes long, so only one size is returned. The fastest size without
         savings bounds the seconds of smaller micro-batches, if it probably fits. The smallest micro-batches
@@ -201,7 +203,9 @@ class RecomputingKinds:
         return [number for number in firsts if pieces[number] == size]
 
     def _probably_fits(self, number: int) -> bool:
-        """Return True if this compiled recipe fits with the mean of its bound and of the uncompiled bytes."""
+        """Return True if this compiled recipe probably fits: by the mean of its lower bound and the bytes
+        without compilation.
+        """
         uncompiled = self._bound_of(self._lowered.alike(number))
         least = self._least(number).needed_bytes
         most = least if uncompiled is None else uncompiled.needed_bytes
@@ -218,7 +222,7 @@ class RecomputingKinds:
         )
 
     def _needed_of(self, kind: int, may_be_needed: Callable[[int], bool], *, twins: bool) -> list[int]:
-        """Return the recipes of a waiting kind that a search still needs."""
+        """Return the recipes of a waiting group that a search still needs."""
         needed = [
             number
             for number in self.waiting[kind]
@@ -227,7 +231,7 @@ class RecomputingKinds:
         return needed if twins or not needed or not self._twins.of(kind, needed) else []
 
     def _take(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Compute lower bounds for these waiting recipes, and all that share their forward and backward
+        """Compute lower bounds for these waiting recipes, and for all with the same forward and backward
         passes. Return their earlier estimates.
         """
         if taken := self._take_out(chosen):
@@ -235,8 +239,8 @@ class RecomputingKinds:
         return taken
 
     def _take_out(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Remove these recipes from the waiting ones, with all that share their forward and backward passes
-        and size. Return their estimated bounds.
+        """Remove these recipes from the waiting ones, with all that have the same forward and backward passes
+        and micro-batch size. Return their estimated bounds.
         """
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}
@@ -250,9 +254,9 @@ class RecomputingKinds:
         return taken
 
     def _first_of(self, number: int) -> int:
-        """Return the recipe to bound before this one. A recipe that recomputes some layers needs the one that
-        recomputes each. A compiled one needs a compiled recipe with each or none of the layers recomputed,
-        and the uncompiled one.
+        """Return the recipe whose bound is needed before that of this one. A recipe that recomputes some
+        layers needs the one that recomputes each. A compiled one needs a compiled recipe with each or none of
+        the layers recomputed, and the uncompiled one.
         """
         bases = [self._full.get(number)]
         if number in self._lowered:
@@ -304,7 +308,9 @@ class RecomputingKinds:
         return [n for n, one in enumerate(self.space.candidates) if one.passes not in done]
 
     def leave_out(self, numbers: Iterable[int]) -> None:
-        """Treat the kinds of passes of these candidates as screened."""
+        """Treat the lower bounds for these candidates' forward and backward passes as known, so that they are
+        not computed.
+        """
         self._looked_at.update(self.space.candidates[number].passes for number in numbers)
 
     def add_others(self) -> None:
@@ -320,7 +326,7 @@ class RecomputingKinds:
         self._dominated.clear()
 
     def needed_of(self, kind: int) -> list[int]:
-        """Return the recipes of a waiting kind that may be on the Pareto front, given the results so far."""
+        """Return the recipes of a waiting group that may be on the Pareto front, given the results so far."""
         if kind not in self.waiting:
             return []
         # After a bound failed, kinds of rank 0 are needed without regard to any bound.
@@ -339,15 +345,15 @@ class RecomputingKinds:
         return min(map(self._least_seconds, numbers))
 
     def rank(self, kind: int) -> int:
-        """Return a sort key by which kinds are bounded: those first whose results bound others, with whole
-        logits or without savings.
+        """Return a sort key for the order in which groups get their lower bounds. Those whose results bound
+        others come first: with whole logits, or without savings.
         """
         first = self.waiting[kind][0]
         return 2 * (first in self._whole) + self.is_lowered_saving(first)
 
     def next_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the recipes of one kind to bound next, in one simulation. Return nothing if pending results
-        will change their estimates.
+        """Return the recipes of one group whose lower bounds one simulation computes next. Return nothing if
+        pending results will change their estimates.
         """
         firsts = self._firsts_of(numbers)
         candidates, first = self.space.candidates, min(firsts, key=self._least_seconds)
@@ -381,7 +387,7 @@ class RecomputingKinds:
         return [*taken]
 
     def learn(self, numbers: Sequence[int], screening: Screening) -> set[int]:
-        """Store a worker's lower bounds for the recipes that `send` returned. Return the kinds whose
+        """Store a worker's lower bounds for the recipes that `send` returned. Return the groups whose
         estimates change.
         """
         known = {number: self._on_the_way.pop(number) for number in numbers if number in self._on_the_way}
@@ -396,15 +402,15 @@ class RecomputingKinds:
         return {self.space.candidates[number].passes for number in learned}
 
     def kinds_by(self, numbers: Iterable[int]) -> set[int]:
-        """Return the kinds whose estimates depend on these recipes."""
+        """Return the groups (recipes with the same passes) whose estimates depend on these recipes."""
         depend = itertools.chain.from_iterable(self._by.get(number, ()) for number in numbers)
         return {self.space.candidates[number].passes for number in depend}
 
     # ---- the least that is known -------------------------------------------------------------------------
 
     def screen_these(self, numbers: Iterable[int], is_needed: Callable[[Bound], bool]) -> None:
-        """Compute the lower bounds of these recipes' kinds, if their estimates and those of their twins show
-        that they are needed.
+        """Compute the lower bounds of these recipes' groups, unless their estimates or a similar, better
+        recipe show that they are not needed.
         """
         among = set(numbers)
         for kind, waiting in self.waiting.items():
@@ -437,7 +443,7 @@ class RecomputingKinds:
         return least
 
     def _without_checkpoints(self, number: int) -> int | None:
-        """Return the index of the same recipe without recomputation of layers; logits in chunks stay so."""
+        """Return the index of the same recipe without recomputation of layers; logits in chunks are kept."""
         if number not in self._none:
             self._none[number] = self.space.variant(number, roster.plain(Slot.CHECKPOINTING))
         return self._none[number]
@@ -455,8 +461,8 @@ class RecomputingKinds:
         return functools.reduce(Bound.at_least, (of_whole, *further), least)
 
     def _least_of_lowered(self, number: int) -> Bound:
-        """Return the lower bound of a recipe with compiled layers; zero for any other one. It follows from
-        the uncompiled recipe, from smaller micro-batches, or from compiled layers that save less.
+        """Return the lower bound of a recipe with compiled layers; zero for any other recipe. It follows from
+        the uncompiled recipe, from smaller micro-batches, or from compiled layers that save less memory.
         """
         if (least := self._lowered.least(number)) is None:
             return NOTHING
@@ -530,8 +536,8 @@ class RecomputingKinds:
     # ---- twins -------------------------------------------------------------------------------------------
 
     def _base_of(self, number: int) -> int | None:
-        """Return the recipe without recomputing, chunks of logits and compiler that represents this one in
-        comparisons with twins.
+        """Return the recipe without recomputation, logits in chunks and compilation that represents this one
+        in comparisons of similar recipes.
         """
         return self._lowered.bare(number) if number in self._lowered else self._without.get(number)
 

@@ -1,4 +1,4 @@
-"""Screening of candidate recipes: computation of lower bounds of their bytes and seconds."""
+"""Computation of lower bounds of the bytes and seconds of candidate recipes (screening)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Screening:
-    """Result of screening: lower bounds of recipes, and recipes that cannot be simulated."""
+    """Lower bounds of recipes, and the recipes that cannot be simulated."""
 
     bounds: dict[int, Bound] = field(default_factory=dict)
     """Lower bound of each candidate by its number."""
@@ -68,7 +68,7 @@ def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
 
 
 def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
-    """Convert a worker's answer for a group of recipes to lower bounds, with the reasons for missing ones."""
+    """Convert a worker's result for a group of recipes to lower bounds, and to reasons for missing ones."""
     if isinstance(answer, SnugfitError):
         return Screening(excluded=[exclusion(space, [*group], answer)])
     screening = Screening()

@@ -196,8 +196,8 @@ def best_of(
 
 
 def _try_outside_space(asked: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
-    """Simulate recipes with techniques outside of the enumerated space, and add those that are better. Return
-    the name of such a technique that was tried.
+    """Simulate recipes with techniques that the search does not enumerate, and add those that are better.
+    Return the name of such a technique that was tried.
     """
     smallest = asked.wants_smallest
     if not smallest:
@@ -209,7 +209,7 @@ def _try_outside_space(asked: PlanRequest, state: SearchState, pool: WorkerPool,
 def _rank_few(
     asked: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
 ) -> list[int]:
-    """Return the best few recipes, the plan's answer first."""
+    """Return the best few recipes, the plan's best recipe first."""
     ranked = rank_best(state, asked.ranked, pool, asked.objective, tell)
     if best is None:
         return ranked
@@ -219,7 +219,7 @@ def _rank_few(
 
 
 def _pace_of(timing: StepSeconds | None) -> Pace | None:
-    """Return the seconds per step of an answer, in the form that a plan reports."""
+    """Return the seconds per step of a plan's best recipe, with the hardware limit that a plan reports."""
     if timing is None:
         return None
     return Pace(bound=timing.bound, measured_rates=timing.measured_rates, peak_seconds=timing.peak_seconds)

@@ -45,8 +45,8 @@ def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
 
 
 def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) -> None:
-    """Simulate simpler variants of these recipes, which differ only in the update, for `simplify_front`.
-    Their results are in `state` afterwards. Raises `BelowLowerBound`.
+    """Simulate simpler variants of these recipes, which differ only in the optimizer update, for
+    `simplify_front`. Their results are in `state` afterwards. Raises `BelowLowerBound`.
     """
     candidates, simpler = state.space.candidates, set[int]()
     for number in front:
@@ -100,8 +100,8 @@ def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int
 
 
 def simpler_than(space: Space, number: int) -> Sequence[int]:
-    """Return the variants of a recipe that have the simplest technique in one or more slots, and are
-    otherwise equal.
+    """Return the variants of a recipe that have the default technique in one or more slots, and are otherwise
+    equal.
     """
     if number not in space.simpler:
         space.simpler[number] = tuple(_simpler_than(space, number))

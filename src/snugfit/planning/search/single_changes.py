@@ -1,4 +1,5 @@
-"""The first kinds of a search for a job without an update: the simplest recipe, and single changes of it.
+"""Start of a search for a job without optimizer updates: the simplest recipe, and recipes with a single
+change.
 
 No lower bounds from few layers exist there, so the screening of a kind takes seconds. A technique that alone
 makes the step neither faster nor smaller is therefore not combined with others. If the simplest recipe fits,
@@ -21,7 +22,9 @@ WHY = "alone it makes the step neither faster nor smaller, so it was not combine
 
 
 def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smallest: bool) -> None:
-    """Screen single changes of the simplest recipe, and leave useless combinations out of the kinds."""
+    """Compute the lower bounds of single changes of the simplest recipe, and exclude combinations of useless
+    changes from the search.
+    """
     state.rehearses_whole, space = True, state.space
     simplest = space.number(space.simplest)
     if simplest is None:
@@ -47,7 +50,7 @@ def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smalle
 
 
 def _is_useful(state: SearchState, number: int, simplest: int, *, smallest: bool) -> bool:
-    """Return whether a single change makes the simplest recipe faster, or smaller where that is needed."""
+    """Return True if a single change makes the simplest recipe faster, or smaller if that is needed."""
     bound, base = state.bounds.get(number), state.bounds.get(simplest)
     # Nothing is known of a change if one of the two cannot be simulated.
     if bound is None or base is None or bound.seconds < base.seconds * (1 - AS_FAST):

@@ -111,12 +111,12 @@ class Space:
 
     @cached_property
     def _indices(self) -> dict[int, int]:
-        """Index of each candidate among all combinations of the choices."""
+        """The index of each candidate recipe among all combinations of techniques."""
         return {number: index for index, number in self.numbers.items()}
 
     @cached_property
     def _digits(self) -> list[dict[Technique, int]]:
-        """For each slot, the contribution of each technique to the index of a combination."""
+        """For each slot of a recipe, the contribution of each technique to the index of a combination."""
         digits, stride = [], 1
         for offered in reversed(self.choices):
             digits.append({technique: stride * digit for digit, technique in enumerate(offered)})
@@ -134,11 +134,11 @@ class Space:
         return {}
 
     def changes(self, recipe: Recipe) -> int:
-        """Return the number of slots in which a recipe differs from the simplest."""
+        """Return the number of slots (choices of the recipe) in which a recipe differs from the simplest."""
         return sum(map(ne, recipe, self.simplest))
 
     def offers(self, slot: Slot) -> tuple[Technique, ...]:
-        """Return the techniques that candidates may have in this slot."""
+        """Return the techniques that candidate recipes may have in this slot."""
         return self.choices[_SLOT_INDICES[slot]]
 
     def variants(self, number: int, slot: Slot) -> Iterator[int]:
@@ -165,7 +165,8 @@ def space_of(
     many_gpus: bool = False,
     front_end: str = "",
 ) -> Space:
-    """Return every valid recipe for this job on such a GPU with at least the given `fidelity`.
+    """Return every valid recipe for this job on such a GPU whose results differ at most by `fidelity` from
+    the plain step's.
 
     A `fixed` slot contains its technique regardless of fidelity. With `many_gpus`, techniques that are
     lowered for each kind of GPU are left out. Techniques that the training `front_end` refuses are left
@@ -317,7 +318,7 @@ def _choices(
 def _best_settings(
     choices: Sequence[Technique], capability: Capability, excluded: list[Exclusion]
 ) -> list[Technique]:
-    """Return the techniques' settings without those that another setting always equals or beats; these are
+    """Return the techniques' settings without those that are never better than another setting, which are
     added to `excluded`.
     """
     better = {

@@ -153,12 +153,12 @@ class SearchState:
             self.learn_group(asked.pop(answer.number), answer.value)
 
     def may_be_for(self, worker: int, number: int) -> bool:
-        """Return True unless another worker already simulates this recipe's layers or passes."""
+        """Return False if another worker already simulates this recipe's layers or passes."""
         return self.worker_of.get(self.space.candidates[number].program, worker) == worker
 
     def is_for(self, worker: int, number: int) -> bool:
-        """Return True if this worker simulates the recipe. The first worker stays the only one, since any
-        other would have to simulate the shared parts again.
+        """Return True if this worker simulates the recipe's passes. Another worker would have to simulate
+        them again.
         """
         return self.worker_of.setdefault(self.space.candidates[number].program, worker) == worker
 
@@ -167,7 +167,7 @@ class SearchState:
         return self.space.candidates[number].program in self.worker_of
 
     def is_reserved(self, number: int) -> bool:
-        """Return whether one worker alone should simulate the candidate, from its screening on."""
+        """Return True if only one worker should simulate the candidate, from its lower bound on."""
         return self.rehearses_whole or self.space.candidates[number].setup.lowering is not None
 
     def must_be_lowered(self, number: int) -> bool:
@@ -175,7 +175,7 @@ class SearchState:
         return self.space.candidates[number].setup.lowering is not None and not self.is_begun(number)
 
     def learn_group(self, group: list[int], answer: Any) -> None:
-        """Store the bytes and seconds of these recipes with one trace, or exclude them if the answer is an
+        """Store the bytes and seconds of these recipes with one trace, or exclude them if the result is an
         error. Raises `BelowLowerBound`.
         """
         if isinstance(answer, SnugfitError):
@@ -280,8 +280,8 @@ class SearchState:
         return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
-        """Return True if an evaluated recipe with the same forward and backward passes is as fast and meets
-        `stands`.
+        """Return True if a simulated recipe with the same forward and backward passes is as fast and
+        satisfies the predicate `stands`.
         """
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
@@ -299,8 +299,8 @@ class SearchState:
         return [other for other in same_passes if other != number and other in self.bounds]
 
     def _stands_for(self, number: int) -> Callable[[int], bool]:
-        """Return a predicate of recipes. It is True if this one can neither be clearly smaller nor fit where
-        the other does not.
+        """Return a predicate of recipes. It is True for a recipe in whose place this one may be listed: this
+        one is not clearly larger and also fits.
         """
         needed = self.bounds[number].needed_bytes
 
@@ -313,8 +313,8 @@ class SearchState:
         return stands
 
     def _least_beside(self, number: int, sibling: int) -> int:
-        """Return the least bytes of a recipe: its lower bound, plus the fragmentation of a recipe with the
-        same forward and backward.
+        """Return a lower bound of a recipe's bytes: its own, plus the fragmentation of a recipe with the same
+        forward and backward passes.
         """
         least, known = self.bounds[number], self.bounds[sibling]
         # The loss at a peak in the update depends on the optimizer, which siblings do not share.
@@ -366,7 +366,7 @@ class SearchState:
 
     @property
     def most_seconds(self) -> float:
-        """Greatest seconds of recipes on the reported front; infinite while nothing fits. With `nearly`, a
+        """The largest seconds of recipes that are still listed; infinite while nothing fits. With `nearly`, a
         near miss counts as fitting.
         """
         fastest = self.fastest_that_fits

@@ -1,5 +1,5 @@
-"""Skipping of recipes in a search whose similar recipe, the twin, is no worse. The two differ only in
-attention, kernels or precision.
+"""Pairs of similar recipes (twins), which differ only in attention, kernels or precision. A search skips a
+recipe if its twin is no worse.
 
 Recomputing repeats the same layers, and a compiler changes all of them. Suppose that one of two such recipes
 is neither faster nor smaller, uncompiled and without recomputing. Then it is neither with them, and it is
@@ -35,8 +35,8 @@ PEAK_SHARE = 0.01
 
 
 class Twins:
-    """Finds for each recipe its twin, a similar recipe that is no worse, and records which recipes were
-    skipped for one. `base` returns the plainer recipe for the comparison, and `bound` a recipe's known bound.
+    """Finds for each recipe its twin (a similar recipe that is no worse), and records the recipes that were
+    skipped. `base` returns the plainer recipe for the comparison, and `bound` a recipe's known bound.
     `may_be` returns True for a recipe that is known or still waits, and `is_refused` for one that cannot be
     recorded.
     """
@@ -58,8 +58,8 @@ class Twins:
         """Candidates with their twins, by kind that was skipped."""
 
     def of(self, kind: int, needed: Sequence[int]) -> list[int]:
-        """Return the recipes that make the `needed` ones of a kind unnecessary, all with the same forward and
-        backward passes.
+        """Return the recipes that make the `needed` ones of a group unnecessary. All have the same forward
+        and backward passes.
         """
         candidates = self.space.candidates
         # Candidates with one trace have the same bytes, so one of them represents all.
@@ -81,7 +81,7 @@ class Twins:
         return []
 
     def drop_if_misleading(self) -> None:
-        """Stop skipping recipes once one proves better than its twin."""
+        """Stop skipping similar recipes once a skipped one proves better than its twin."""
         if any(itertools.starmap(self._is_better, itertools.chain.from_iterable(self._no_better.values()))):
             self._no_better.clear()
             self.stand = False
@@ -94,7 +94,7 @@ class Twins:
         return is_below(own, least, ROUNDING)
 
     def _other_techniques(self, number: int) -> Iterator[Technique]:
-        """Yield the techniques that turn this recipe into a possible twin."""
+        """Yield the techniques that turn this recipe into a similar one (a possible twin)."""
         candidates = self.space.candidates
         dtype = candidates[number].setup.weights_dtype
         for slot in DIFFER:
@@ -114,8 +114,8 @@ class Twins:
         return self._may_be(twin) and all(one is not None and self._bound(one) is not None for one in bases)
 
     def _needs(self, number: int) -> tuple[float, ...]:
-        """Return the bytes and seconds by which this recipe is compared, from a bound without recomputing and
-        compiler.
+        """Return the bytes and seconds by which this recipe is compared, from a bound without recomputation
+        and compilation.
         """
         base = self._base(number)
         bound = None if base is None else self._bound(base)
@@ -132,7 +132,7 @@ def is_below(bound: Bound, other: Bound, share: float = 0.0) -> bool:
 
 
 def _needs(bound: Bound) -> tuple[float, ...]:
-    """Return the bytes and seconds of a bound by which twins are compared."""
+    """Return the bytes and seconds of a bound by which similar recipes are compared."""
     return bound.needed_bytes, bound.seconds, bound.resting_bytes, bound.layers_bytes
 
 
