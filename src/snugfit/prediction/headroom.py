@@ -47,7 +47,9 @@ def headroom_of(
 
 
 def usual_headroom(gpu: Gpu | None) -> int:
-    """Return the default bytes that an answer for this GPU leaves free; 0 if its memory is unknown."""
+    """Return the default bytes that a prediction or plan for this GPU leaves free; 0 if its memory is
+    unknown.
+    """
     if gpu is None or gpu.memory_bytes is None:
         return 0
     doubt = CONTEXT_ERROR if gpu.context_bytes is None else 0

@@ -216,9 +216,9 @@ class KernelClock:
 
     def _busy_with_several(self, queries: int) -> float:
         """Return the fraction of multiprocessors that are busy during attention over several sequences of
-        different lengths in one row (N, H, D). `queries` is their number in all heads. Their blocks do not
-        end together, so there is no last wave that leaves some idle. With one, RoBERTa-large's attention over
-        8 x 288 tokens was predicted at 3.3 ms and took 2.6
+        different lengths in one row (N, H, D). `queries` is their number in all heads. Their thread blocks do
+        not end together, so no last wave leaves some multiprocessors idle. With a last wave, RoBERTa-large's
+        attention over 8 x 288 tokens was predicted at 3.3 ms and took 2.6
         (`results/h200-2026-11-28/profile-roberta-padding.json`).
         """
         return min(1.0, queries / QUERIES / self.rates.multiprocessors) or 1.0

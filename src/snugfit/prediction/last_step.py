@@ -100,13 +100,14 @@ class LastStep:
 
     @property
     def leaves_as_many(self) -> bool:
-        """True if the step leaves the number of live blocks of each kind unchanged, so that a next step can
-        follow."""
+        """True if the step leaves the number of live blocks with equal properties unchanged, so that the same
+        step can follow.
+        """
         allocated = Counter([move.stack for move, *_ in self._moves if type(move) is Alloc])
         return allocated == Counter([move.stack for move, *_ in self._moves if type(move) is Free])
 
     def begins(self) -> Hashable:
-        """Return the addresses of the blocks from before the step of which it frees some."""
+        """Return the addresses of the blocks that the step frees and that were allocated before it."""
         # A set, because the order of stacks has no meaning.
         blocks = self._blocks
         return frozenset(
@@ -142,7 +143,7 @@ def begin_of_last_step(trace: Trace) -> int:
 
 
 def places(trace: Trace, live: Mapping[int, Any]) -> Hashable:
-    """Return the addresses of live blocks, oldest first, as the state that two steps are compared by."""
+    """Return the addresses of live blocks, oldest first, as the state by which two steps are compared."""
     stacks: dict[Alloc, list[int]] = defaultdict(list)
     for number, block in live.items():
         stacks[_alloc_of(trace, number).stack].append(block.address)

@@ -30,8 +30,8 @@ STAGING_BYTES = 2 * STAGED_BYTES
 
 def waiting_bytes(kernels: Iterable[Kernel]) -> int:
     """Return the page-locked host bytes for offloaded activations in a step with these kernels. Each
-    micro-batch's activations are copied out in its forward pass. All of their memory is free again when the
-    next one begins.
+    micro-batch's activations are copied to the host in its forward pass. All of their memory is free again
+    when the next micro-batch begins.
     """
     slabs, taken = Slabs(), 0
     for kernel in kernels:

@@ -126,7 +126,7 @@ def predict(
 def _about_bytes(
     shown: ForeseenRank, peak: int, setup: Setup, available: int | None, gpu: Gpu | None, profile: Software
 ) -> Iterator[str]:
-    """Yield warnings about the assumptions of a simulation, and about its bytes at the peak."""
+    """Yield warnings about the assumptions of a simulation, and about its memory at the peak."""
     missing = max(0, shown.needed_bytes - (available or shown.needed_bytes))
     alive = [shown.trace.blocks[index] for index in shown.trace.alive_at(peak)]
     yield from shown.trace.doubts
@@ -282,7 +282,9 @@ def _seconds(
     rates: Rates | None,
     differing: DifferingRanks | None,
 ) -> tuple[StepSeconds | None, tuple[PhaseSpan, ...], tuple[str, ...]]:
-    """Return the steady step's seconds on this GPU, its timeline, and warnings about their accuracy."""
+    """Return the seconds of a step after the first ones on this GPU, its timeline, and warnings about their
+    accuracy.
+    """
     if gpu is None:
         return None, (), ()
     try:
@@ -314,7 +316,9 @@ def _seconds(
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:
-    """Return the predicted start-up before the steady steps, for a host like that of the measured H200."""
+    """Return the predicted start-up seconds before steps have their final speed, on a host like that of the
+    measured H200.
+    """
     if timing is None:
         return None
     kernels, pinned = distinct_kernels(trace.kernels), pinned_bytes(trace.kernels)

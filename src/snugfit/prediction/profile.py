@@ -53,7 +53,9 @@ class Software:
     """True if an attention mask was built and added also without padding."""
 
     def with_defaults(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with this software's default techniques in slots where the user named none."""
+        """Return the recipe with this software's default techniques for slots (such as attention) that the
+        user left open.
+        """
         plain = Recipe()
         for technique in Recipe.parse(self.recipe):
             # A technique that the user named keeps its slot.

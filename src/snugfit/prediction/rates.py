@@ -1,4 +1,4 @@
-"""Rates: the speed of kernels on one GPU, and the seconds in which its host launches them.
+"""Hardware rates: the speed of kernels on one GPU, and the seconds in which its host launches them.
 
 The rates are achieved ones, not those of a data sheet. A large product of matrices reaches two thirds to nine
 tenths of the peak, a small one a tenth. Its shape decides (`kernel_seconds.py`). `rates.json` contains the
@@ -84,14 +84,16 @@ class MatmulRate:
     """
 
     def share(self, alignment: int) -> float:
-        """Return the remaining share of the rate for rows aligned to a power of two of bytes, at most 16."""
+        """Return the remaining fraction of the speed of matrix products whose rows are aligned to a power of
+        two of bytes, at most 16.
+        """
         # Alignments of 2, 4 and 8 bytes have indices 0, 1 and 2.
         return 1.0 if alignment >= ALIGNMENT else self.unaligned[alignment.bit_length() - 2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostLaunchCosts:
-    """Seconds that Python and torch take on the host to launch one kernel, by the kind of kernel."""
+    """Seconds that Python and torch take on the host to launch one kernel, by class of kernel."""
 
     forward: float
     """Seconds to launch a kernel of the forward pass, or of its recomputation."""
@@ -242,7 +244,7 @@ _HOST_KEYS = {"python_launched": "foreign"}
 
 @dataclass(frozen=True, kw_only=True)
 class Rates(JsonFields):
-    """The rates that one GPU and its host achieve."""
+    """The hardware rates that one GPU and its host achieve."""
 
     gpu: str
     """The key of the GPU in the table."""
@@ -302,7 +304,7 @@ class Rates(JsonFields):
 
 
 def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
-    """Return the rates of this GPU while `gpus` of its kind work at once.
+    """Return the hardware rates of this GPU while `gpus` GPUs of its model work at once.
 
     The user's own calibration of this number of GPUs comes first, then one of a single GPU. Next are our
     measurements, and last the reference's shares of its data sheet. Raises `GpuError` when the table does not
@@ -314,8 +316,8 @@ def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
 
 
 def packaged_rates(gpu: Gpu) -> Rates:
-    """Return the rates of this GPU without any calibration of the user's. Raises `GpuError` as `rates_for`
-    does.
+    """Return the packaged hardware rates of this GPU, without a calibration of the user's. Raises `GpuError`
+    as `rates_for` does.
     """
     measured = _measured_rates()
     if gpu.key in measured:
@@ -366,7 +368,7 @@ def _measured_rates() -> dict[str, Rates]:
 
 
 def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
-    """Scale the rates `known`, measured on the GPU `of`, to the data sheet of another GPU."""
+    """Scale the hardware rates `known`, measured on the GPU `of`, by the data sheets to another GPU."""
     if not gpu.bandwidth or not gpu.sm_count or not of.bandwidth or not gpu.peak_dense.get("fp32"):
         raise GpuError(
             f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its "
@@ -412,8 +414,7 @@ def _in_32_bits(attention: str) -> bool:
 
 
 def _attention_flops(name: str, gpu: Gpu) -> float | None:
-    """Return an attention kernel's published FLOPs per second on this GPU; None if only the reference's share
-    is known."""
+    """Return an attention kernel's published FLOP/s on this GPU; None if they are not published."""
     share, capability = FLASH_SHARES.get(name), gpu.compute_capability
     return share * _peak(gpu, "fp16") if share and capability and capability[0] in FLASH_MAJORS else None
 
@@ -451,5 +452,5 @@ def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -
 
 
 def _instructions(gpu: Gpu) -> float:
-    """Return a figure proportional to the number of instructions that a GPU issues per second."""
+    """Return a number proportional to the instructions that a GPU issues per second."""
     return float(gpu.sm_count or 1) * float(gpu.boost_clock_hz or 1e9)

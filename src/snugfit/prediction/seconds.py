@@ -187,7 +187,9 @@ def queue_of(
 
 
 class _Distinct:
-    """Index of the distinct objects among kernels: equal micro-batches refer to the same ones."""
+    """Index of the distinct kernel objects of a trace, since equal micro-batches refer to the same
+    objects.
+    """
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self.kernels = kernels
@@ -203,7 +205,9 @@ _LAST: list[_Distinct] = []
 
 
 def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:
-    """Return the value of a function for each kernel, computed once for all references to one object."""
+    """Return the value of a function for each kernel, computed only once for repeated references to one
+    object.
+    """
     # A list may change, so only tuples are cached.
     if type(kernels) is not tuple:
         distinct = _Distinct(kernels)
@@ -252,7 +256,9 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
-    """Return each kernel's role in the simulated queue: `COMPUTES`, `TRAVELS`, or the awaited copy."""
+    """Return each kernel's role in the simulated queue: it computes (`COMPUTES`), is a concurrent copy
+    (`TRAVELS`), or waits for a copy.
+    """
     return each_once(
         lambda k: TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES,
         kernels,
@@ -266,7 +272,8 @@ def simulate_queue(
     host: HostLaunchCosts,
     roles: Sequence[int] = (),
 ) -> float:
-    """Return the seconds between the ends of two steady steps, by simulating the queue of host and device.
+    """Return the seconds between the ends of two consecutive steps, by simulating the queue of host and
+    device.
 
     `device` are the seconds of each kernel on the device or the link, and `launches` those on the host. The
     host waits for the device before the kernels whose indices are in `syncs`. `roles` are those of
@@ -284,7 +291,8 @@ def run_queue(
     *,
     depth: int | None = None,
 ) -> tuple[float, list[tuple[float, float]]]:
-    """Return the seconds of `simulate_queue`, and moments of each kernel since the host began the step.
+    """Return the seconds of `simulate_queue`, and the launch and run times of each kernel since the host
+    began the step.
 
     The moments are the beginning of its launch, and of its run. The host is at most `depth` launches ahead of
     the device.
@@ -433,7 +441,9 @@ def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Ker
 
 
 def loader_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Return the seconds in which worker processes make the batch of this copy; 0 for any other kernel."""
+    """Return the seconds in which worker processes create the batch that this kernel copies; 0 for any other
+    kernel.
+    """
     return _batch_seconds(kernel, host) / kernel.tensors if kernel.operator == PREPARED else 0.0
 
 

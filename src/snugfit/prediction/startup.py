@@ -1,4 +1,5 @@
-"""The predicted start-up of a run: seconds from the process's beginning until its steps are steady.
+"""The predicted start-up of a run: seconds from the process's beginning until its steps have their final
+speed.
 
 start-up = imports + context + building the model + extra seconds of the first step
 
@@ -44,7 +45,7 @@ KernelSet = frozenset[Hashable]
 
 @dataclass(frozen=True, kw_only=True)
 class StartupRates:
-    """Seconds that the parts of a start-up take on one host."""
+    """Seconds of the parts of a run's start-up on one host, such as imports."""
 
     imports: float
     """Seconds to start Python and import torch, transformers and the model's code."""
@@ -194,7 +195,7 @@ def _size_of(model: torch.nn.Module) -> ModelSize:
 
 
 def _load_key(kernel: Kernel) -> Hashable:
-    """Return a key that is equal for kernels that CUDA loads together."""
+    """Return a key that is equal for kernels that CUDA loads from one library module."""
     shapes = kernel.shapes if kernel.operator in MATRIX_PRODUCTS else ()
     return (
         kernel.operator,

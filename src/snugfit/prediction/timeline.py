@@ -1,5 +1,6 @@
-"""The timeline of the steady step: the moments at which each kernel is launched and runs, by the queue of
-`seconds.py`."""
+"""The timeline of a step: the times at which each kernel is launched and runs, by the queue of
+`seconds.py`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ step does not depend on it. So many kernels occupy the device for longer than th
 
 
 class TimedKernel(NamedTuple):
-    """One kernel of the steady step; moments in seconds since the host began the step."""
+    """One kernel of a step; times in seconds since the host began the step."""
 
     kernel: Kernel
     """The kernel, as the trace has it."""
@@ -48,8 +49,9 @@ class TimedKernel(NamedTuple):
 def run_in_streams(
     trace: Trace, rates: Rates, connected: GpuLink | None = None, *, workers: int = 0
 ) -> StreamsRun | None:
-    """Return the simulated steady step of a trace with several streams, in which exchanges run in parallel;
-    None for one stream."""
+    """Return the simulated step of a trace with several CUDA streams, in which collectives run in parallel;
+    None for one stream.
+    """
     # One stream alone needs no simulation of several.
     if all(each_once(lambda kernel: kernel.peers == ALONE, trace.kernels)):
         return None
@@ -64,7 +66,7 @@ def time_kernels(
     workers: int = 0,
     streams: StreamsRun | None = None,
 ) -> list[TimedKernel]:
-    """Return the kernels of the trace's steady step in order, each with its moments.
+    """Return the kernels of the trace's last step in order, each with the times of its launch and run.
 
     The moments come from the queue that `simulate_queue` adds up, with an end. `streams` is an earlier result
     of `run_in_streams`, or None.
@@ -83,7 +85,7 @@ def time_kernels(
 
 
 def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
-    """Return the spans of the step's phases on the host and on the device, in order."""
+    """Return the begin and end of each phase of a step, on the host and on the device, in order."""
     spans: list[PhaseSpan] = []
     for phase, members in groupby(timed, key=lambda one: one.kernel.phase):
         part = list(members)
@@ -118,7 +120,7 @@ def queue_moments(
     host: HostLaunchCosts,
     roles: Sequence[int] = (),
 ) -> list[tuple[float, float]]:
-    """Return the beginning of each kernel's launch, and of its run, in seconds since the host began the last
+    """Return the times at which each kernel's launch and run begin, in seconds since the host began the last
     step. The host is at most `QUEUE_DEPTH` launches ahead of the device.
     """
     return run_queue(device, launches, syncs, host, roles, depth=QUEUE_DEPTH)[1]

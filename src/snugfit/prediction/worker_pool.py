@@ -119,13 +119,13 @@ class _Worker:
 
 
 class SpareProcesses:
-    """Counter of processes that a pool may start beyond its own number, since another pool has ended."""
+    """Counter of processes that a pool may start beyond its own number, because another pool has ended."""
 
     def __init__(self) -> None:
         self._spare = threading.Semaphore(0)
 
     def give(self) -> None:
-        """Add one process to the count."""
+        """Add one process to the count of spare processes."""
         self._spare.release()
 
     def take(self) -> bool:

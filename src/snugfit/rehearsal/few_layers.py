@@ -1,4 +1,4 @@
-"""Simulate a deep model by its shallow versions, if its layers are alike (law 5).
+"""Simulation of a model with many layers by models with few, if its layers are alike.
 
 Two shallow models differ by one period of layers. The events of that period are repeated (`trace/deepen.py`).
 In the plain loop, the update is simulated at full depth and spliced. In other loops, whose update is not
@@ -53,8 +53,8 @@ RecordPasses = Callable[["Job", Setup, "Policy"], Part]
 
 
 class _Shallow(NamedTuple):
-    """Recorded forward and backward of a model with few layers, and Inductor's decisions for its compiled
-    programs.
+    """Recorded forward and backward passes of a model with few layers, and Inductor's decisions for its
+    compiled programs.
     """
 
     part: Part
@@ -62,8 +62,8 @@ class _Shallow(NamedTuple):
 
 
 def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy, *, loop: str = "plain") -> Trace | None:
-    """Return the trace of three steps of a deep model from simulations of models with few layers. It equals
-    that of `rehearse`.
+    """Return the trace of three steps of a model with many layers, from simulations of models with few. It
+    equals that of `rehearse`.
 
     Return None if equality is not certain, or if shallow models save no work.
     """
@@ -82,7 +82,9 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy, *, loop: st
 
 
 def _whole_steps_from_few_layers(job: Job, setup: Setup, policy: Policy, loop: str) -> Trace | None:
-    """Return the trace of three steps of another loop, whose passes and update are extended together."""
+    """Return the trace of three steps of another loop, whose passes and update are extended to all layers
+    together.
+    """
 
     def record(job: Job, setup: Setup, policy: Policy) -> Part:
         recording = record_steps(job, setup, policy, loop)
@@ -102,8 +104,8 @@ def _is_one_program(setup: Setup) -> bool:
 def passes_from_few_layers(
     job: Job, setup: Setup, policy: Policy, record: RecordPasses = rehearse_passes
 ) -> Part | None:
-    """Return forward and backward of a deep model, computed from simulations of models with few layers, equal
-    to those of `record`.
+    """Return the forward and backward passes of a model with many layers, computed from simulations of models
+    with few. They equal those of `record`.
 
     Return None if equality is not certain, or if shallow models save no work.
     """
@@ -168,8 +170,8 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
 
 
 def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
-    """Return True if Inductor makes the same decisions for these two small models, and so for the deep
-    one.
+    """Return True if Inductor makes the same decisions for these two small models, so that they hold for the
+    full model too.
     """
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
     # The same objects decide for both models: the programs are those of single layers.
@@ -182,8 +184,8 @@ def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
 
 
 def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[SharedBlock, ...] | None:
-    """Return the deep model's memory blocks that hold several gradients, extended from a small model's, or
-    None if they do not repeat.
+    """Return the full model's memory blocks that hold several gradients, extended from a small model's; None
+    if they do not repeat.
     """
 
     def entries(part: Part) -> list[Entry]:
@@ -208,8 +210,8 @@ def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[Shar
 
 
 def _trained_parameters(part: Part) -> list[Entry]:
-    """Return the trainable parameters of these forward and backward passes as entries, which can be extended
-    by depth.
+    """Return the trainable parameters of these forward and backward passes as entries that can be extended to
+    more layers.
     """
     return [
         Entry((without_layer_numbers(name), part.has_gradient(number)), numbers_of(name))

@@ -99,7 +99,9 @@ def _reason(job: Job, error: Exception) -> str:
 
 
 def _lacking_key(error: Exception) -> str | None:
-    """Return the key that transformers' config does not have, or None if that is not the error."""
+    """Return the key that a transformers config lacks, if the error is about a missing key; None
+    otherwise.
+    """
     from transformers import PretrainedConfig
 
     asks_config = isinstance(error, AttributeError) and isinstance(error.obj, PretrainedConfig)
@@ -107,8 +109,8 @@ def _lacking_key(error: Exception) -> str | None:
 
 
 def _what_depends(error: Exception) -> str:
-    """Return a sentence on an operator whose output shape depends on data, with the name that torch's error
-    gives: `aten::nonzero`.
+    """Return a sentence on an operator whose output shape depends on data, named as in torch's error:
+    `aten::nonzero`.
     """
     operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
     return f"the shape of the output of {operator[2]} depends on its data" if operator else _first_line(error)
@@ -124,15 +126,18 @@ def _is_ours(error: Exception, last: FrameType) -> bool:
 
 
 def _where(error: Exception) -> str:
-    """Return the failing line of the model's code: the last frame outside of torch and snugfit, or ""."""
+    """Return the failing line of the model's code: the last stack frame outside of torch and snugfit,
+    or "".
+    """
     # The last such frame is the innermost line that the user can change.
     own = [stop for stop in _frames(error) if not _passes_on(module_of(stop.frame))]
     return str(own[-1]) if own else ""
 
 
 def _passes_on(module: str) -> bool:
-    """Return True for modules that call a model's code: torch, snugfit, and the attribute lookup of a
-    config."""
+    """Return True for modules that call a model's code: torch, snugfit, and the attribute access of a
+    config.
+    """
     return module.partition(".")[0] in ("torch", "snugfit") or "configuration_" in module
 
 

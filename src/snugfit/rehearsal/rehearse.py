@@ -113,7 +113,7 @@ def rehearse(
 
 
 def record_steps(job: Job, setup: Setup, policy: Policy, loop: str) -> Recording:
-    """Simulate and record as many steps of this loop as `repeat` needs to make `STEPS` steps with all
+    """Simulate and record as many steps of this loop as `repeat` needs to build `STEPS` steps with all
     micro-batches.
     """
     import torch
@@ -158,8 +158,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
 def _overrides(
     setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
 ) -> Iterator[AbstractContextManager[Any]]:
-    """Yield the contexts in which a simulation runs: those of features that surround the device policy, the
-    policy's, then the rest.
+    """Yield the contexts in which a simulation runs: those of features outside, then those of the simulated
+    device, then the rest.
     """
     from snugfit.rehearsal.device.overrides import in_force
 
@@ -227,7 +227,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
 
 
 def _recorder_class(setup: Setup) -> type[Recorder]:
-    """Return the class that writes the trace: a feature's for this Setup, else the plain one."""
+    """Return the class that writes the trace: that of a feature for this Setup, else the plain one."""
     from snugfit.rehearsal.record.recorder import Recorder
 
     own = (class_for(setup) for class_for in hooks("recorder_class"))

@@ -1,5 +1,5 @@
-"""Splicing: the trace of a step from its forward and backward passes and its update, which were recorded
-alone (law 5).
+"""Joining of a step's trace from its forward and backward passes and its optimizer update, which were
+recorded separately (splicing).
 
 A training step consists of its forward and backward passes and its update. The passes are forward and
 backward, one micro-batch after the other. The update is clipping, the optimizer, and dropping the gradients.
@@ -75,7 +75,7 @@ class SharedBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step that was simulated alone: forward and backward, or the update."""
+    """A part of a step that was simulated separately: forward and backward, or the optimizer update."""
 
     trace: RelativeTrace
     gradients: tuple[int, ...]
@@ -107,7 +107,9 @@ class Part:
 
     @cached_property
     def split(self) -> SplitSteps:
-        """The events of the part (allocations, frees, kernels), split where steps begin and end."""
+        """The events of this simulated part of a run (allocations, frees, kernels), split where steps begin
+        and end.
+        """
         return split_steps(self.trace.moves)
 
     @cached_property
@@ -117,7 +119,7 @@ class Part:
 
     @cached_property
     def workspaces(self) -> Sequence[Alloc]:
-        """The workspaces that the part's kernels allocate and do not free."""
+        """The workspaces that the kernels of this part allocate and do not free."""
         return kept_workspaces(self.trace.moves)
 
 
@@ -160,7 +162,7 @@ def rehearse_update(
     gradients: tuple[int, ...],
     shared: tuple[SharedBlock, ...] = (),
 ) -> Part:
-    """Return clipping and the optimizer's step, simulated alone under this Setup.
+    """Return clipping and the optimizer's step, simulated without forward and backward under this Setup.
 
     `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
     blocks.
@@ -280,8 +282,8 @@ def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
 
 
 class UpdateAlone(OptimizerLoop):
-    """The plain training loop with empty gradients instead of forward and backward, to simulate an update
-    alone.
+    """The plain training loop with empty gradients instead of forward and backward, to simulate an optimizer
+    update alone.
     """
 
     gradients: tuple[int, ...] = ()

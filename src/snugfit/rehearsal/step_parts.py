@@ -1,5 +1,5 @@
-"""The two parts of a simulated step, its forward and backward passes and its update, which are recorded apart
-and joined.
+"""The two separately simulated parts of a step: forward and backward passes, and the optimizer update. They
+are recorded separately and joined.
 
 A feature whose steps are joined otherwise names a subclass in its field of `Setup` (`Wish.parts`).
 """
@@ -32,14 +32,14 @@ class StepParts:
     """False if passes and update cannot be simulated apart, since updates run within the passes."""
 
     def as_written(self, setup: Setup, *, padded: bool) -> Setup:
-        """Return the Setup under which forward and backward are simulated, on batches with or without
+        """Return the Setup under which forward and backward passes are simulated, on batches with or without
         padding.
         """
         return setup
 
     def refuse(self, setup: Setup, waits: int) -> None:
-        """Raise `UnsupportedStep` if forward and backward wait `waits` times for the device and the Setup
-        does not support it.
+        """Raise `UnsupportedStep` if forward and backward wait `waits` times for the device, and the Setup
+        does not support waits.
         """
 
     def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:

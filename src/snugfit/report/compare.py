@@ -33,8 +33,9 @@ FIGURES = {
 
 
 def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
-    """Return the report of several recipes: the best one and a table of all; `details` adds bytes by kind and
-    every warning."""
+    """Return the report of several recipes: the best one and a table of all. `details` adds bytes by category
+    and every warning.
+    """
     best = RecipeComparison(tuple(predictions)).best
     doubts = [*dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)]
     whole: list[Sentence | Grid] = [
@@ -108,7 +109,9 @@ def _pace(prediction: Prediction) -> tuple[str, ...]:
 
 
 def _kinds(predictions: Sequence[Prediction]) -> Grid:
-    """Return a table of the bytes of each kind at the recipes' own peaks, which explains their difference."""
+    """Return a table of each recipe's bytes by category (weights, activations, ...) at its own peak, which
+    explains their difference.
+    """
     names = list(dict.fromkeys(line.kind for prediction in predictions for line in prediction.anatomy.kinds))
     per_recipe = [{line.kind: line.bytes for line in prediction.anatomy.kinds} for prediction in predictions]
     rows = tuple(

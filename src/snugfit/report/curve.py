@@ -20,8 +20,9 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[RenderableType]:
-    """Return the live bytes through the steady step as lines of text, with the phases below. Micro-batches
-    get numbers if their passages are too short for names."""
+    """Return the live bytes during a step as lines of text, with the phases below. Micro-batches get numbers
+    if they are too short for names.
+    """
     top = max(point.live_bytes for point in curve) or 1
     heights = sample([(point.position, point.live_bytes / top) for point in curve], COLUMNS)
     passages, note = phase_passages(curve), ""
@@ -64,7 +65,7 @@ def sample(points: Sequence[tuple[float, float]], columns: int) -> list[float]:
 
 
 def legend(spans: Sequence[tuple[str, int, int]], columns: int) -> str:
-    """Return a line of names under the columns they span, each cut to its span."""
+    """Return a line of names under the columns they span, each truncated to its span."""
     line = [" "] * columns
     for name, start, end in spans:
         room = end - start

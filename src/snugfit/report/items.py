@@ -1,4 +1,5 @@
-"""Everyday names of the bytes at the peak and of a step's bound: `AdamW's moments`, `matrix products`.
+"""Everyday names of the tensors at the peak and of the limits of a step's speed: `AdamW's moments`, `matrix
+products`.
 
 A tensor's name follows from its kind, the module and operator that allocated it, and the optimizer.
 """
@@ -64,7 +65,7 @@ BOUND_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class PeakItem:
-    """Bytes at the peak under one name for the user, such as gradients, with their dtypes."""
+    """Bytes at the peak under one everyday name, such as gradients, with their dtypes."""
 
     name: str
     bytes: int
@@ -76,7 +77,7 @@ class PeakItem:
 
 
 def items_at_peak(prediction: Prediction) -> list[PeakItem]:
-    """Return the items at the peak, the largest first."""
+    """Return the groups of tensors at the peak with everyday names, the largest first."""
     optimizer = prediction.recipe.setup().optimizer_path.split(":")[-1]
     sizes: dict[str, Counter[str]] = defaultdict(Counter)
     for line in prediction.anatomy.largest:
@@ -89,7 +90,7 @@ def items_at_peak(prediction: Prediction) -> list[PeakItem]:
 
 
 def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
-    """Return the everyday name of these tensors; `optimizer` is the name of its class."""
+    """Return the everyday name of these tensors at the peak; `optimizer` is the name of its class."""
     if line.kind == Kind.WEIGHTS:
         return "weights of the experts" if part_of(line.module) == EXPERTS else "weights"
     if line.kind == Kind.OPTIMIZER_STATES:
@@ -123,7 +124,7 @@ def part_of(module: str) -> str:
 
 
 def _notable(by_dtype: Counter[str]) -> Iterator[str]:
-    """Yield the dtypes that hold a notable share of these bytes, for an item's name."""
+    """Yield the dtypes that hold a notable fraction of these bytes, for the name of a group of tensors."""
     for dtype, size in by_dtype.most_common():
         if dtype and size >= NOTABLE * by_dtype.total():
             yield dtype

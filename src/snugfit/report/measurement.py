@@ -77,7 +77,7 @@ def _seconds(timing: Timing | None) -> Iterator[tuple[str, str]]:
 
 
 def _calls(measurement: Measurement) -> Iterator[tuple[str, str]]:
-    """Yield the label and the text of the figures of an evaluation's calls; nothing for training."""
+    """Yield the label and the text of measured times of evaluation calls; nothing for training."""
     calls = dict(measurement.calls or {})
     if not calls:
         return
@@ -140,7 +140,7 @@ def _mib(nbytes: int | None) -> str:
 
 
 def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
-    """Return a table row for the seconds of NCCL's exchanges in a step; none where they were not measured."""
+    """Return a table row for the seconds of NCCL's collectives in a step; none if they were not measured."""
     seconds, exposed = measurement.fabric_seconds, measurement.exposed_fabric_seconds
     if seconds is None or exposed is None:
         return []
@@ -169,8 +169,9 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
 
 
 def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTable:
-    """Return a table of the stages of a start and their sum, the start-up, in seconds; with `several` ranks
-    those of the slowest."""
+    """Return a table of the stages of a run's start-up and their sum, in seconds; with `several` ranks those
+    of the slowest.
+    """
     group = ", and the group of all ranks" if several else ""
     rows = [
         ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),

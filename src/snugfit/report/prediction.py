@@ -1,4 +1,4 @@
-"""The long report of a prediction for a terminal: memory by kind, seconds, and whether the step fits."""
+"""The long report of a prediction for a terminal: memory by category, seconds, and whether the step fits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def heading(prediction: Prediction) -> Text:
 
 
 def footprint_table(footprint: Footprint) -> PlainTable:
-    """Return a table of the figures of a footprint, each with its meaning; missing ones are left out."""
+    """Return a table of the memory figures, each with its meaning; missing ones are left out."""
     also = ", managed memory" if footprint.managed_bytes else ""
     lines = (
         ("requested", footprint.requested_bytes, "requested by tensors and kernels"),
@@ -81,7 +81,9 @@ def footprint_table(footprint: Footprint) -> PlainTable:
 
 
 def ranks_table(prediction: Prediction) -> PlainTable:
-    """Return a table of the needs of ranks that differ, with a mark at the rank of the footprint."""
+    """Return a table of the memory of each rank, if ranks differ, with a mark at the rank of the shown
+    figures.
+    """
     rows = [
         (
             f"{one.rank}{' (shown)' if one.rank == prediction.rank else ''}",
@@ -99,7 +101,7 @@ def ranks_table(prediction: Prediction) -> PlainTable:
 
 
 def about_pace(prediction: Prediction) -> list[Text]:
-    """Return sentences on the seconds of a step and on its bound."""
+    """Return sentences on the seconds of a step and on the hardware limit of its speed."""
     timing, speed = prediction.timing, prediction.speed
     if timing is None or speed is None:
         return []
@@ -130,7 +132,9 @@ def _about_stages(timing: StepSeconds) -> list[Text]:
 
 
 def _about_exchanges(timing: StepSeconds) -> list[Text]:
-    """Return a sentence on the seconds of exchanges between GPUs, and on the part that is not hidden."""
+    """Return a sentence on the seconds of collectives between GPUs, and on how many of them no computation
+    hides.
+    """
     if (efficiency := timing.scaling_efficiency) is None:
         return []
     return [
@@ -167,7 +171,9 @@ def _peak(prediction: Prediction) -> list[RenderableType]:
 
 
 def kinds_table(prediction: Prediction) -> PlainTable:
-    """Return a table of the bytes by kind at the peak, each with its reason."""
+    """Return a table of the bytes by category (weights, activations, ...) at the peak, each with its
+    reason.
+    """
     lines = prediction.anatomy.kinds
     total = sum(line.bytes for line in lines) or 1
     rows = [

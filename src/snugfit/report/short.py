@@ -1,5 +1,6 @@
-"""The short report of a prediction on one screen: the verdict, four numbers, the largest items, the bound,
-one uncertainty."""
+"""The short report of a prediction on one screen: the fit, four numbers, the largest tensors, the speed
+limit, one uncertainty.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def render(prediction: Prediction) -> Page:
 
 
 def verdict(prediction: Prediction) -> Sentence:
-    """Return a sentence on the fit, with the condition under which it holds."""
+    """Return a sentence on whether the step fits, with the condition under which this holds."""
     gpu, memory = prediction.gpu, prediction.memory_bytes
     return Sentence(
         f"{subject(prediction.job, prediction.recipe, gpu, prediction.gpus, memory=memory)}: "
@@ -136,7 +137,7 @@ def about_build(prediction: Prediction) -> Iterator[str]:
 
 
 def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield labelled lines with the largest items at the peak."""
+    """Yield labelled lines with the largest groups of tensors at the peak."""
     label = "at the peak"
     for item in items_at_peak(prediction)[:ITEMS]:
         yield label, f"{show_gib(item.bytes)} {item}"
@@ -144,7 +145,7 @@ def show_largest(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield a labelled line with the bound of the step, if seconds are predicted."""
+    """Yield a labelled line with the hardware limit of the step's speed, if seconds are predicted."""
     if (timing := prediction.timing) and timing.step_seconds:
         busy = 100 * timing.device_seconds / timing.step_seconds
         bound = BOUND_BY.get(timing.bound, timing.bound)
@@ -152,7 +153,7 @@ def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def show_phases(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield labelled lines with the results of a feature's phase."""
+    """Yield labelled lines with the results of another use of the model (phase), such as text generation."""
     if (added := prediction.job.added_phase) is not None:
         yield from added.lines(prediction.phase_results).items()
 

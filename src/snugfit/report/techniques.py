@@ -1,4 +1,6 @@
-"""The techniques in a terminal, slot by slot, as the vocabulary of recipes."""
+"""The techniques in a terminal, slot by slot (a choice of the recipe, such as the optimizer), as the words of
+recipes.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from snugfit.techniques.technique import Technique
 
 
 def render(roster: Sequence[type[Technique]]) -> RenderableType:
-    """Return a list of techniques with one line for each. The plain technique of each slot, the default of a
-    recipe, is marked."""
+    """Return a list of techniques with one line for each. The default technique of each slot of a recipe is
+    marked.
+    """
     rows: list[tuple[str, ...]] = []
     slot = None
     for technique in roster:

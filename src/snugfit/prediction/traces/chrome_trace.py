@@ -1,4 +1,4 @@
-"""The steady step as a trace of Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""A step in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 The host and the device have two tracks each: phases and kernels. Copies of activations have one, and so have
 exchanges with other GPUs. A counter shows live bytes by kind.
@@ -27,7 +27,7 @@ TRACKS = {"host phases": 1, "host": 2, "device phases": 3, "device": 4, "copies"
 
 
 def chrome_trace(trace: Trace, timed: Sequence[TimedKernel]) -> dict[str, Any]:
-    """Return the document of this trace, with the moments of its steady step's kernels."""
+    """Return the Chrome trace document of a recorded step, with the times of its kernels."""
     named = [_entry("M", "process_name", 0, args={"name": "snugfit, predicted"})]
     named += [_entry("M", "thread_name", track, args={"name": name}) for name, track in TRACKS.items()]
     events = [*named, *_phases(timed), *_kernels(timed), *_counters(trace, timed)]
@@ -58,7 +58,9 @@ def _kernels(timed: Iterable[TimedKernel]) -> Iterator[dict[str, Any]]:
 
 
 def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, Any]]:
-    """Yield events with the live bytes by kind after each event of the steady step."""
+    """Yield events with the live bytes by category (weights, activations, ...) after each event of the
+    step.
+    """
     last = max(mark.step for mark in trace.marks)
     # Consecutive marks of one phase are one passage.
     marks = [next(members) for _, members in groupby(

@@ -21,7 +21,7 @@ SNAPSHOT, CHROME = ".pickle", ".json"
 
 
 def export_trace(prediction: Prediction, form: str) -> bytes:
-    """Simulate a prediction's step again, and return its trace as a file that ends in `form`.
+    """Simulate a prediction's step again, and return its trace as a file with the ending `form`.
 
     Raises `UsageError` for a timeline without seconds, `GpuError` where the GPU's rates are unknown.
     """

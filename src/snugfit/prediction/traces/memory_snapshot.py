@@ -65,7 +65,9 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
 
 
 def _frames(block: Block) -> list[dict[str, Any]]:
-    """Return the frames of a block, operator first, as a snapshot has the innermost frame first."""
+    """Return the stack frames of a memory block, with the operator first, as snapshots begin with the
+    innermost frame.
+    """
     where = block.module or "the loop"
     return [
         {"name": block.operator, "filename": where, "line": 0},

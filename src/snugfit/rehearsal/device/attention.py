@@ -124,9 +124,9 @@ def _is_aligned(mask: torch.Tensor) -> bool:
 
 
 def _math(of: Operands) -> Any:
-    """Simulate unfused attention, torch's math path, which stores the S x S scores, on `meta`. It repeats
-    `_scaled_dot_product_attention_math`. While the recorder is active, torch's own adds the mask out of place
-    (`areAnyTensorSubclassLike`). That needs one matrix of scores more than on a device.
+    """Simulate unfused attention (torch's math path), which stores the S x S scores, on `meta`. It repeats
+    `_scaled_dot_product_attention_math`. While the recorder is active, torch's own code adds the mask out of
+    place (`areAnyTensorSubclassLike`). That needs one matrix of scores more than on a device.
     """
     import torch
 

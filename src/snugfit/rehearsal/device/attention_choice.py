@@ -83,8 +83,9 @@ BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
 
 
 def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:
-    """Return the kernels of a GPU of this capability, with cuDNN after 9.15: torch does not prefer earlier
-    ones."""
+    """Return the attention kernels of a GPU of this compute capability, with cuDNN after 9.15: torch does not
+    prefer earlier versions.
+    """
     return FusedKernels(
         cudnn_first=capability in ((9, 0), (10, 0)),
         flash=(8, 0) <= capability <= (12, 1),
@@ -211,7 +212,7 @@ def _cudnn_takes(of: Operands, fused: FusedKernels) -> bool:
 
 
 def _is_cudnn_mask(of: Operands) -> bool:
-    """Return True if `check_attn_mask_shape` accepts the mask.
+    """Return True if cuDNN attention accepts the mask's shape (`check_attn_mask_shape`).
 
     It must have two or four dimensions, each full or 1, and require no gradient.
     """

@@ -1,4 +1,5 @@
-"""CUDA's autocast on meta tensors: for each operator of the policy's lists, cast, then call its kernel.
+"""CUDA's autocast on meta tensors: the operators that CUDA's autocast lists get kernels that cast their
+arguments first.
 
 The switch is that of the CPU's autocast. It exists in every build, nests, and can be disabled inside a
 region. Checkpointing saves and restores it for the recomputation. The kernels are registered for the key
@@ -74,8 +75,8 @@ class WeightCache:
 
 
 class Autocasting:
-    """CUDA's autocast for `meta` tensors: for each operator of the policy's lists, cast, then call the
-    previous kernel.
+    """CUDA's autocast for `meta` tensors: each operator of CUDA's lists gets a kernel that casts, then calls
+    the previous kernel.
 
     Such a kernel costs time even while autocast is off. So the kernels are registered at the start of the
     first region, and never without one. Operators that promote are registered from the beginning. Scattering
@@ -95,7 +96,7 @@ class Autocasting:
         self._register(self._lists.promote, _promoting)
 
     def begin(self) -> None:
-        """Register the kernels when the first region begins."""
+        """Register the casting kernels when the first autocast region begins."""
         if not self._begun:
             self._begun = True
             self._register(self._lists.lower, functools.partial(_casting, self._lower))
@@ -167,7 +168,8 @@ def _to_fp32(value: Any) -> Any:
 def _switched_off(
     previous: Callable[..., Any], prepare: Callable[[Any, Any], _Arguments]
 ) -> Callable[..., Any]:
-    """Return an operator's kernel that casts arguments by `prepare`, then calls `previous` with autocast off.
+    """Return an operator's kernel that casts arguments by `prepare`, then calls the `previous` kernel with
+    autocast off.
 
     It does so while autocast is on. Every operator of a simulation passes through such a kernel, so it does
     no more than that.

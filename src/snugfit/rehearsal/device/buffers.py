@@ -1,4 +1,4 @@
-"""Scratch: the temporary buffers of a kernel, as allocations and frees in order."""
+"""Temporary buffers of a kernel (scratch), as a list of allocations and frees in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composite operators whose C++ code depends on the device, for the policy's device.
+"""Composite operators whose C++ code depends on the device, as they run on the simulated device.
 
 torch writes dropout, attention, softmax and rms_norm as compositions that select a fused operator by their
 input's device. There is none for `meta`. These kernels use the policy instead, and call the operator that the

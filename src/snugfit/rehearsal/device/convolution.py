@@ -129,8 +129,8 @@ def _is_of_patches(x: Any, weight: Any, out: Any) -> bool:
 
 
 def _has_colours(x: Any) -> bool:
-    """Return True if an image's channels (such as 3 colours) are no multiple of 16 bytes, as tensor cores
-    require.
+    """Return True if the bytes of an image's channels (such as 3 colours) are not a multiple of 16, as tensor
+    cores require.
     """
     return bool(x.size(1) * x.element_size() % CHANNELS)
 

@@ -128,12 +128,14 @@ class _Draw(float):
         return draw
 
     def after_function(self, result: Any) -> Any:
-        """Add a warning that a function of the number is used, and return the function's result unchanged."""
+        """Add a warning that a function of the random number is used, and return the function's result
+        unchanged.
+        """
         self.tell()
         return result
 
     def compare(self, other: Any) -> None:
-        """Compare the drawn number with another one, and add a warning if the result depends on the draw."""
+        """Compare the random number with another one, and add a warning if the result depends on the draw."""
         # A probability of 0 or 1, as in BART's layers, has the same result for every draw.
         if not isinstance(other, (int, float)) or 0 < other < 1:
             self.tell()
@@ -162,7 +164,7 @@ for _name in (*_ARITHMETIC, *_CONVERTING):
 
 
 class _DrawnTensor(torch.Tensor):
-    """A one-element tensor that contains a drawn number."""
+    """A one-element tensor that contains a random number drawn in a simulation."""
 
     draw: _Draw
 

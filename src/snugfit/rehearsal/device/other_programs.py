@@ -1,5 +1,5 @@
-"""Replacement of other programs: warnings for compiled code and libraries' kernels, which do not run on
-`meta`.
+"""Warnings for compiled code and libraries' kernels that do not run on `meta`, and the PyTorch code that
+replaces them.
 
 A user's compiled code, and libraries' kernels for a model of transformers, do not run on `meta`. The PyTorch
 code behind them does.
@@ -124,7 +124,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def kernels_asked_for(model: nn.Module) -> Iterator[str]:
-    """Yield a warning for each package of kernels that a source file of this model checks for."""
+    """Yield a warning for each package of kernels whose presence a source file of this model checks."""
     from importlib.util import find_spec
 
     # Some models load kernels of their own (RWKV, YOSO, MRA, xLSTM), which their checks for packages show.

@@ -1,4 +1,5 @@
-"""Activate a policy: during a simulation, `meta` tensors behave like those of the policy's device.
+"""Replacement of torch functions during a simulation, so that `meta` tensors behave like those of the
+simulated device.
 
 Two kinds of override are active until the simulation ends:
 
@@ -264,7 +265,7 @@ def _rebind(replacements: dict[Any, Any]) -> None:
 
 
 def _are_as_looked_through() -> bool:
-    """Return True if no module was loaded, and no name was added, since the last search for replaced
+    """Return True if no module was loaded, and no name was added to one, since the last search for replaced
     functions.
     """
     modules = list(sys.modules.values())
@@ -291,7 +292,9 @@ def _record_names(ids: Collection[int]) -> None:
 
 
 def _reset_if_new(originals: Collection[Any]) -> None:
-    """Clear the recorded places where replaced functions are bound, if these functions are new."""
+    """Clear the recorded module attributes that are bound to replaced functions, if these functions are
+    new.
+    """
     if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
         return
     _ORIGINALS[:] = originals

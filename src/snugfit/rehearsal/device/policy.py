@@ -1,4 +1,5 @@
-"""Policies: the decisions that torch makes by the kind of device, for tensors on `meta`.
+"""Policies: the decisions (such as the attention kernel) that torch makes by the type of device, for tensors
+on `meta`.
 
 torch makes many decisions of a step by the tensor's device. Examples are the attention kernel, autocast's
 operators, fused dropout and optimizers, and a kernel's temporary buffers. A simulation's tensors are on
@@ -79,7 +80,7 @@ class Policy(ABC):
 
     @abstractmethod
     def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """Return True if such a product of experts' groups is one kernel."""
+        """Return True if a matrix product over groups of rows (experts) is one kernel on this device."""
 
     @abstractmethod
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
@@ -143,7 +144,7 @@ class CudaPolicy(Policy):
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
         """Return `fact(self)`, a property of this GPU such as its attention kernels. Raise `PoliciesDiffer`
-        if a GPU that shares the simulation has another one.
+        if a GPU that shares the simulation has another value.
         """
         facts = {fact(one) for one in (self, *self.peers)}
         if len(facts) > 1:
@@ -179,7 +180,7 @@ class CudaPolicy(Policy):
 
     @property
     def scratch_size(self) -> ScratchSize:
-        """Sizes of this GPU that determine the temporary buffers of its kernels."""
+        """Properties of this GPU that determine the sizes of its kernels' temporary buffers."""
         workspaces = sum(nbytes for _, nbytes in self.workspaces("aten::addmm"))
         return ScratchSize(workspaces, self.resident_threads)
 
@@ -203,7 +204,9 @@ class CudaPolicy(Policy):
         return self.common(lambda one: is_fused and one.capability[0] in _FUSING_GROUPS)
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
-        """Return the temporary buffers of reductions, attention and embedding backward: see `scratch.py`."""
+        """Return the temporary buffers of this operator's kernel, such as those of reductions and attention:
+        see `scratch.py`.
+        """
         gpu = GpuSize(self.multiprocessors, self.threads_per_multiprocessor, self.capability)
         return cuda_scratch(operator, arguments, out, gpu)
 
@@ -245,8 +248,8 @@ class ComparedPolicy(CudaPolicy):
 
     @classmethod
     def of(cls, policy: CudaPolicy, policies: Sequence[CudaPolicy]) -> Self:
-        """Return a copy of `policy` that compares its temporary buffers and kernels with those of
-        `policies`.
+        """Return a copy of `policy` (one GPU's kernel choices) that compares its temporary buffers and
+        kernels with those of `policies`.
         """
         same = {item.name: getattr(policy, item.name) for item in fields(policy)}
         noting = cls(**same, compared=tuple(policies))
@@ -335,7 +338,7 @@ _GEMMS = MATRIX_PRODUCTS | {"aten::addmv", "aten::mv"}
 
 
 def _is_matrix(added: torch.Tensor) -> bool:
-    """Return True if the first operand of `addmm` is a matrix and not a bias: it has more than one row."""
+    """Return True if the first operand of `addmm` is a matrix with several rows, and not a bias."""
     return any(length > 1 for length in added.shape[:-1])
 
 

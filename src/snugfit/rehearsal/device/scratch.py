@@ -52,7 +52,9 @@ def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _elements(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the temporary buffers of a reduction to one number: a buffer for all elements, then resized."""
+    """Return the temporary buffers of a reduction to one number: a buffer for all elements, which is then
+    resized.
+    """
     # Losses with one number as result store all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`).
     stored = out.untyped_storage().nbytes()
     return (OUTPUTS, *nest(Buffer("elements", stored))) if stored > out.nbytes else ()
@@ -267,7 +269,8 @@ TILE_HEAD = 16
 
 
 def _efficient_tile(widest: int, *, half: bool, capability: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of the tiles in efficient attention's backward, for heads of this width.
+    """Return the numbers of rows and columns of the tiles in efficient attention's backward, for heads of
+    this width.
 
     The source is `mem_eff_attention/kernels/generate_kernels.py`. Tiles of 128 rows need more shared memory
     than architectures of 100 KiB have, which use 64. In 32 bits, an H100 showed 128 x 64 for a width of 128,

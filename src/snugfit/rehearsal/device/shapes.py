@@ -1,4 +1,5 @@
-"""Shape functions for operators whose torch version differs between builds, or rejects a GPU's operands.
+"""Shape functions for operators whose `meta` implementation differs between builds of torch, or rejects a
+GPU's operands.
 
 A simulation must give the same result on every build of torch, with CUDA or without.
 """

@@ -1,4 +1,4 @@
-"""Find the operators of a backward pass that write in place without a dispatch mode.
+"""Detection of operators in a backward pass that would write in place without a dispatch mode.
 
 If several uses of a tensor send back gradients, the autograd engine sums them on arrival. It adds into the
 first one if it holds the only reference (`can_accumulate_inplace`, `torch/csrc/autograd/input_buffer.cpp`).

@@ -1,4 +1,4 @@
-"""The allocations and frees of a recorded run, and the kinds of its bytes.
+"""The allocations and frees of a recorded run, with the category of each block (weight, activation, ...).
 
 The allocation of a storage is the first operator that returns it. Its free is the moment at which the last
 reference of Python and autograd disappears (a weak reference's callback).
@@ -75,7 +75,9 @@ class Allocations:
                     self.add_outputs(operator, item)
 
     def add_kernel(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[Buffer]) -> None:
-        """Allocate a kernel's outputs, its thread's workspaces if they are missing, and scratch."""
+        """Allocate a kernel's outputs, the workspaces of its thread if they are missing, and the kernel's
+        temporary buffers.
+        """
         # Scratch with a marker places the outputs between its buffers; otherwise they come first.
         if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
             self.add_outputs(operator, out)
@@ -209,7 +211,8 @@ class Allocations:
     # ---- kinds of bytes ----------------------------------------------------------------------------------
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "", *, instead_of: str = "") -> None:
-        """Set the kind (weight, gradient, ...) of this tensor's memory block, and its module if one is given.
+        """Set the category (weight, gradient, ...) of this tensor's memory block, and its module if one is
+        given.
 
         Only the first claim counts, except that it replaces a claim for the kind `instead_of`.
         """
@@ -222,7 +225,7 @@ class Allocations:
             block[2], block[5], block[6] = module or block[2], kind, stored_dtype(tensor)
 
     def blocks(self, phases: Sequence[Mark]) -> tuple[Block, ...]:
-        """Return all memory blocks of the run, with their kinds (activation, temporary, ...).
+        """Return all memory blocks of the run, with their categories (activation, temporary, ...).
 
         `phases` are the marks at which phases begin.
         """
@@ -245,8 +248,9 @@ class Allocations:
         )
 
     def _kind(self, index: int, allocated: int, freed: int | None, forward_ends: Sequence[int]) -> str:
-        """Return the kind (activation, temporary, ...) of an unclaimed block, from the positions of its
-        allocation and free in the events."""
+        """Return the category (activation, temporary, ...) of an unlabelled block, from the positions of its
+        allocation and free in the events.
+        """
         phase = self._blocks[index][3]
         if phase == "load":
             return Kind.INPUTS

@@ -37,7 +37,7 @@ class CodeLine(NamedTuple):
 
     @classmethod
     def asking(cls) -> Self | None:
-        """Return the line of the model's code that is reading a tensor's value; None if a training loop reads
+        """Return the line of the model's code that reads a tensor's value now; None if a training loop reads
         it.
         """
         frame: FrameType | None = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""A float with an assumed value, for the model's code.
+"""A float with an assumed value, which replaces a number that depends on weights, for the model's code.
 
 Most numbers that a model reads go into a log or scale a tensor, and no allocation depends on them. So an
 assumed number is a float that reports decisions: a comparison, or its conversion to an integer. Results of
@@ -18,7 +18,7 @@ ABOUT_ONE = 1.0 + 2.0**-40
 
 class AssumedFloat(float):
     """A float whose value is assumed in a simulation. It calls `decides` if the model's code compares it. Its
-    value is added to `known`.
+    assumed value is added to `known`.
     """
 
     __slots__ = ("_decides", "_known")

@@ -84,7 +84,9 @@ class CopyRecorder(LinkObserver):
         self._write(WORK_ON_HOST, _moving(nbytes))
 
     def swap(self, nbytes: int) -> None:
-        """Record that a disk reads or writes these bytes while the host waits."""
+        """Record the bytes of weights and optimizer states in host memory, and how many of them are
+        page-locked.
+        """
         self._write(SWAPPED, _moving(nbytes))
 
     def hold_on_host(self, nbytes: int, pinned: int) -> None:

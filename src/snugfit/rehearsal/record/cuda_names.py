@@ -152,7 +152,7 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
 
 
 def _by_caller(plain: Any, answer: Any) -> Any:
-    """Return a function that calls `answer` for the user's code, and `plain` for libraries."""
+    """Return a function that calls `answer` if the user's code calls it, and `plain` if a library does."""
 
     def ask(*arguments: Any, **keywords: Any) -> Any:
         # Libraries must see the real state, or they would call CUDA for tensors on `meta`.

@@ -86,7 +86,8 @@ class KernelCost(NamedTuple):
 
 
 def releases_context(operator: str) -> bool:
-    """Return True if the driver releases its reserved address space before the first such kernel.
+    """Return True if the CUDA driver releases its reserved address space before the first launch of such a
+    kernel.
 
     The driver reserves 414 MiB of the address space behind the process's first segment when it creates the
     context. After the release they are a hole that segments use. So the order of addresses depends on earlier
@@ -106,7 +107,7 @@ def name_of_call(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @functools.lru_cache(maxsize=8192)
 def group_of(operator: str) -> str:
-    """Return the class of an operator by the kind of its work.
+    """Return the class of an operator by its work, such as matrix product or pointwise.
 
     The classes are those of "Data Movement Is All You Need" (Ivanov et al., arXiv 2007.00072): contractions,
     statistical normalisations, element-wise.
@@ -201,8 +202,8 @@ def _pointwise_layout(operands: list[Any]) -> str:
 
 
 def _across(operand: torch.Tensor) -> bool:
-    """Return True if a kernel reads this large operand against its memory order: neighbours in a row are not
-    adjacent in memory.
+    """Return True if a kernel reads this large operand against its memory order, so that neighbours in a row
+    are not adjacent in memory.
     """
     apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
     return apart and _nbytes(operand) > LARGEST_CACHED

@@ -81,7 +81,7 @@ class ModuleTracker:
         return self._calls[-1]
 
     def forget_counts(self) -> None:
-        """Set the counts of modules' kernels to zero."""
+        """Reset the counts of the kernels that modules have launched."""
         self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:
@@ -107,7 +107,7 @@ class ModuleTracker:
         self._note(self._paths[-1] if self._paths else "")
 
     def _note(self, path: str) -> None:
-        """Set the module name that autograd nodes get which are created from now on."""
+        """Set the module name for autograd nodes that are created from now on."""
         self._sequence.append(torch._C._autograd._get_sequence_nr())
         self._sequence_path.append(path)
 

@@ -288,7 +288,7 @@ class Questions:
 
     @property
     def vary(self) -> bool:
-        """Return True if the model's code read different values in two micro-batches: then no step repeats
+        """Return True if the model's code read different values in two micro-batches, so that no step repeats
         the previous one.
         """
         batches: Iterator[list[Hashable]] = (answers for answers in self.answers if answers)
@@ -298,7 +298,8 @@ class Questions:
 
 @contextlib.contextmanager
 def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
-    """Context in which numbers that pass between torch and plain Python without an operator are followed.
+    """Context in which the simulation follows numbers that pass between torch and plain Python without an
+    operator.
 
     They leave by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of numbers makes a tensor
     on `meta`, which gets its numbers as a shadow. For lists in an index, see `lists_in_index` in `asker.py`.
@@ -346,8 +347,9 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
 
 
 def _numbers_of(data: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """Return nested lists of numbers with `meta` scalars replaced by their values: torch would read those
-    invisibly to the recorder."""
+    """Return nested lists of numbers with `meta` scalars replaced by their values, because the recorder
+    cannot see torch read those.
+    """
     return [
         _numbers_of(one)
         if isinstance(one, (list, tuple))

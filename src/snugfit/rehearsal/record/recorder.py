@@ -121,8 +121,8 @@ class Recorder(TorchDispatchMode, Observer):
 
     @classmethod
     def micro_batches_to_settle(cls, setup: Setup) -> float:
-        """Return how many micro-batches more than usual precede the first that repeats; infinite if none
-        repeats.
+        """Return how many micro-batches run before the first that all later ones repeat, beyond the usual
+        number; infinite if none repeats.
         """
         return 0
 
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._undo.close()
 
     def recording(self, attention: Iterable[str]) -> Recording:
-        """Return the recorded data, with the kinds of bytes that depend on the whole run."""
+        """Return the recorded data, with those categories of blocks that depend on the whole run."""
         # Optimizers create their states in the first update, so the states are named at the end of the run.
         self._claim_states()
         phases = [mark for mark in self._marks if mark.kind is MarkKind.PHASE]
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Assign names and kinds (weight, optimizer state, ...) to the memory of the built model and
+        """Assign names and categories (weight, optimizer state, ...) to the memory of the built model and
         optimizer.
         """
         self._optimizer = optimizer
@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode, Observer):
         self.memory.claim(tensor, kind, module)
 
     def state(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Set the shadow value of a tensor on `meta`."""
+        """Set the tracked value (shadow) of a tensor on `meta`."""
         self._shadows.set(tensor, value)
 
     def current_phase(self) -> str:
@@ -391,8 +391,8 @@ class Recorder(TorchDispatchMode, Observer):
         return numbers
 
     def _read_lists(self, indices: Sequence[torch.Tensor | None]) -> None:
-        """Set the tracked values of indices that the source code gives as lists, if number and
-        shapes match.
+        """Set the tracked values of indices that the source code gives as lists, if their number and shapes
+        match.
         """
         unknown = [
             one for one in indices if one is not None and one.is_meta and self._shadows.of(one) is None
@@ -412,7 +412,7 @@ class Recorder(TorchDispatchMode, Observer):
         operator: str,
         cost: KernelCost | None,
     ) -> None:
-        """Record an operator of the steady step, if it has a kernel."""
+        """Record an operator of the last step, if it has a kernel."""
         if cost is None:
             self._views += not self._compiled
         elif reads_groups(func, args, self.policy):
@@ -481,7 +481,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._compiled = False
 
     def records_graph(self) -> None:
-        """Note that a program is recorded as a CUDA graph, now or later."""
+        """Record that a program becomes a CUDA graph, now or later."""
         self._recorded_in = self._step
 
     @contextlib.contextmanager

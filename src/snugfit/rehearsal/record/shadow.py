@@ -1,4 +1,5 @@
-"""One shadow value: the CPU contents of a `meta` storage, or the deferred computation that creates them.
+"""The tracked values (shadow) of one `meta` storage: its contents on the CPU, or the deferred computation
+that creates them.
 
 An operator's operands are stored in their current form: a view of a shadow, a tensor of the host, plain
 numbers. The computation runs on the CPU at the first read, and its operands are dropped then.
@@ -137,7 +138,9 @@ class HostValue(NamedTuple):
         return cls(value, value._version, real)
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor's value. Raise `NotFollowed` if the tensor was modified meanwhile."""
+        """Return the host tensor's value. Raise `NotFollowed` if the tensor was modified after it was
+        stored.
+        """
         # A large tensor is not copied, so a later write makes the noted value unknown.
         if self.value._version != self.version:
             raise NotFollowed
@@ -145,7 +148,7 @@ class HostValue(NamedTuple):
 
 
 class DeferredRun:
-    """A deferred operator on tracked values; one run on the CPU computes all its results."""
+    """A deferred operator on tracked values. One run on the CPU computes all its results."""
 
     __slots__ = ("_arguments", "_func", "_results")
 

@@ -1,4 +1,4 @@
-"""Shadow values: the values of tensors on `meta`, if they follow from the batch.
+"""Shadows: the values of tensors on `meta` that follow from the batch, tracked on the CPU.
 
 The batch is synthetic, so values that follow from it are known: lengths, masks, positions, labels, grids of
 patches. A shadow represents the contents of a storage. So all views of the storage share it, and a write
@@ -140,8 +140,9 @@ class Shadows:
                 self._forget_all(operand)
 
     def _is_plainly_unknown(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Return True if a first operand without a shadow makes the float result unknown, without a further
-        check; the most frequent case."""
+        """Return True if a first operand without a tracked value makes the float result unknown without a
+        further check; the most frequent case.
+        """
         first = args[0] if args else None
         return (
             isinstance(out, torch.Tensor)

@@ -185,7 +185,7 @@ def _number_of(policy: Policy) -> int:
 
 
 def _precision() -> Any:
-    """Return the precision of fp32 products that is set now, as a part of a cache key."""
+    """Return the precision of fp32 matrix products that is set now, as a part of a cache key."""
     backends: Any = torch.backends
     return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
 
@@ -202,7 +202,7 @@ def _run_in_place(operator: Operator, call: KnownCall, args: tuple[Any, ...], kw
 
 
 def _distinct_elements(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the operands with their lists reduced to elements of different metadata.
+    """Return the operands, with lists reduced to one element for each distinct shape, stride and dtype.
 
     `meta` computes each element of a foreach operator alone, and a deep model has thousands of equal ones.
     """
@@ -221,7 +221,8 @@ class _NotAKey(Exception):
 
 
 def _aliasing(func: Any) -> str:
-    """Return a word for the storage that an operator's results share with its operands, from its schema.
+    """Return a word for the way in which an operator's results share storage with its operands, from its
+    schema.
 
     `pure` operators share no storage. `in place` operators return their first operand. `of a list` operators
     write into each tensor of a list and return nothing, as foreach optimizers do. All others are `other`.

@@ -1,1 +1,1 @@
-"""The results of a simulation: the trace, and the relative trace, which can be repeated and joined."""
+"""The results of a simulation: the trace, and its relative form, which can be repeated and joined."""

@@ -1,5 +1,5 @@
-"""Extension of a recorded trace to more layers, from two small models that differ by one period of layers
-(law 5).
+"""Extension of a recorded trace to more layers, from two small models of which one has one more repetition of
+the layers.
 
 Each phase of a run is extended by itself (`grow.py`). Two events have the same key if they differ only in
 numbers. Such numbers are layer numbers in a module's name, and a free's counts of younger and older blocks.
@@ -35,8 +35,8 @@ PASSES = ("forward", "backward")
 def deepen(
     shallow: RelativeTrace, deeper: RelativeTrace, periods: int, *, compiled: bool = True
 ) -> RelativeTrace | None:
-    """Extend the traces of two small models to a model with `periods` more periods of layers; return it or
-    None.
+    """Extend the traces of two small models to a model with `periods` more repetitions of the layers; return
+    it or None.
 
     The deeper model has one period more than the shallow one. Return None if their traces do not differ by a
     period. In `compiled` passes, the order of consecutive frees depends on names, and is ignored.
@@ -74,9 +74,9 @@ _Step = Alloc | _Placed | PhaseStart | Kernel | MarkKind
 
 
 class _Piles:
-    """The live blocks of a trace, on stacks and in piles. A pile has the temporary blocks of equal size,
-    regardless of operator. In a program, one buffer reuses the place of another that a different operator
-    allocated, before its layers repeat.
+    """The live blocks of a trace, on stacks by their properties and in piles. A pile has the temporary blocks
+    of equal size, regardless of operator. In a compiled program, a buffer may reuse the memory of another
+    operator's buffer before its layers repeat.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class _Piles:
         self._allocs: dict[int, Alloc] = {}
 
     def alloc(self, alloc: Alloc) -> None:
-        """Add a live memory block to its stack and its pile."""
+        """Add a live memory block to its stack, and to the blocks of equal size (its pile)."""
         number = next(self._made)
         self._allocs[number] = alloc
         self._stacks[alloc.stack].append(number)
@@ -107,7 +107,9 @@ class _Piles:
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
 
     def drop(self, number: int) -> _Placed:
-        """Remove a freed memory block from its pile; its stack has lost it already."""
+        """Remove a freed memory block from the blocks of equal size (its pile); its stack has lost it
+        already.
+        """
         pile = _pile_of(self._allocs[number])
         blocks = self.piles[pile]
         older = blocks.index(number)
@@ -116,9 +118,7 @@ class _Piles:
 
 
 def _is_open(alloc: Alloc) -> bool:
-    """Return True if a block counts as an activation or as a temporary depending on the moment of this
-    free.
-    """
+    """Return True if the block is an activation or a temporary block depending on the time of this free."""
     # A layer's output may be an activation in one model and a temporary in the other.
     return alloc.phase == "forward" and alloc.kind in (Kind.ACTIVATIONS, Kind.TEMPORARIES)
 
@@ -153,7 +153,7 @@ def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[
 
 def _kind(move: _Step) -> Hashable:
     """Return a key that is equal for an event of one layer and the same event of all other layers. An
-    allocation and its free have the same key: their pile.
+    allocation and its free have the same key: that of the group of blocks with equal size.
     """
     if isinstance(move, (Alloc, _Placed)):
         return _pile_of(move) if type(move) is Alloc else move[0]
@@ -162,7 +162,7 @@ def _kind(move: _Step) -> Hashable:
 
 def _entries(moves: Sequence[_Step], grows: set[Hashable]) -> list[Entry]:
     """Return these events of a trace with their layer-dependent numbers separated, so that two models' events
-    can be compared. Sizes of the kinds in `grows` count as numbers.
+    can be compared. Sizes of blocks of the categories in `grows` count as numbers.
     """
     return [_entry(move, _kind(move) in grows) for move in moves]
 
@@ -195,8 +195,8 @@ def _sizeless(move: Any) -> Any:
 
 
 class _Written:
-    """Builder of the deep model's trace from copies of a small model's events. Sizes of the kinds in `grows`
-    count as numbers.
+    """Builder of the full model's trace from copies of a small model's events. Sizes of blocks of the
+    categories in `grows` count as numbers.
     """
 
     def __init__(self, grows: set[Hashable]) -> None:
@@ -212,7 +212,7 @@ class _Written:
         """Blocks that the current forward pass allocated."""
 
     def add(self, like: _Step, grown: Grown) -> bool:
-        """Append a copy of a small model's event with the deep model's numbers. Return False if the block
+        """Append a copy of a small model's event with the full model's numbers. Return False if the block
         that it frees does not exist.
         """
         if type(like) is _Placed:
@@ -241,7 +241,8 @@ class _Written:
         self._written[self._allocs[number]] = alloc._replace(kind=kind)
 
     def _free(self, like: _Placed, grown: Grown) -> bool:
-        """Add the free of a memory block to the deep model's trace, found by its position in its pile.
+        """Add the free of a memory block to the full model's trace; the block is found by its position among
+        those of equal size.
 
         It counts from the end at which the position is the same at any depth. In a pile that never grows, the
         shallow model's block may be arbitrary. There a program's buffer reuses the place that was freed last.
@@ -268,7 +269,7 @@ class _Written:
         return True
 
     def moves(self) -> Iterator[Move]:
-        """Yield all events of the deep model, each free with the position of its memory block."""
+        """Yield all events of the full model, each free with the position of its memory block."""
         live = LiveSet()
         for move in self._written:
             # Piles served to find the block; the trace names it by its stack again.

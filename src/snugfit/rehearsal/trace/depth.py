@@ -1,4 +1,4 @@
-"""The depth of a model: its number of layers, and the same model with fewer layers.
+"""The number of layers of a model, and the same model with fewer layers.
 
 A model can be made shallower under two conditions. Its config counts its layers once. The layers between the
 first and the last repeat with a period: either all are of one kind, or kinds alternate.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """The number of layers of a model whose depth can be changed, and its config keys."""
+    """The number of layers of a model whose number of layers can be changed, and its config keys."""
 
     keys: tuple[str, ...]
     """Config keys that count the layers."""
@@ -48,8 +48,9 @@ class Depth:
 
 
 def depth_of(job: Job, setup: Setup) -> Depth | None:
-    """Return the depth of the job's model, or None if its config does not count layers or they have no
-    period."""
+    """Return the number of layers of the job's model as a `Depth`; None if its config has no such number, or
+    different layers do not alternate regularly.
+    """
     config = job.model.config
     keys = tuple(sorted(key for key in LAYERS if isinstance(config.get(key), int)))
     counts = {config[key] for key in keys}
@@ -67,8 +68,8 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
 
 
 def _periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> tuple[CheckpointWish | None, int]:
-    """Return checkpointing that divides a model of any depth as these settings divide one of `layers` layers,
-    and its period in layers.
+    """Return checkpointing that divides a model of any number of layers as these settings divide one of
+    `layers` layers, and the number of layers after which it repeats.
 
     Settings for the first few layers have the whole depth as their period.
     """
@@ -103,7 +104,7 @@ def periodic_setup(setup: Setup, layers: int) -> PeriodicSetup:
 
 
 def _period_of(values: Sequence[Any]) -> int:
-    """Return the number of entries after which a list repeats, or its length if it does not repeat."""
+    """Return the number of entries after which a list repeats itself, or its length if it does not."""
     return next(
         period for period in range(1, len(values) + 1) if list(values[period:]) == list(values[:-period])
     )
@@ -117,7 +118,9 @@ def _meta_model(job: Job, setup: Setup) -> nn.Module:
 
 
 def is_periodic(model: nn.Module, layers: int, period: int) -> bool:
-    """Return True if each layer equals the one a period later, except in the first and the last period."""
+    """Return True if layers repeat with this period: each equals the one a period later, except in the first
+    and the last period.
+    """
     import torch
 
     stacks = [

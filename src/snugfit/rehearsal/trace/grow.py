@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """An element of the deep model's sequence, as a copy of one of a small model's, with extrapolated
+    """An element of the full model's sequence: a copy of one of a small model's, with extrapolated
     numbers.
     """
 
@@ -41,7 +41,7 @@ class Grown(NamedTuple):
 
 
 class _Insertion(NamedTuple):
-    """Entries that a model with one more period of layers has at one position of a sequence, such as its
+    """Entries that a model with one more repetition of layers has at one position of a sequence, such as its
     kernels.
     """
 
@@ -53,8 +53,8 @@ class _Insertion(NamedTuple):
 
 
 def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> list[Grown] | None:
-    """Extrapolate the sequences of two small models to a model with `periods` more periods of layers; return
-    it or None.
+    """Extrapolate the sequences of two small models to a model with `periods` more repetitions of the layers;
+    return it or None.
 
     The deeper model has one period more than the shallow one. Return None if an insertion does not repeat the
     entries before it.

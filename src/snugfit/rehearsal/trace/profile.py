@@ -1,4 +1,4 @@
-"""Profiles of a run by micro-batch: the bytes and kernels of each one's passes, and of each update.
+"""Memory profiles of a run: bytes and kernels of each micro-batch's passes, and of each optimizer update.
 
 Allocations that outlive the run count as present from the start. So the first micro-batch equals any later
 one.
@@ -34,7 +34,7 @@ class MicroBatchProfile(NamedTuple):
 
 
 class _MicroBatchMarks(NamedTuple):
-    """The positions in a trace between which one micro-batch or update runs."""
+    """The positions in a trace between which one micro-batch or optimizer update runs."""
 
     number: int
     marks: list[Mark]
@@ -74,7 +74,7 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
 
 
 def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
-    """Return the marks of each micro-batch and each update, from the first step on."""
+    """Return the begin and end positions of each micro-batch and each update, from the first step on."""
     parts: list[_MicroBatchMarks] = []
     number, phase = -1, ""
     for mark in marks:

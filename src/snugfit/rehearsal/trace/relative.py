@@ -1,4 +1,5 @@
-"""A relative trace: a run in a form whose pieces can be repeated, left out and joined.
+"""Relative form of a trace: events do not name memory blocks by number, so that segments can be repeated,
+left out and joined.
 
 In a trace, a free names the number of its block, which changes with all events before it. In a relative
 trace, it names the position of the block among the live ones. All blocks with the same size, operator,
@@ -68,7 +69,9 @@ class Place(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A free of a live memory block, named by its stack and its distance from the top."""
+    """A free of a live memory block. The block is given by its stack (blocks with equal properties) and its
+    distance from the top.
+    """
 
     stack: Alloc
     stack_distance: int
@@ -116,7 +119,7 @@ def _stack_of(alloc: Alloc) -> Alloc:
 
 @dataclass(frozen=True)
 class RelativeTrace:
-    """The events of a recorded run, in a form that can be repeated. A free names its block by the position
+    """The events of a recorded run in a form that can be repeated. A free refers to its block by the position
     among live blocks.
     """
 
@@ -270,8 +273,8 @@ def _absolute(relative: RelativeTrace) -> Trace:
 
 
 class TraceWriter:
-    """Converts relative events of a run into a trace with numbered memory blocks. `moves` are all possible
-    events.
+    """Converts relative events of a run into a trace with numbered memory blocks. `moves` are all events that
+    may occur.
     """
 
     def __init__(self, moves: Iterable[Move]) -> None:
@@ -334,7 +337,7 @@ class TraceWriter:
 
     def follow_times(self, moves: Sequence[Move], times: int, step: int) -> None:
         """Append these relative events `times` times to the trace. Once a repetition begins and ends with the
-        same live blocks, further copies only shift numbers.
+        same live blocks, further copies only increase block numbers.
         """
         first, written = len(self._blocks), 0
         while written < times:
@@ -378,7 +381,7 @@ class TraceWriter:
         )
 
     def _may_shift(self, moves: Sequence[Move]) -> bool:
-        """Return True if a repetition of these events may differ from them only in the numbers of its memory
+        """Return True if a repetition of these events can differ from them only in the numbers of its memory
         blocks.
         """
         return self._is_plain and not any(
@@ -403,7 +406,7 @@ class TraceWriter:
         return stack
 
     def _is_shifted(self, before: Mapping[int, Sequence[int]], by: int, first: int) -> bool:
-        """Return True if the live blocks are those of `before`, with numbers above `first` increased by
+        """Return True if the live blocks are those of `before`, with block numbers above `first` increased by
         `by`.
         """
         # Blocks from before the repeated part stay; only those of the part itself may move.
@@ -438,7 +441,7 @@ class TraceWriter:
 
 
 class _TraceSize(NamedTuple):
-    """Counts of a trace's blocks, events and marks so far."""
+    """Numbers of a trace's blocks, events and marks so far."""
 
     blocks: int
     events: int
@@ -453,7 +456,7 @@ def _is_plain(move: Move) -> bool:
 
 
 class _SteadyStep:
-    """The kernels of a trace's last step, and the waits for them."""
+    """The kernels of a trace's last step, and the waits of streams for them."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
@@ -464,8 +467,8 @@ class _SteadyStep:
         self._after: tuple[int, ...] = ()
 
     def follow(self, move: Move, events: int, *, ordered: bool = True) -> None:
-        """Add an event to the record of the last step, after `events` allocations and frees. Kernels are
-        indexed by stream if `ordered`, for later waits.
+        """Add an event to the record of the last step, after `events` allocations and frees. With `ordered`,
+        kernels are indexed by stream for later waits.
         """
         if type(move) is Kernel:
             self.kernels.append(move._replace(after=self._after) if self._after else move)

@@ -43,7 +43,7 @@ class ShortRun(NamedTuple):
 
 
 def whole_run(job: Job, setup: Setup, steps: int) -> ShortRun:
-    """Return the numbers for recording a run in full: all steps with all micro-batches."""
+    """Return the numbers of steps and micro-batches for recording a run in full."""
     return ShortRun(job, setup, steps, setup.micro_batches)
 
 
@@ -77,7 +77,7 @@ def short_run(
 
 
 class Piece(NamedTuple):
-    """Consecutive events of a run, such as one micro-batch's, and the number of their repetitions."""
+    """Consecutive events of a run, such as those of one micro-batch, and the number of their repetitions."""
 
     moves: Sequence[Move]
     times: int = 1
@@ -85,7 +85,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PeriodicRun:
-    """Events of a long run, in which the last recorded step repeats up to `steps`."""
+    """Events of a long run, in which the last recorded step is repeated until there are `steps` steps."""
 
     build: Sequence[Move]
     """Events before the first step."""
@@ -122,8 +122,9 @@ class PeriodicRun:
         return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups))
 
     def steady_step(self, most: int) -> Trace:
-        """Return kernels, waits and phases of the last step, with each piece repeated at most `most`
-        times."""
+        """Return the kernels, waits and phases of the last step, with each repeated segment at most `most`
+        times.
+        """
         # Copies of the list repeat its moves as the same objects, which `TraceWriter` reuses.
         moves = [move for moves, times in self.recorded[-1] for move in list(moves) * min(times, most)]
         kernels: list[Kernel] = []
@@ -141,8 +142,8 @@ class PeriodicRun:
 
 
 def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> PeriodicRun | None:
-    """Extend a short recording to a run of `steps` steps with `micro_batches` micro-batches; return it, or
-    None without a steady state.
+    """Extend a short recording to a run of `steps` steps with `micro_batches` micro-batches. Return it, or
+    None if its steps do not repeat.
 
     The recording has `steps` or `RECORDED_STEPS` steps, and may have fewer micro-batches.
     """
@@ -213,8 +214,8 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
 
 
 def _fill_skipped(moves: Sequence[Move], starts: Sequence[int]) -> Sequence[Piece] | None:
-    """Return a step's events with each skipped micro-batch replaced by a copy of the last one before them.
-    Return None if these micro-batches are not periodic.
+    """Return a step's events with each skipped micro-batch replaced by a copy of the last one before. Return
+    None if these micro-batches do not repeat.
     """
     phases = [move.phase if isinstance(move := moves[at], PhaseStart) else "" for at in starts]
     skipped = [number for number, phase in enumerate(phases) if phase == SKIPPED]

@@ -201,7 +201,7 @@ class Mark(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One kernel of the steady step: an operator that runs on the device."""
+    """One kernel of the last step: an operator that runs on the device."""
 
     operator: str
     module: str
@@ -261,7 +261,7 @@ class Kernel(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The kernels of a part of a step, such as its update, and the host's waits among them."""
+    """The kernels of a part of a step, such as its optimizer update, and the host's waits among them."""
 
     kernels: tuple[Kernel, ...] = ()
     waits: tuple[int, ...] = ()
@@ -269,7 +269,9 @@ class Work(NamedTuple):
 
 
 class Period(NamedTuple):
-    """A part of a run that repeats, with the same events and the same blocks except for their numbers."""
+    """A segment of a run that repeats, with the same events and the same memory blocks except for their
+    numbers.
+    """
 
     start: int
     """Number of events before it."""
@@ -337,7 +339,7 @@ class Trace:
         return tuple(mark for mark in self.marks if mark.kind is MarkKind.PHASE)
 
     def memory_of(self, index: int) -> Memory:
-        """Return the kind of memory in which block `index` is allocated."""
+        """Return the memory in which block `index` is allocated, such as the pool of CUDA graphs."""
         return Memory.GRAPHS if index in self.of_graphs else Memory.OWN
 
     @property
@@ -375,7 +377,7 @@ class Trace:
 
 
 class Recording(NamedTuple):
-    """A trace, and those of the run's marks that the trace itself leaves out."""
+    """A trace, with those marked moments of the run that the trace itself does not contain."""
 
     trace: Trace
     marks: tuple[Mark, ...]

@@ -50,7 +50,7 @@ def question(plans: GpuPlans) -> str:
 
 
 def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
-    """Yield sentences with the answers: the smallest GPU, the fastest, the cheapest."""
+    """Yield sentences with the results: the smallest GPU, the fastest, the cheapest."""
     if not plans.fitting:
         yield f"None of these GPUs can train this. {_nearest(plans)}".strip()
         return
@@ -67,7 +67,9 @@ def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
 
 
 def slots_kept(plans: GpuPlans) -> Iterator[str]:
-    """Yield a line about the techniques of every recipe in the slots that were not searched."""
+    """Yield a line about the techniques that every recipe has because their slots (such as the optimizer)
+    were not searched.
+    """
     if len(plans.kept) == len(Slot):
         yield f"The same recipe on every GPU: {_recipe(plans)}."
     else:
@@ -75,7 +77,9 @@ def slots_kept(plans: GpuPlans) -> Iterator[str]:
 
 
 def kept_line(slots: Sequence[KeptSlot]) -> list[str]:
-    """Return a sentence that lists slots which were not searched, with their techniques; none without one."""
+    """Return a sentence that lists the slots (choices of the recipe) that were not searched, with their
+    techniques; none without one.
+    """
     shown = ", ".join(f"{slot.slot} ({' or '.join(slot.techniques)})" for slot in slots)
     return [f"Kept: {shown}."] if shown else []
 
@@ -94,8 +98,9 @@ def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
 
 
 def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
-    """Return a GPU by its marketed size, with the models of that size that train this too: `an 80 GB card
-    (A100, H100)`."""
+    """Return a GPU by its nominal memory, with the models of that memory that also train this: `an 80 GB card
+    (A100, H100)`.
+    """
     size = answer.gpu.marketed_gb
     if size is None:
         return show_bytes(answer.gpu.memory_bytes or 0)
@@ -187,8 +192,9 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
 
 
 def cost_columns(prices: Prices, steps: int | None) -> Iterator[tuple[str, Callable[[Any, Any, Any], str]]]:
-    """Yield the heads of columns with the run's seconds and costs, as far as its length and prices were
-    given. Each has a function from an answer, its recipe and its cost to the text."""
+    """Yield the column titles for the run's seconds and costs, as far as its length and prices were given.
+    Each has a function that returns a cell's text for a GPU, its recipe and its cost.
+    """
     if steps:
         yield "run>", lambda answer, recipe, cost: show_duration(cost.run_seconds)
     if prices.per_hour:
@@ -231,13 +237,13 @@ def unknown(plans: GpuPlans) -> list[Grid]:
 
 
 def doubts(plans: GpuPlans) -> dict[str, None]:
-    """Return warnings about the assumptions in the simulations of the answers, each once."""
+    """Return warnings about the assumptions in the simulations of all GPUs, each once."""
     return dict.fromkeys(doubt for answer in plans.answers for doubt in answer.doubts)
 
 
 def looked_at(plans: GpuPlans) -> Iterator[str]:
-    """Yield a sentence on the number of recipes that the search considered, and on the check of the
-    answers.
+    """Yield a sentence on the number of recipes that the search considered, and on the check of the best
+    ones.
     """
     if plans.counts:
         recipes, searches = max(counts.recipes for counts in plans.counts), len(plans.counts)
@@ -251,7 +257,9 @@ def looked_at(plans: GpuPlans) -> Iterator[str]:
 
 
 def _agreement(plans: GpuPlans) -> str:
-    """Return a sentence that compares the full simulation of each answer with the bytes of the search."""
+    """Return a sentence that compares the full simulation of each best recipe with the bytes of the
+    search.
+    """
     other = [answer.key for answer in plans.answers if answer.verified is False]
     if other:
         return (

@@ -25,7 +25,7 @@ LEAST_STARTUP = 0.05
 
 
 def render(plan: Plan, *, everything: bool = False, configuration: Configuration | None = None) -> Page:
-    """Return the whole report of one plan, with the whole front for `everything`.
+    """Return the whole report of one plan, with the whole Pareto front for `everything`.
 
     `configuration` is the user's own, from which the plan started, if there was one.
     """
@@ -74,8 +74,8 @@ def headroom(plan: Plan) -> Iterator[str]:
 
 
 def because(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each slot with the reason for the best recipe's technique: its bytes and seconds
-    against another's.
+    """Yield a sentence for each slot (such as the optimizer) with the reason for the best recipe's technique:
+    its bytes and seconds against another's.
     """
     for reason in plan.reasons:
         yield _sentence(plan.best_or_nearest, reason)
@@ -160,8 +160,8 @@ def _figures(needed: int | None, seconds: float | None) -> tuple[str, str]:
 
 
 def front(plan: Plan, *, everything: bool = False) -> Grid:
-    """Return a table of the Pareto front with the answer: no recipe is both faster and smaller than one of
-    the front.
+    """Return a table of the Pareto front with the best recipe: no recipe is both faster and smaller than one
+    of the front.
 
     It shows selected rows (`shown_front`), or all of them for `everything`.
     """
@@ -221,7 +221,7 @@ def refusals(plan: Plan) -> Grid:
 
 
 def looked_at(plan: Plan) -> str:
-    """Return a sentence on how many recipes the search considered, and on the check of the answer."""
+    """Return a sentence on how many recipes the search considered, and on the check of the best one."""
     counts = plan.counts
     text = (
         f"{counts.recipes:,} valid recipes, {counts.tapes:,} of them distinct, with {counts.footprints:,} "

@@ -1,5 +1,6 @@
-"""The short report of a plan on one screen: the verdict, the recipe, four numbers, its gains, a few
-alternatives, the command."""
+"""The short report of a plan on one screen: the fit, the recipe, four numbers, its gains, a few alternatives,
+the command.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
 
 
 def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
-    """Return a sentence on the fit of the answer, with the condition under which it holds."""
+    """Return a sentence on whether the best recipe fits, with the condition under which this holds."""
     shown, limit = plan.best_or_nearest, plan.memory_bytes
     unread = bool(configuration and configuration.doubts)
     is_limited = plan.gpu is None or plan.gpu.memory_bytes != limit
@@ -90,7 +91,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def ways_out(plan: Plan) -> Iterator[Facts | Sentence | str]:
-    """Yield sentences on the changes with which a recipe would fit."""
+    """Yield sentences on the changes of a recipe with which a step would fit."""
     yield from in_short(plan.ways_out) or plan.cures[:CURES]
 
 
@@ -105,7 +106,7 @@ class Gain(NamedTuple):
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The saved shares of the bytes and of the seconds, negative for a loss."""
+        """The saved fractions of the bytes and of the seconds, negative for a loss."""
         return self.saved_bytes / self.needed_bytes, self.saved_seconds / (self.step_seconds or 1)
 
     def __str__(self) -> str:
@@ -153,7 +154,7 @@ def _all_gains(plan: Plan) -> Iterator[Gain]:
 
 
 def _alternatives(plan: Plan) -> Grid:
-    """Return a table of a few recipes of the front, each with its verdict."""
+    """Return a table of a few recipes of the Pareto front, and whether each fits."""
     rows = tuple(
         (
             choice.recipe,

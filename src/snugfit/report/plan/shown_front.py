@@ -1,4 +1,4 @@
-"""Selection of the rows of a plan's front: a few that differ from each other."""
+"""Selection of a few rows of a plan's Pareto front that differ from each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NEAR_MISSES = 2
 
 
 def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) -> list[Choice]:
-    """Return the rows to show, at most `most`: the answer, and rows that differ from it and from each other.
+    """Return the rows of the Pareto front to show, at most `most`: the best recipe, and rows that differ from
+    it and from each other.
 
     Fitting rows come first, the fastest first, then the near misses. With `everything` all rows are returned.
     """

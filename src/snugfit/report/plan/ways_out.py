@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def in_short(ways: WaysOut | None) -> list[Facts | Sentence]:
-    """Return labelled lines: each change, and the first one as an option; empty without a change."""
+    """Return labelled lines: each change with which the step fits, and the first one as an option; empty
+    without a change.
+    """
     return [line for code in hooks("changes_that_fit") for line in code().in_short(ways)] if ways else []
 
 
@@ -41,7 +43,9 @@ def of_plan(plan: Plan) -> Iterator[str]:
 
 
 def _sentences(ways: WaysOut | None, command: str, of: str) -> list[str]:
-    """Return sentences on changes `of` the recipe of this name, and the `command` of a plan."""
+    """Return sentences on the changes that let a step fit; `of` names the recipe, and `command` is that of a
+    plan.
+    """
     if ways is None:
         return []
     return [one for code in hooks("changes_that_fit") for one in code().about_ways_out(ways, command, of)]

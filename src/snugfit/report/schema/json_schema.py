@@ -160,7 +160,7 @@ def objects(roots: Iterable[type]) -> Iterator[type]:
 
 
 def parts(kind: Any) -> tuple[Any, ...]:
-    """Return the types inside of a generic type: of a list's entries, a mapping's values, a union's
+    """Return the types inside of a generic type: those of a list's entries, a mapping's values, a union's
     members.
     """
     return tuple(one for one in typing.get_args(kind) if one not in (type(None), Ellipsis))

@@ -34,7 +34,7 @@ class PredictedTiming(StepSpeed, StepSeconds):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTiming(StepSpeed, Pace):
-    """Seconds of a step of a plan's answer, or of its nearest miss."""
+    """Seconds of a step of a plan's best recipe, or of its nearest miss."""
 
 
 class RunCosts:

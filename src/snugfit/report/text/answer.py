@@ -1,4 +1,4 @@
-"""Parts that all short reports share: the verdict, four numbers, and the most important warning."""
+"""Sentences that all short reports share: the fit, four numbers, and the most important warning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def subject(
 
 
 def _is_more_than(memory: int, gpu: Gpu) -> bool:
-    """Return True for more memory than the GPU's marketed size, though less is usable."""
+    """Return True for more memory than the GPU's nominal memory, though less is usable."""
     return gpu.memory_bytes is not None and memory > max(gpu.memory_bytes, (gpu.marketed_gb or 0) * GIB)
 
 
