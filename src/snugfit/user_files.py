@@ -1,4 +1,5 @@
-"""Files that a user wrote, read within limits: text, YAML and JSON that cannot name code or unfold.
+"""Reading of files that a user wrote, within limits. Their text, YAML or JSON can neither name code nor grow
+without bound.
 
 A configuration file is small, nests a little and repeats no key. A file beyond these limits is refused with a
 message before any object is built from it. Refused are tags (they can name code), deep nesting, a repeated
@@ -23,8 +24,9 @@ LARGEST_FILE = 1 << 20
 
 
 def read_text(path: Path, *, what: str = "file", largest: int = LARGEST_FILE) -> str:
-    """Return the text of a regular file of at most `largest` bytes. Raises `UsageError` with `what` as its
-    noun."""
+    """Return the text of a regular file of at most `largest` bytes. Raises `UsageError`, in which `what`
+    names the kind of file.
+    """
     with refuse_unreadable(path):
         refuse_no_file(path, what, largest)
         try:
@@ -45,8 +47,8 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
 
 
 def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str = "") -> None:
-    """Raise `UsageError`, with `what` as its noun, for a path that is no regular file of at most `largest`
-    bytes.
+    """Raise `UsageError` for a path that is no regular file of at most `largest` bytes; `what` names the kind
+    of file.
 
     `hint` is the remedy for a larger file.
     """
@@ -92,7 +94,7 @@ class LimitedLoader(yaml.SafeLoader):
         self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Build a node, or raise an error for tags, anchors, aliases and deep nesting."""
+        """Build a YAML node, or raise an error for tags, anchors, aliases and deep nesting."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(
@@ -113,7 +115,7 @@ class LimitedLoader(yaml.SafeLoader):
             self.depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping, or raise an error for a repeated key."""
+        """Build a mapping of YAML, or raise an error for a repeated key."""
         keys: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in keys:

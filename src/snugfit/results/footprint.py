@@ -16,7 +16,7 @@ from snugfit.documents import JsonFields
 
 
 class Kind(StrEnum):
-    """Purpose of bytes on the device, such as weights, gradients or activations."""
+    """Category of bytes on the device, such as weights, gradients or activations."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -50,7 +50,9 @@ class Moment:
     """Number of the step in the run, from 1; 0 before the first."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object with the mark that steps count from 1; older objects count from 0."""
+        """Return a JSON object with a mark that steps count from 1; objects of older versions count
+        from 0.
+        """
         return asdict(self) | {"counted_from": 1}
 
     @classmethod
@@ -113,7 +115,7 @@ class Footprint(JsonFields):
 
 @dataclass(frozen=True, kw_only=True)
 class Timing(JsonFields):
-    """Seconds of one optimizer step in the steady state."""
+    """Seconds of one optimizer step, measured after the first ones."""
 
     step_seconds: float
     """Mean of the steady steps. Disturbed steps are left out, and so are the shortest and the longest
@@ -164,8 +166,7 @@ class Startup(JsonFields):
     """Number of those further steps."""
 
     def total_seconds(self, step_seconds: float) -> float:
-        """Return the seconds of the start-up, less the seconds of its steps at the steady length
-        `step_seconds`."""
+        """Return the seconds of the start-up, minus those of its steps if each took `step_seconds`."""
         # The steps of the start-up are work too, so their steady length is not counted.
         steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
         return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)

@@ -1,4 +1,6 @@
-"""The prediction of a step: peak bytes, seconds, and their parts by kind, module and operator."""
+"""The prediction of a step: peak bytes, seconds, and their parts by category (weights, activations, ...),
+module and operator.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from snugfit.techniques.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class KindLine:
-    """Bytes of one kind (weights, activations, ...) at the peak of a step, with the reason for them."""
+    """Bytes of one category (weights, activations, ...) at the peak of a step, with the reason for them."""
 
     kind: str
     bytes: int
@@ -43,7 +45,7 @@ class TensorLine:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """Live bytes by kind after one event (allocation or free) of the steady step."""
+    """Live bytes by category (weights, activations, ...) after one event (allocation or free) of a step."""
 
     position: float
     """Share of the step's events up to this one, in [0, 1]."""
@@ -56,7 +58,9 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLine:
-    """Bytes of one kind, at the peak, that one module of the model allocated."""
+    """Bytes of one category (weights, activations, ...), at the peak, that one module of the model
+    allocated.
+    """
 
     module: str
     """Dotted name, folded as in `TensorLine`; empty for the training loop."""
@@ -79,7 +83,9 @@ class OperatorLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The composition of the bytes at the peak, and the kernels of the step."""
+    """The composition of the bytes at the peak by category, module and tensor, and the kernels of the
+    step.
+    """
 
     kinds: tuple[KindLine, ...]
     largest: tuple[TensorLine, ...]
@@ -115,7 +121,7 @@ class RankPredicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(JsonDocument, Tabular):
-    """The predicted bytes and seconds of a job under a recipe, with the verdict on its fit."""
+    """The predicted bytes and seconds of a job under a recipe, and whether they fit."""
 
     what: ClassVar = "prediction"
 
@@ -196,16 +202,20 @@ class Prediction(JsonDocument, Tabular):
 
     @property
     def phase_results(self) -> Any:
-        """Results of the phase that a feature adds, such as seconds by part; None for other phases."""
+        """Results of another use of the model (phase), such as seconds of text generation; None for
+        training.
+        """
         added = self.job.added_phase
         return None if added is None else added.summary(self)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return one row of bytes at the peak for each kind."""
+        """Return one row of bytes at the peak for each category, such as weights."""
         return [asdict(line) | {"kind": str(line.kind)} for line in self.anatomy.kinds]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the seconds with their speed, and the verdict."""
+        """Return the derived values of the document: the seconds with their speed, and whether the step
+        fits.
+        """
         timing = self.timing and self.speed and self.timing.to_json() | asdict(self.speed)
         verdict: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "spare_bytes": self.spare_bytes}
         if (results := self.phase_results) is not None:

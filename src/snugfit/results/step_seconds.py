@@ -1,4 +1,4 @@
-"""Seconds of a predicted step: its length, its phases and its bound."""
+"""Seconds of a predicted step: its length, its phases and the hardware limit of its speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINK = "link"
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSeconds:
-    """Seconds of one group of operators, such as matrix products, in one phase of the steady step."""
+    """Seconds of one group of operators, such as matrix products, in one phase of a step."""
 
     phase: str
     """`load`, `forward`, `backward`, `clip` or `update`."""
@@ -38,8 +38,7 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSpan:
-    """One contiguous part of a phase on the host or the device, in seconds since the host began the steady
-    step."""
+    """One contiguous part of a phase on the host or the device, in seconds since the host began the step."""
 
     lane: str
     """Resource that works: `host` or `device`."""
@@ -108,7 +107,9 @@ class StepSeconds(JsonFields):
 
     @property
     def scaling_efficiency(self) -> float | None:
-        """The length of the step without exchanges, as a share of its length; None where there are none."""
+        """The seconds of the step without collectives, as a fraction of its seconds; None without
+        collectives.
+        """
         if not self.communication_seconds or not self.step_seconds:
             return None
         # Hidden exchanges do not lengthen the step.

@@ -38,7 +38,7 @@ class WayOut:
 
 @dataclass(frozen=True, kw_only=True)
 class LargerGpu:
-    """The GPU of the table with the least memory that a recipe fits, with its predicted figures there."""
+    """The GPU model with the least memory that a recipe fits, with its predicted figures there."""
 
     gpu: str
     """Short name of the GPU."""

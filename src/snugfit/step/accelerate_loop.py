@@ -1,4 +1,5 @@
-"""The guide's hand-written loop on the installed accelerate: prepare, backward, step, zero_grad.
+"""The hand-written loop of transformers' performance guide on the installed accelerate: prepare, backward,
+step, zero_grad.
 
 It follows Hugging Face's "Efficient training on a single GPU". The loss of each micro-batch is divided by
 their number, and the optimizer steps after the last one. If the job clips, accelerate clips.

@@ -77,8 +77,8 @@ _PLAIN = Setup()
 
 
 def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, Any]]:
-    """Yield the handler of each field of the training settings with the field's value, except for the slots
-    in `skip`.
+    """Yield the handler of each field of the training settings with the field's value, except for the
+    recipe's slots (choices) in `skip`.
     """
     for handler in HANDLERS:
         if handler.slot not in skip:
@@ -115,7 +115,9 @@ def refuse_unsupported(front_end: str, setup: Setup) -> None:
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """Return the value of a field of the settings for a message: text or a number, otherwise the slot."""
+    """Return the value of a training setting for a message: text or a number, otherwise the slot (such as
+    precision) that it belongs to.
+    """
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
     return f"{handler.wish} = {value!r}" if is_plain else f"the technique of the slot '{handler.slot}'"
@@ -156,8 +158,8 @@ def is_adapted(setup: Setup) -> bool:
 
 
 def built_on(setup: Setup, job: Job) -> Collection[str]:
-    """Return `host` or `stays` for each field of the settings that needs the model built elsewhere than on
-    its device (`Handler.built_on`).
+    """Return `host` or `stays` for each setting that needs the model built elsewhere than on its device
+    (`Handler.built_on`).
     """
     return {handler.built_on(value, job) for handler, value in _used(setup)} - {""}
 
@@ -254,7 +256,7 @@ def loader_arguments(setup: Setup, device: torch.device) -> dict[str, Any]:
 
 
 def fill_multiple(loop: Step) -> int:
-    """Return the number of tokens to whose multiples batches are padded; 0 adds no padding."""
+    """Return the number whose multiples are the padded lengths of batches, in tokens; 0 adds no padding."""
     return max(handler.fill_multiple(value, loop) for handler, value in _wishes(loop.setup))
 
 
@@ -363,7 +365,7 @@ def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
 
 
 def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[str]:
-    """Yield reasons why this live model cannot train with these settings."""
+    """Yield the reasons why this model, already in training, cannot train with these settings."""
     for handler, why in _refusals(live.front_end, setup, skip):
         yield f"{live.technique(handler.slot)}: {why}"
     for handler, value in _wishes(setup, skip):
@@ -380,7 +382,7 @@ def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
 
 
 def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
-    """Change a live model to train with these settings; return a line of text for each change."""
+    """Apply these settings to a model that is already in training; return a line of text for each change."""
     return [line for handler, value in _wishes(setup, skip) for line in handler.change(value, live)]
 
 

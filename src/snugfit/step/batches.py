@@ -45,8 +45,9 @@ def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
 
 
 class _StandIn(UserDict[str, Any]):
-    """Lazy copy of the first sample of a synthetic dataset, in place of another sample, whose real values it
-    can compute. Not a `dict`, since a Trainer would copy it to a plain one.
+    """Lazy copy of the first sample of a synthetic dataset, which replaces another sample in a simulation. It
+    can compute the other sample's real values. It is not a `dict`, since a Trainer would copy it to a plain
+    one.
     """
 
     def __init__(self, first: Batch, real: Callable[[], Mapping[str, Any]]) -> None:
@@ -73,7 +74,7 @@ class _OneSample(SyntheticDataset):
 
 
 class _StandIns(Sequence[Any]):
-    """The samples of one batch as a lazy sequence, given by their indices in a dataset."""
+    """The samples of one batch as a lazy sequence, given by their indices in the dataset."""
 
     def __init__(self, of: _OneSample, indices: Sequence[int]) -> None:
         self._of, self._indices = of, indices
@@ -86,8 +87,8 @@ class _StandIns(Sequence[Any]):
 
 
 def collate(samples: list[Any]) -> Any:
-    """Collate like torch's `default_collate`, but pass on values that are no tensors (a switch, a name,
-    None).
+    """Collate like torch's `default_collate`, but leave values that are not tensors (a flag, a name, None)
+    unchanged.
     """
     from torch import is_tensor
     from torch.utils.data import default_collate
@@ -138,7 +139,7 @@ def _tensor_of(batch: Callable[[], Mapping[str, Any]], name: str, samples: int) 
 
 
 class _CastSamples(SyntheticDataset):
-    """Synthetic samples with floating-point inputs in the weights' dtype; labels stay as they are."""
+    """Synthetic samples with floating-point inputs in the weights' dtype; labels are not changed."""
 
     def __init__(self, of: SyntheticDataset, dtype: str) -> None:
         super().__init__(of.job, len(of))

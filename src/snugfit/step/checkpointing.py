@@ -63,7 +63,7 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
 
 
 def stop_own_checkpointing(model: Any) -> None:
-    """Turn off transformers' own checkpointing of layers, if it is on."""
+    """Turn off transformers' own activation checkpointing, if it is on."""
     known = next((name for name in NAMES if hasattr(type(model), f"is_{name}")), None)
     if known and getattr(model, f"is_{known}"):
         getattr(model, f"{known}_disable")()
@@ -151,8 +151,8 @@ def _checkpoint_single(
 
 
 def _switch_holders(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the model, or its outermost submodules, that have transformers' checkpointing switch for these
-    layers.
+    """Return the model, or its outermost submodules, on which transformers' checkpointing of these layers can
+    be turned on.
 
     A user's module around a model of transformers has no switch itself. The list is empty if a layer is in no
     such part.
@@ -167,7 +167,7 @@ def _switch_holders(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -
 
 
 def _enable(module: torch.nn.Module) -> Any:
-    """Return transformers' checkpointing switch of a module, a bound method; None if it has none."""
+    """Return the method of a module that turns on transformers' checkpointing; None if it has none."""
     return next(
         (getattr(module, f"{name}_enable") for name in NAMES if hasattr(module, f"{name}_enable")), None
     )
@@ -219,8 +219,8 @@ def _checkpoint_spans(model: torch.nn.Module, chosen: Sequence[Sequence[torch.nn
 
 
 def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's forward pass, so that an exception between the layers of a span becomes an error about
-    checkpointing them together. Such a model expects more of its layers than one tensor.
+    """Wrap a model's forward pass, so that an exception between layers that are checkpointed together becomes
+    an error about that. Such a model passes more than one tensor from layer to layer.
     """
 
     @functools.wraps(forward)
@@ -242,7 +242,7 @@ def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..
 
 
 class _Span:
-    """Consecutive layers that activation checkpointing recomputes together: the call of the last one runs all
+    """Consecutive layers that activation checkpointing recomputes together. The call of the last one runs all
     of them inside one checkpoint.
     """
 

@@ -38,7 +38,7 @@ class TensorParts:
         return [list(tensors)]
 
     def total_norm(self, tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of all tensors as one vector, a scalar; it is a part if all tensors are parts
+        """Return the norm of all tensors as one vector, a scalar; it is sharded if all tensors are sharded
         alike.
         """
         import torch
@@ -55,7 +55,7 @@ def tensor_parts() -> TensorParts:
 
 def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the norm of these weights' gradients as one vector, a scalar on their device. An optimizer that
-    clips within its update takes that of all its weights, in 32 bits.
+    clips within its update computes the norm of all its weights, in 32 bits.
     """
     if getattr(optimizer, "clips_inside", False):
         norm: torch.Tensor = optimizer.gradient_norm()

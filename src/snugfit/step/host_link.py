@@ -1,5 +1,5 @@
-"""Page-locked host memory for copies of a device's tensors, and the observer of these copies in a
-simulation.
+"""Page-locked host memory for copies of a device's tensors, and the interface that reports simulated
+copies.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Extent(NamedTuple):
 
 
 class Slabs:
-    """A bump allocator of page-locked host memory. It returns consecutive extents of slabs that stay
-    allocated, and starts over when all extents were released, as between two backward passes."""
+    """A bump allocator of page-locked host memory in large blocks (slabs). It returns consecutive ranges of
+    slabs that stay allocated. It starts over when all ranges were released, as between two backward passes.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -53,7 +54,9 @@ class Slabs:
         self._slab = self._end = 0
 
     def take(self, nbytes: int) -> Extent:
-        """Return an extent of `nbytes` bytes; add a slab if no slab has room."""
+        """Return a range of `nbytes` bytes in host memory; allocate another slab if no slab has enough free
+        bytes.
+        """
         while self._slab < len(self.sizes) and self._end + nbytes > self.sizes[self._slab]:
             self._slab, self._end = self._slab + 1, 0
         if self._slab == len(self.sizes):
@@ -64,7 +67,7 @@ class Slabs:
         return extent
 
     def give_back(self) -> None:
-        """Release an extent of page-locked memory; after the last one, allocation starts over at the first
+        """Release a range of page-locked memory; after the last one, allocation starts over at the first
         slab.
         """
         self._used -= 1

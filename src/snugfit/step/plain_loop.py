@@ -1,4 +1,4 @@
-"""The plain loop: the definition that every figure of snugfit refers to.
+"""The plain loop: the reference loop to which every figure of snugfit refers.
 
 An optimizer step runs these operations for each micro-batch. Place it on the device. Under autocast (if set)
 run the model and take its loss, scaled to the global batch. Run backward. Then unscale and clip (if the job
@@ -70,8 +70,9 @@ class Built:
 
 
 class OptimizerLoop(Step):
-    """The plain loop without its forward and backward passes: build, then for each step gradients, clipping
-    and update. Subclasses compute the gradients, so that an update can be simulated alone."""
+    """The plain loop without its forward and backward passes: it builds the model, then clips and updates in
+    each step. Subclasses compute the gradients, so that an update can be simulated alone.
+    """
 
     passes: StepPasses | None = None
     """Passes of this process's pipeline stages; None if it has all layers."""
@@ -86,7 +87,8 @@ class OptimizerLoop(Step):
 
     def start_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> None:
         """Set `passes` for a model of which this process may have only some layers; `runs` is the module to
-        call."""
+        call.
+        """
         self.passes = step_passes(self.setup, model, runs, self.forward_context)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
@@ -192,9 +194,7 @@ class PlainStep(OptimizerLoop):
         return bool(self.job.clip)
 
     def reads_gradients(self) -> bool:
-        """Return True if the host reads the next step's gradients, which a replayed CUDA graph
-        does not show.
-        """
+        """Return True if the host reads the next step's gradients, which a replayed CUDA graph cannot do."""
         return False
 
     def _clip_and_update(self, built: Built) -> None:
@@ -212,8 +212,8 @@ class PlainStep(OptimizerLoop):
         again: bool = False,
     ) -> torch.Tensor | None:
         """Run forward and backward passes of these host micro-batches without a `StepRunner`, each loss times
-        its weight. Return the losses' sum if losses are kept; None if the forward and backward passes repeat
-        earlier ones (`again`).
+        its weight. Return the sum of the losses if losses are kept, and None in passes that repeat earlier
+        ones (`again`).
         """
         model, observer = built.runs, built.observer
         total: torch.Tensor | None = None
@@ -249,8 +249,8 @@ class PlainStep(OptimizerLoop):
         (loss if built.scaler is None else built.scaler.scale(loss)).backward()
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """Return the weight of each host micro-batch's loss: its share of the counted items, 0 without any.
-        None leaves all losses unscaled.
+        """Return the weight of each host micro-batch's loss: its fraction of the labels that count, 0 without
+        any. None leaves all losses unscaled.
         """
         if len(pieces) == 1:
             return [None]

@@ -61,8 +61,9 @@ def refuse_draws(operator: Any) -> None:
 
 
 def selective_contexts(operators: tuple[str, ...], every_other: bool = False, refuse: Any = None) -> Any:
-    """Return the contexts of a layer's forward pass and recomputation, for torch's checkpoints. Results of
-    `operators` are not computed again. `every_other` limits that to the first, third, fifth ... product.
+    """Return the contexts of a layer's forward pass and recomputation, for torch's checkpoints. The results
+    of `operators` are saved and not computed again. With `every_other`, only the first, third, fifth ...
+    product is saved.
 
     Attention with dropout is computed again: it draws random numbers, and later draws depend on them. With
     `refuse` it is kept; `refuse` is called for each other operator, and raises for one that draws.

@@ -1,4 +1,4 @@
-"""The Step: an object with the real model class, optimizer and loop body, which runs training steps on any
+"""The Step: an object with the real model class, optimizer and loop code, which runs training steps on any
 device.
 
 One Step is simulated (on tensors with shapes and no data), measured on a device, or trained. It is the same
@@ -34,14 +34,15 @@ LOOPS = ("plain", "accelerate", "trainer")
 
 
 class Observer:
-    """Base class of recorders and timers of a step, which is called as it runs. The methods here do
-    nothing."""
+    """Base class of objects that are notified while a step runs, such as recorders and timers. The methods
+    here do nothing.
+    """
 
     def step_begins(self, index: int) -> None:
         """Receive the beginning of optimizer step `index` (from 0)."""
 
     def step_ends(self, index: int) -> None:
-        """Receive the end of optimizer step `index`; its gradients are dropped."""
+        """Receive the end of optimizer step `index`, after which its gradients are freed."""
 
     def phase(self, name: str) -> None:
         """Receive the start of a phase, one of `PHASES` or a feature's, to which all later work belongs."""
@@ -87,8 +88,9 @@ class StepPasses(Protocol):
         """Return the L2 norm of the gradients of all processes; `trained` are the weights of this process."""
 
     def in_turn(self) -> Any:
-        """Return a module that runs the layers of all stages in turn, for forward passes without
-        gradients."""
+        """Return a module that runs the layers of all pipeline stages in turn, for forward passes without
+        gradients.
+        """
 
     def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
         """Send the losses of this many steps to all processes, and return them as numbers."""
@@ -163,7 +165,9 @@ class Step(ABC):
         self.optimizer: torch.optim.Optimizer | None = None
 
     def kind_of(self, operator: str, module: str, dtype: str) -> str:
-        """Return the kind of an unclaimed block in a feature's phase, which is none of `PHASES`."""
+        """Return the category (weight, activation, ...) of an unlabelled memory block in a phase that a
+        feature adds.
+        """
         return Kind.TEMPORARIES
 
     @abstractmethod

@@ -98,8 +98,8 @@ class TrainerStep(Step):
         return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
     def _model(self) -> torch.nn.Module:
-        """Build the model as users do. A model to be sharded stays on the host, and accelerate moves its
-        parts.
+        """Build the model as users do. A model to be sharded is built on the host, and accelerate moves its
+        shards.
         """
         build = functools.partial(build_model, self.job, self.setup, self.device, on_host=True)
         return build_for_accelerate(self.setup, build)
@@ -132,8 +132,9 @@ class TrainerStep(Step):
 
 
 def observe(trainer_class: type[Any]) -> type[Any]:
-    """Return a subclass of `trainer_class` that notifies an observer of steps and phases and changes nothing
-    else."""
+    """Return a subclass of `trainer_class` that reports steps and phases to an observer, and changes nothing
+    else.
+    """
 
     class _ObservedTrainer(trainer_class):  # type: ignore[misc]
         observer: Observer

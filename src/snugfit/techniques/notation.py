@@ -1,4 +1,4 @@
-"""The recipe's notation, from text to words: `name`, `name(4)`, `name(8, targets=q_proj|v_proj)`.
+"""The notation of recipes: parsing of text such as `name`, `name(4)`, `name(8, targets=q_proj|v_proj)`.
 
 This file has the grammar; the roster resolves names. Every word records its position, so that an error can
 show the whole text with the word marked:
@@ -33,7 +33,7 @@ _QUOTED = re.compile(r"'[^']*'")
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """One technique as it is written in a recipe's text, with its position there."""
+    """One technique of a recipe's text, with its settings and its position in the text."""
 
     text: str
     """The text of the whole recipe that has this word."""

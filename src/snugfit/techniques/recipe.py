@@ -1,4 +1,4 @@
-"""The recipe: one technique per slot, written as text.
+"""The recipe: one technique for each slot (a choice such as the optimizer or the precision), written as text.
 
     bf16 + tf32 + every_layer + micro_batches(4) + adamw_8bit(embeddings=8)
 
@@ -52,7 +52,9 @@ ONLY_TRAINING = (
 
 
 def unused_slots(job: Job) -> frozenset[Slot]:
-    """Return the slots whose techniques change nothing in the phase of this job."""
+    """Return the slots (choices such as the optimizer) whose techniques change nothing in the phase of this
+    job.
+    """
     names = {slot for name, one in added_phases().items() if name != job.phase for slot in one.slots}
     names |= job.added_phase.unused if job.added_phase else frozenset()
     return frozenset(map(Slot, names)).union(() if job.trains else ONLY_TRAINING)
@@ -60,7 +62,9 @@ def unused_slots(job: Job) -> frozenset[Slot]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One technique per slot. `Recipe()` is the plain one; the techniques given replace the plain ones."""
+    """One technique for each slot (such as the optimizer). `Recipe()` has the defaults; the techniques given
+    replace them.
+    """
 
     techniques: tuple[Technique, ...] = ()
     """One technique per slot, in the slots' order; absent slots get their defaults."""
@@ -106,11 +110,11 @@ class Recipe:
         return type(self).parse, (str(self),)
 
     def __iter__(self) -> Iterator[Technique]:
-        """Return the techniques in the slots' order, plain ones too."""
+        """Return the recipe's techniques in the order of the slots, default ones too."""
         return iter(self.techniques)
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """Return the recipe's technique in this slot."""
+        """Return the recipe's technique in this slot (a choice such as precision)."""
         return self.techniques[_INDICES[Slot(slot)]]
 
     def with_(self, technique: Technique) -> Recipe:
@@ -184,8 +188,9 @@ def _setup_of(recipe: Recipe) -> Setup:
 
 
 def techniques_of(text: str) -> dict[Slot, Technique]:
-    """Return the techniques that `text` names, by slot; a named default is included. Raises `RecipeError`
-    with the text and the word that failed."""
+    """Return the techniques that `text` names, by slot (a choice such as precision); a named default is
+    included. Raises `RecipeError` with the text and the word that failed.
+    """
     if not isinstance(text, str):
         raise RecipeError(f"A recipe must be text, such as 'bf16 + every_layer', not {text!r}.")
     chosen: dict[Slot, Technique] = {}

@@ -44,8 +44,8 @@ def hooks(method: str) -> tuple[Callable[..., Any], ...]:
 
 
 def tensors_beside(weight: Any) -> list[tuple[Any, str]]:
-    """Return owner and attribute of each tensor, such as quantization scales, that features store next to a
-    weight.
+    """Return the object and attribute of each tensor, such as quantization scales, that features store next
+    to a weight.
     """
     return [entry for beside in hooks("tensors_beside") for entry in beside(weight)]
 
@@ -75,7 +75,9 @@ def picture(answer: Any, form: str) -> bytes:
 
 
 def technique_modules() -> tuple[tuple[Slot, str], ...]:
-    """Return slot and module of each technique that a feature adds."""
+    """Return the slot (a choice of a recipe, such as precision) and the module of each technique that a
+    feature adds.
+    """
     return tuple(
         (slot, f"{feature_packages()[feature.name]}.{module}")
         for feature in features()

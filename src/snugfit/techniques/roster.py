@@ -1,4 +1,5 @@
-"""The roster: the list of all techniques, read from the slots' folders.
+"""The roster: the list of all techniques. Each folder is a slot (a choice of a recipe), each file one
+technique.
 
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
 technique is one new file, and no list grows with it. Features add theirs (`feature.py`). The roster checks
@@ -43,8 +44,8 @@ class RosterError(SnugfitError):
 
 @functools.cache
 def techniques() -> tuple[type[Technique], ...]:
-    """Return all techniques, by slot in the order of a recipe; in a slot the plain one first, then by
-    name.
+    """Return all techniques, by slot in the order of a recipe. In a slot the default comes first, then the
+    others by name.
     """
     root = Path(__file__).parent
     of_core = [
@@ -101,14 +102,14 @@ def _with_shared_words(word: str, names: Iterable[str]) -> str:
 
 @functools.cache
 def slots_of_several_gpus() -> tuple[Slot, ...]:
-    """Return the slots with techniques by which several GPUs train together."""
+    """Return the slots (choices of a recipe) with techniques by which several GPUs train together."""
     slots = {technique.slot for technique in techniques() if technique.needs_several_gpus}
     return tuple(slot for slot in Slot if slot in slots)
 
 
 @functools.cache
 def plain(slot: Slot) -> Technique:
-    """Return the default technique of a slot, that of plain PyTorch code."""
+    """Return the default technique of a slot (a choice of a recipe), which plain PyTorch code uses."""
     return next(technique for technique in techniques() if technique.plain and technique.slot is slot)()
 
 
@@ -253,7 +254,7 @@ def _class_field_docs(owner: type) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignNames:
-    """The table of other libraries' names, from `foreign_names.json`."""
+    """The table of other libraries' names, read from `foreign_names.json`."""
 
     about: str
     """Source of the names."""

@@ -1,4 +1,4 @@
-"""Detection of dropout kernels that draw from their own seeds, and not from torch's generators."""
+"""Detection of dropout kernels that have their own seeds and do not use torch's random generators."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def may_be_seeded(model_type: object) -> bool:
 
 @functools.cache
 def try_seeds(advice: str) -> str:
-    """Return a text of advice whose `{}` is replaced by two techniques: kernels with seeded dropout, and
-    steps that draw once. Empty if one is not installed.
+    """Return advice as text, whose `{}` is replaced by two techniques: kernels with seeded dropout, and steps
+    that draw only once. Empty if one is not installed.
     """
     traits = {Slot.KERNELS: seeds_dropout, Slot.ENGINE: draws_once}
     names = [

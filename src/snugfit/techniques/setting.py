@@ -37,7 +37,7 @@ def between(low: float, high: float, default: Any = MISSING) -> Any:
 
 
 def split_outside_quotes(text: str, mark: str) -> tuple[str, ...]:
-    """Return the parts of a text between separators that are not in quotes."""
+    """Split a text at separators that are not in quotes, and return the parts."""
     pieces, quoted = [""], False
     for char in text:
         quoted ^= char == "'"
@@ -93,7 +93,7 @@ def read_setting(annotation: Any, text: str) -> Any:
 
 
 def _read_several(kind: Any, text: str) -> tuple[Any, ...]:
-    """Parse a setting's values joined by `|`; return an empty tuple if one is not of this kind."""
+    """Parse a setting's values joined by `|`; return an empty tuple if one has another type."""
     words = split_outside_quotes(text, "|")
     if typing.get_args(kind)[0] is int:
         return tuple(map(int, words)) if all(map(_WHOLE.fullmatch, words)) else ()
@@ -106,8 +106,9 @@ def _read_several(kind: Any, text: str) -> tuple[Any, ...]:
 
 
 def check_setting(declared: Field[Any], annotation: Any, value: Any) -> str | None:
-    """Return the fault of a setting's value as a clause, such as `must be at least 1`; None for a valid
-    value."""
+    """Return the fault of a setting's value as the end of a sentence, such as `must be at least 1`; None for
+    a valid value.
+    """
     if value is None and type(None) in _alternatives(annotation):
         return None
     if not _fits(_alternatives(annotation)[0], value):
@@ -119,7 +120,7 @@ def check_setting(declared: Field[Any], annotation: Any, value: Any) -> str | No
 
 
 def describe(annotation: Any) -> str:
-    """Return a setting's type in words: `a whole number`, `8 or 32`."""
+    """Return a description of a setting's type: `a whole number`, `8 or 32`."""
     kind = _alternatives(annotation)[0]
     if typing.get_origin(kind) is Literal:
         return " or ".join(show_setting(choice) for choice in typing.get_args(kind))

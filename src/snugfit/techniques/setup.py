@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
-    """The optimizer of a Setup: its constructor, and its name in the HF Trainer."""
+    """The optimizer setting of a `Setup`: the constructor, and the name in the HF Trainer."""
 
     factory: Call
     """Constructor: `factory(parameters, lr=..., weight_decay=..., **arguments)` returns a
@@ -48,7 +48,8 @@ class OptimizerWish:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWish:
-    """Layers that keep only their input: spans of consecutive layers, each recomputed as one.
+    """The checkpointing setting of a `Setup`: groups of consecutive layers that keep only their input, each
+    recomputed as a whole.
 
     The stack is cut either by the length of a span or by the number of spans. `cut` does it, so that every
     loop cuts alike.
@@ -78,7 +79,8 @@ class CheckpointWish:
     """
 
     def cut(self, layers: int) -> tuple[range, ...]:
-        """Return the spans of a stack of this many layers that are recomputed, in order.
+        """Return the groups of consecutive layers that are recomputed together, for this many layers, in
+        order.
 
         Spans cut by number differ in length by one layer at most, the longer ones first.
         """
@@ -113,8 +115,8 @@ class LogitsWish:
     """Tokens of a chunk; None computes them from `LOGITS_BYTES`."""
 
     def tokens_at_once(self, vocabulary: int, itemsize: int = 4) -> int:
-        """Return the tokens of a chunk: by default the largest power of two whose logits, of `itemsize` bytes
-        each, stay within `LOGITS_BYTES`.
+        """Return the number of tokens in a chunk: by default the largest power of two whose logits, of
+        `itemsize` bytes each, take at most `LOGITS_BYTES`.
         """
         # The bit length minus one is the largest power of two within.
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
@@ -180,8 +182,8 @@ class CoreSetup(JsonFields):
 
     @property
     def lowering(self) -> Lowering | None:
-        """Return the field's value for a compiler whose programs replace the model's code; None if the code
-        runs as written.
+        """Return the setting of a compiler whose programs replace the model's code; None if the code runs
+        uncompiled.
         """
         for wish in lowering_wishes():
             if (value := wish.of(self)) is not None:
@@ -223,13 +225,13 @@ class CoreSetup(JsonFields):
         return self.optimizer.factory.path
 
     def for_update(self) -> Self:
-        """Return the settings (`Setup`) of an update alone, which no cut of the batch and no checkpointing
-        changes.
+        """Return the settings (`Setup`) that determine an optimizer update alone, without micro-batches and
+        checkpointing.
         """
         return self.in_one_piece().with_fields(checkpoint=None)
 
     def in_one_piece(self) -> Self:
-        """Return a copy of the settings that does not cut the batch."""
+        """Return a copy of the settings without micro-batches."""
         return self.with_fields(micro_batches=1)
 
     def created_dtype(self, job: Job) -> str:
@@ -250,8 +252,8 @@ class CoreSetup(JsonFields):
         return self.with_fields(checkpoint=None, logits=None)
 
     def can_follow(self, before: Self) -> bool:
-        """Return True if a live model can continue under this Setup. Its layers may be recomputed, and its
-        micro-batches split, but not joined.
+        """Return True if a model in training can continue under this Setup. Its layers may be recomputed, and
+        its micro-batches split, but not joined.
         """
         alike = self.with_fields(checkpoint=before.checkpoint, micro_batches=before.micro_batches)
         return alike == before and self.micro_batches >= before.micro_batches
@@ -261,7 +263,7 @@ class CoreSetup(JsonFields):
         return count // self.micro_batches
 
     def in_pieces(self, count: int, job: Job) -> tuple[Job, Self]:
-        """Return this job and these settings with another number of micro-batches of the present size."""
+        """Return this job and these settings with another number of micro-batches of unchanged size."""
         small = replace(job, batch_size=self.per_piece(job.batch_size) * count)
         return small, self.with_fields(micro_batches=count)
 
@@ -274,8 +276,8 @@ class CoreSetup(JsonFields):
         return self.with_fields(weights_dtype=weights, autocast=products, scale_gradients=is_scaled)
 
     def without_autocast(self) -> tuple[str | None, Self]:
-        """Return the dtype of autocast, and a copy of the settings in which weights are cast in
-        another way.
+        """Return the dtype of autocast, and a copy of the settings without autocast, whose weights are cast
+        in another way.
         """
         return self.autocast, self.with_fields(autocast=None)
 
@@ -287,9 +289,9 @@ class CoreSetup(JsonFields):
         return self.with_fields(optimizer=wish if own is None else own.run())
 
     def with_fields(self, **changed: Any) -> Self:
-        """Return a copy of the training settings with these fields changed. A space of recipes makes several
-        hundred thousand copies, and `dataclasses.replace` takes ten times as long. Raises `TypeError` for an
-        unknown field.
+        """Return a copy of the training settings with these fields changed. A search makes several hundred
+        thousand copies, and `dataclasses.replace` takes ten times as long. Raises `TypeError` for an unknown
+        field.
         """
         if unknown := changed.keys() - self.__dict__.keys():
             raise TypeError(f"a Setup has no {', '.join(sorted(unknown))}")

@@ -29,7 +29,7 @@ BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
 
 
 def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
-    """Return the recipe's techniques that support only one process, by slot."""
+    """Return the recipe's techniques that support only one process, by slot (a choice such as precision)."""
     techniques = [recipe[slot] for slot in BEFORE_SHARDING]
     # A plain technique of these slots is simulated with any number of processes.
     return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]
@@ -37,7 +37,7 @@ def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:
     """Return the training settings (`Setup`) on this number of GPUs. Raises `UsageError` for several GPUs
-    with a recipe for one, the reverse, and parts that the GPUs cannot share evenly.
+    with a recipe for one, the reverse, and a batch or model that the GPUs cannot share evenly.
     """
     wish = wish_of_processes(setup)
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
@@ -65,8 +65,8 @@ def ranks_of(setup: Setup) -> int:
 
 
 def job_of_rank(job: Job, setup: Setup) -> Job:
-    """Return one rank's part of the job: its share of the global batch. Raises `UsageError` for a batch that
-    cannot be shared evenly.
+    """Return one rank's job, with its part of the global batch. Raises `UsageError` for a batch that cannot
+    be divided evenly.
     """
     processes = processes_of(setup)
     parts = processes.data_ranks if processes is not None and processes.ranks else 1

@@ -1,4 +1,5 @@
-"""A technique: one way to make a job fit or run faster, in one slot of the recipe.
+"""A technique: one way to make a job fit or run faster, for one slot (a choice of the recipe, such as the
+optimizer).
 
 A technique is defined by its effect: `install` takes the `Setup` of a training loop and returns a changed
 one. No technique declares its cost; the cost is the result of simulating that Setup. Here are the slots in
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 
 class Slot(StrEnum):
-    """Group of techniques, of which a recipe has exactly one. The members are in the order in which a recipe
-    is written."""
+    """Choice of a recipe, such as the optimizer: a group of techniques of which a recipe has exactly one. The
+    members are in the order in which a recipe is written.
+    """
 
     ADAPTERS = "adapters"
     ATTENTION = "attention"
@@ -90,7 +92,9 @@ def _alone(technique: Technique) -> Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Technique(ABC):
-    """One way to make a job fit or run faster. Its dataclass fields are its settings; one file each."""
+    """One way to make a job fit or run faster. Its dataclass fields are its settings. Each technique has its
+    own file.
+    """
 
     name: ClassVar[str]
     """The word in a recipe; by default the file's name. The roster sets it and the slot."""
@@ -198,12 +202,13 @@ class Technique(ABC):
 
     @property
     def alone(self) -> Setup:
-        """Return the training settings of a recipe with this technique and defaults in all other slots."""
+        """Return the training settings of a recipe with this technique and default techniques otherwise."""
         return _alone(self)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield reasons why the technique is incompatible with this job or recipe, as sentences that a user
-        can act on."""
+        """Yield the reasons why the technique is incompatible with this job or recipe, as sentences with a
+        next action.
+        """
         return iter(())
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
@@ -247,7 +252,9 @@ class Technique(ABC):
 
     @classmethod
     def fidelity_for(cls, job: Job) -> Fidelity:
-        """Return the difference to the plain recipe's mathematics in this job: by default `fidelity`."""
+        """Return the difference of results to the default recipe in this job (none, rounding, ...): by
+        default `fidelity`.
+        """
         return cls.fidelity
 
     @classmethod
@@ -272,15 +279,15 @@ class Technique(ABC):
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
         """Return this technique with several settings, such as numbers of recomputed layers, in the order of
-        falling memory and rising time. They are too many to search one by one, so a plan looks for the least
+        falling memory and rising time. They are too many to simulate each, so a plan searches for the least
         that fits. Empty for a technique that is searched by its `settings`.
         """
         return ()
 
     def lesser(self, job: Job) -> Sequence[Self]:
         """Return this technique with settings for fewer layers, each of which saves more memory than the one
-        before, and less than this. A plan that keeps this technique takes the least that fits. Empty for one
-        that is kept as it is.
+        before, and less than this. A plan that must keep this technique uses the least that fits. Empty for
+        one without such settings.
         """
         return ()
 
@@ -337,7 +344,9 @@ class Technique(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTechnique(Technique):
-    """Base class of each slot's default technique, which leaves the training settings unchanged."""
+    """Base class of the default technique of a slot (a choice of the recipe), which leaves the training
+    settings unchanged.
+    """
 
     fidelity: ClassVar = Fidelity.SAME
     plain: ClassVar = True
@@ -345,17 +354,17 @@ class PlainTechnique(Technique):
     counterparts: ClassVar[tuple[Counterpart, ...]] = (Counterpart(arguments={}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Return the Setup unchanged: the plain technique of a slot has no effect."""
+        """Return the Setup unchanged, because a default technique has no effect."""
         return setup
 
 
 class TechniqueBySlot(Protocol):
-    """Protocol for the techniques of a recipe by slot; the class `Recipe`, of a layer above,
-    implements it.
+    """Protocol for the techniques of a recipe by slot (such as precision). The class `Recipe` in a higher
+    layer implements it.
     """
 
     def __getitem__(self, slot: Slot | str) -> Technique:
-        """Return the recipe's technique in this slot."""
+        """Return the recipe's technique in this slot (a choice such as precision)."""
         ...
 
 

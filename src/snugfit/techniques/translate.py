@@ -1,4 +1,5 @@
-"""Recipes to other libraries' arguments and back, by the counterparts that each technique declares.
+"""Conversion of recipes to other libraries' arguments and back, by the counterparts that each technique
+declares.
 
 No technique is named here: `Technique.counterparts` is the only source, in both directions. When several
 techniques of a slot match the same arguments, the one with more fixed values is taken. An accumulation of 1
@@ -20,7 +21,7 @@ from snugfit.techniques.technique import Slot, Technique
 
 @dataclass(frozen=True, kw_only=True)
 class SlotReading:
-    """The technique in one slot that a user's arguments of another library imply."""
+    """The technique of one slot (such as precision) that a user's arguments of another library imply."""
 
     slot: Slot
     """The kind of technique."""
@@ -36,8 +37,8 @@ class SlotReading:
 
 
 def read_slots(arguments: Mapping[str, Any]) -> tuple[SlotReading, ...]:
-    """Return the technique of each slot that another library's arguments imply. The arguments must be
-    complete, defaults included.
+    """Return the technique of each slot (such as precision) that another library's arguments imply. The
+    arguments must be complete, defaults included.
     """
     return tuple(_read_slot(slot, arguments) for slot in Slot)
 

@@ -91,15 +91,17 @@ class SeveralProcesses:
         return 1.0
 
     def on(self, gpus: int) -> SeveralProcesses:
-        """Return these settings for another number of GPUs. Raises `UsageError` if they cannot share the
-        model or the batch.
+        """Return these settings for another number of GPUs. Raises `UsageError` if these GPUs cannot divide
+        the model or the batch.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Wish(Generic[T]):
-    """A field of `Setup` (the training loop's settings) that a feature adds, with its slot and default."""
+    """A field that a feature adds to the training settings (`Setup`), with its slot (a choice of the recipe)
+    and default.
+    """
 
     name: str
     """The field's name, in `Setup` and in its JSON."""
@@ -152,7 +154,7 @@ def wishes() -> tuple[Wish[Any], ...]:
 
 @functools.cache
 def lowering_wishes() -> tuple[Wish[Lowering | None], ...]:
-    """Return the fields whose values are a `Lowering` or None."""
+    """Return the features' fields of `Setup` whose values describe a compiler (`Lowering`), or are None."""
     return tuple(wish for wish in wishes() if wish.lowers)
 
 

@@ -1,1 +1,3 @@
-"""The training loop: a recipe over a dataset, with checkpoints, resuming and recovery."""
+"""The training loop: a recipe is trained on a dataset, with checkpoints, resuming and recovery from lack of
+memory.
+"""

@@ -1,4 +1,4 @@
-"""Signals during a run: it ends at a step's boundary with a checkpoint, and can be resumed.
+"""Signals during a run: it ends between two steps with a checkpoint, and can be resumed.
 
 | signal         | effect                                                                                    |
 |----------------|-------------------------------------------------------------------------------------------|
@@ -47,7 +47,9 @@ class EvaluationStopped(BaseException):
 
 
 class Interrupts:
-    """Records signals and trigger files from the start of a context on; without a folder, signals alone."""
+    """Records signals and checkpoint requests (trigger files) within a context; without a folder, signals
+    alone.
+    """
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Interrupts:
 
     @property
     def stopping(self) -> signal.Signals | None:
-        """The signal that ends the run at the next boundary, or None."""
+        """The signal that ends the run at the end of the current step, or None."""
         return self._stopping
 
     @property
@@ -118,7 +120,8 @@ class Interrupts:
             self._begin_deadline()
 
     def watch_modules(self, look: Callable[[Any], None] | None) -> None:
-        """Call `look` with every module before its forward, once a signal to stop has come; None ends that.
+        """Call `look` with every module before its forward pass, once a signal to stop has come; None turns
+        this off.
 
         Before the signal this costs nothing.
         """
@@ -194,7 +197,7 @@ class Stops:
 
     @property
     def stopping(self) -> signal.Signals | None:
-        """The signal that ends the run at this boundary in all processes, or None."""
+        """The signal that ends the run at the end of this step in all processes, or None."""
         return self._stopping if self._ranks.are_many else self._own.stopping
 
     @property
@@ -214,8 +217,8 @@ class Stops:
             raise EvaluationStopped
 
     def agree(self) -> None:
-        """Exchange the received signals between all processes, at a step boundary without
-        another exchange.
+        """Exchange the received signals between all processes at the end of a step, if no other exchange has
+        done so.
         """
         if self._ranks.are_many:
             self.hear(self._ranks.sum(self.flags))

@@ -45,7 +45,7 @@ _BROKEN = ("gloo", "Connection closed by peer", "Connection reset by peer", "Bro
 
 
 class ToldElsewhere(SnugfitError):
-    """Error that ends a process whose run fails in another process, which reports the reason."""
+    """Error that ends a process because the run failed in another process, which reports the reason."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -152,7 +152,7 @@ class Ranks:
         return values or []
 
     def first_answers(self, ask: Callable[[], Answer]) -> Answer:
-        """Call `ask` in the first process and return its result in all.
+        """Call `ask` in the first process, and return its result in all processes.
 
         An error of `ask` is raised in the first process, and `ToldElsewhere` in the others.
         """
@@ -222,7 +222,7 @@ def _broadcast(values: list[Any], group: Any) -> None:
 
 
 def from_first(value: Any, group: Any) -> Any:
-    """Return the first process's value in every process, sent over this group."""
+    """Return the first process's value in every process, sent over this process group."""
     values = [value]
     _broadcast(values, group)
     return values[0]
@@ -230,7 +230,7 @@ def from_first(value: Any, group: Any) -> Any:
 
 @contextmanager
 def talking() -> Iterator[None]:
-    """Context around an exchange between processes. Raises `ToldElsewhere` if another process has ended."""
+    """Context around communication between processes. Raises `ToldElsewhere` if another process has ended."""
     try:
         yield
     except RuntimeError as fault:

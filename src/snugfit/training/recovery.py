@@ -31,9 +31,7 @@ again."""
 
 @dataclass(frozen=True, kw_only=True)
 class Unplanned:
-    """Result of looking for a recipe with less memory without a plan: the recipe to continue with, if any,
-    and the reason.
-    """
+    """A recipe with less memory that was found without a plan, if any, and the reason for having no plan."""
 
     recipe: Recipe | None
     why: str
@@ -72,8 +70,9 @@ CURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Exhausted:
-    """A step that ran out of memory. Gradients are dropped; weights have changed only if the update ran
-    out."""
+    """A step that ran out of memory. Its gradients are dropped. Weights have changed only if the memory ran
+    out in the update.
+    """
 
     cause: str
     """A cause that `memory_cause` returns, or `THRASHING`."""
@@ -101,9 +100,7 @@ def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) 
 
 
 def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
-    """Yield a warning if the user's recipe has micro-batches whose gradients differ from the
-    whole batch's.
-    """
+    """Yield a warning if the gradients of the user's micro-batches differ from those of the whole batch."""
     cut = recipe[Slot.BATCHING]
     if recipe.pieces > 1 and (why := cut.planning_objection(job)):
         cure = f" {CURE}" if job.mixes_samples or job.unclear_cut else ""
@@ -111,7 +108,7 @@ def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
 
 
 def compares_again(job: Job, setup: Setup, steps: int) -> bool:
-    """Return True if this job's cut batch is compared again after this number of steps of the process.
+    """Return True if split and whole batches are compared again after this number of steps of the process.
 
     Recorded steps are excluded: their memory must not be used for anything else.
     """
@@ -134,7 +131,8 @@ class Recovery:
         return (chosen.recipe, chosen.why) if isinstance(chosen, Unplanned) else (chosen, "")
 
     def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
-        """Return the recipe that replaces the present one, which lacks memory, after `step` steps.
+        """Return the recipe that replaces the current one after it ran out of memory, `step` steps into the
+        run.
 
         None, with a warning, means that memory is only short and no other recipe is left. Raises
         `OutOfMemory` if memory ran out and no other recipe is left. A note in the journal comes first,
@@ -164,7 +162,8 @@ class Recovery:
         return chosen
 
     def compare_again(self, recipe: Recipe, steps: int, compare: Callable[[Job], Job]) -> None:
-        """Compare the gradients of micro-batches and whole batch again, if `steps` are among `AGAIN_AFTER`.
+        """Compare the gradients of micro-batches and of the whole batch again, if `steps` is one of
+        `AGAIN_AFTER`.
 
         An inconclusive result changes nothing, and another one replaces the job.
         """

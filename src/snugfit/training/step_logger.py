@@ -1,5 +1,5 @@
-"""A run's steps in its journal next to their prediction, and the detection of steps slowed by too little
-memory.
+"""Log of a run's steps in its journal, next to their prediction, and the detection of steps slowed by too
+little memory.
 
 - `foreseen`: recipe, reserved_bytes, step_seconds and doubts, on a known GPU; or text, the reason for their
   absence. On several GPUs it comes after some steps, when the prediction is ready.
@@ -146,7 +146,7 @@ class StepLogger:
 
     def end(self, outcome: str, step: int, *, in_words: bool = False) -> None:
         """Write the run's end after this step into the journal: the peaks, and the median seconds of its
-        steady steps.
+        later steps.
 
         `in_words` adds a comparison with the prediction. A finished run waits for its prediction, a stopped
         one does not.

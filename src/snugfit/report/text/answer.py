@@ -68,7 +68,7 @@ def show_fit(
     condition: str = "",
     limit: str = "the card has",
 ) -> str:
-    """Return `fits, 2.5 GiB free, about 16 s a step`, or the need of a step that does not fit.
+    """Return `fits, 2.5 GiB free, about 16 s a step`, or the missing memory of a step that does not fit.
 
     `headroom` is given for a step that leaves less free, `condition` for a verdict that may not hold.
     """
@@ -110,7 +110,7 @@ def four_numbers(
     speed: StepSpeed | None,
     per_gpu: str = "",
 ) -> Iterator[tuple[str, str]]:
-    """Yield the memory, its parts, the seconds of a step and the throughput, with labels."""
+    """Yield labelled lines with the memory, its parts, the seconds of a step and the throughput."""
     limit = f" of {show_gib(memory)}" if memory else ""
     yield "GPU memory", f"{show_gib(needed)}{limit}{per_gpu}"
     yield "of which", ", ".join(f"{show_gib(size)} {what}" for size, what in parts if size)
@@ -121,7 +121,7 @@ def four_numbers(
 
 
 def uncertain(doubts: Sequence[str], shown: str) -> Iterator[Sentence]:
-    """Yield labelled lines with the most important warning, `shown`, and the number of further ones."""
+    """Yield labelled lines with the most important warning, `shown`, and the number of further warnings."""
     if doubts:
         more = f" ({len(doubts) - 1} more: --details)" if len(doubts) > 1 else ""
         text = (first_sentence(shown) or shown).rstrip(".")

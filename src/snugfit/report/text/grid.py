@@ -1,4 +1,5 @@
-"""A table before it has a format: a title, heads, rows of words, and a note; then Markdown or the terminal.
+"""A table before it has a format: a title, column titles, rows of text, and a note. It becomes Markdown or
+terminal output.
 
 Foreign texts are data in each format: Markdown's own characters are escaped.
 """
@@ -18,7 +19,7 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]|~#])")
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A table of words. A head that ends in `>` marks a column of figures, in `<` one of recipes."""
+    """A table of text. A column title that ends in `>` marks a column of numbers, in `<` one of recipes."""
 
     title: str
     """Description of the table's contents."""
@@ -48,8 +49,9 @@ class Grid:
 
 
 def escape(text: str) -> str:
-    """Return foreign words as one line of Markdown, without a character that is markup or controls a
-    terminal."""
+    """Return text from outside as one line of Markdown, without characters that are markup or control a
+    terminal.
+    """
     # `&` is the first, so that no other entity is escaped twice.
     flat = harmless(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(r"\\\1", flat)

@@ -1,4 +1,4 @@
-"""The phases and micro-batches of a step, as parts of a curve."""
+"""The phases and micro-batches of a step, as intervals of the curve of live bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from snugfit.results.prediction import CurvePoint
 
 
 class Passage(NamedTuple):
-    """A contiguous part of a step, such as a phase or a micro-batch, by its begin and end on the curve."""
+    """A contiguous part of a step, such as a phase or a micro-batch, by its begin and end on the curve of
+    live bytes.
+    """
 
     name: str
     """A phase, a micro-batch's number, or the number of micro-batches."""
@@ -24,7 +26,7 @@ class Passage(NamedTuple):
 
 
 def phase_passages(curve: Sequence[CurvePoint]) -> list[Passage]:
-    """Return each passage of a phase in order; together they cover the step."""
+    """Return each contiguous part of a phase in order; together they cover the step."""
     firsts = [(phase, next(points).position) for phase, points in groupby(curve, key=attrgetter("phase"))]
     starts = [0.0, *(position for _, position in firsts[1:]), 1.0]
     return [Passage(name, *ends) for (name, _), ends in zip(firsts, pairwise(starts), strict=True)]

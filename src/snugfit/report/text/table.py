@@ -1,4 +1,5 @@
-"""Tables in a terminal of any width: the first column stays, figures stay whole, no line is too long.
+"""Tables in a terminal of any width: the first column is always shown, numbers are not broken, no line is too
+long.
 
 In a narrow terminal the padding shrinks first. Then columns move to lines of their own under the row, recipes
 first, texts next and figures last. Such a line is `Recipe: bf16 + every_layer · start-up s: 9.1`.
@@ -34,7 +35,7 @@ INDENT = 4
 
 
 class _Column:
-    """One column of a table: a head with `>` at its end is for numbers, with `<` for recipes."""
+    """One column of a table: a title with `>` at its end is for numbers, with `<` for recipes."""
 
     def __init__(self, head: str, cells: Sequence[Text], *, first: bool) -> None:
         self.figures, self.recipe, self.first = head.endswith(">"), head.endswith("<"), first
@@ -134,7 +135,7 @@ class PlainTable:
 
 
 def table(heads: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> PlainTable:
-    """Return a plain table. A head that ends in `<` marks a column of recipes, in `>` one of figures.
+    """Return a plain table. A column title that ends in `<` marks a column of recipes, in `>` one of numbers.
 
     A column `Recipe<` comes first. Figures are aligned right and never broken. Their head is broken where it
     is wider than they are.
@@ -147,7 +148,7 @@ def table(heads: Iterable[str], rows: Iterable[Sequence[object]], *, title: str 
 def recipes_first(
     heads: tuple[str, ...], rows: Iterable[Sequence[object]]
 ) -> tuple[tuple[str, ...], list[Sequence[object]]]:
-    """Return heads and rows with the column `Recipe<`, if there is one, before the rest."""
+    """Return column titles and rows with the column `Recipe<`, if there is one, before the rest."""
     at = heads.index(RECIPE) if RECIPE in heads else 0
     moved = [(row[at], *row[:at], *row[at + 1 :]) for row in (heads, *rows)] if at else [heads, *rows]
     return tuple(map(str, moved[0])), list(moved[1:])
@@ -167,7 +168,7 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
 
 
 def _one_row(columns: Sequence[_Column], widths: Sequence[int], number: int | None) -> Table:
-    """Return one row as a table of its own, or the heads where `number` is None."""
+    """Return one row as a table of its own, or the column titles if `number` is None."""
     shown = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0), show_header=number is None
     )
@@ -179,7 +180,7 @@ def _one_row(columns: Sequence[_Column], widths: Sequence[int], number: int | No
 
 
 def _fill(columns: Sequence[_Column], number: int, width: int) -> Iterator[Text]:
-    """Yield a row's remaining cells as lines, each after the head of its column."""
+    """Yield a row's remaining cells as lines, each after the title of its column."""
     line = Text()
     for column in sorted(columns, key=lambda one: one.recipe):
         cell = column.cells[number]

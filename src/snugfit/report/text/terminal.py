@@ -1,4 +1,4 @@
-"""Output to the terminal, and the neutralisation of foreign words in reports.
+"""Output to the terminal, without control characters in text from outside.
 
 Names of models, modules and devices come from foreign files. In a report they are data. They are `Text`,
 which rich never parses as markup, without the control characters that a terminal would execute.

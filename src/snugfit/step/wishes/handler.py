@@ -47,7 +47,7 @@ def all_of(contexts: list[Context]) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class LiveTraining:
-    """A model in training and a new recipe for it, with which the recipe is applied to the live model."""
+    """A model already in training, and the new recipe that is applied to it."""
 
     front_end: str
     """Name of the front-end, one of `applier.FRONT_ENDS`."""
@@ -65,11 +65,13 @@ class LiveTraining:
     """Modules with a replaced forward method, each with its attributes from before."""
 
     def technique(self, slot: Slot) -> Technique:
-        """Return the recipe's technique of this slot, or of another slot that sets the same field."""
+        """Return the recipe's technique of this slot (a choice such as precision), or of another slot that
+        sets the same field.
+        """
         return _technique_for(self.recipe, slot)
 
     def is_plain(self, slot: Slot) -> bool:
-        """Return True if the recipe has the default technique in this slot."""
+        """Return True if the recipe has the default technique in this slot (a choice such as precision)."""
         return bool(self.recipe[slot] == roster.plain(slot))
 
 
@@ -108,8 +110,9 @@ class ScriptContext:
 
 
 def _technique_for(recipe: Recipe, slot: Slot) -> Technique:
-    """Return the recipe's technique of this slot. Several slots for several GPUs set one field: the first
-    non-default one is returned."""
+    """Return the recipe's technique of this slot (such as precision). Several slots for several GPUs set one
+    field; the first non-default technique is returned.
+    """
     shared = roster.slots_of_several_gpus()
     slots = shared if slot in shared else (slot,)
     asking = [recipe[one] for one in slots if recipe[one] != roster.plain(one)]
@@ -172,8 +175,8 @@ class Handler:
         return model
 
     def built_on(self, value: Any, job: Job) -> str:
-        """Return the place where the model is built: `host` if it is moved afterwards, `stays` for one that
-        `distribute` moves, else an empty text.
+        """Return the place where the model is built: `host` if it is moved afterwards, `stays` if
+        `distribute` moves it, else an empty text.
         """
         return ""
 
@@ -225,7 +228,9 @@ class Handler:
     # ---- a step of the plain loop ----
 
     def fill_multiple(self, value: Any, loop: Any) -> int:
-        """Return the number of tokens to whose multiples batches are padded; 0 adds no padding."""
+        """Return the number whose multiples are the padded lengths of batches, in tokens; 0 adds no
+        padding.
+        """
         return 0
 
     def prepare_pieces(
@@ -247,8 +252,8 @@ class Handler:
 
     def around_pass(self, value: Any, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
         """Return the context around a micro-batch's forward and backward on the device; None if the field
-        needs none. `is_last` marks the step's last. In the context the batch may be replaced by this
-        process's part.
+        needs none. `is_last` marks the last micro-batch of the step. In the context the batch may be replaced
+        by this process's part.
         """
 
     def around_evaluation(self, value: Any, model: Any, batch: dict[str, Any]) -> Context | None:

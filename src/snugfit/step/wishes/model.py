@@ -43,8 +43,9 @@ class AttentionHandler(Handler):
         return {"attention": value}
 
     def wrap(self, value: str, model: Any) -> None:
-        """Set the attention of a module from Python by its own switch, and change modules for a feature's
-        attention."""
+        """Set the attention implementation of a module from Python, if it has such a setting, and change
+        modules for a feature's attention.
+        """
         now = getattr(getattr(model, "config", None), "_attn_implementation", None)
         # `sdpa` is the plain wish, under which a model without it keeps its own attention.
         if value != "sdpa" and now not in (None, value) and hasattr(model, "set_attn_implementation"):
@@ -61,8 +62,9 @@ class AttentionHandler(Handler):
         return pieces if own is None else own.pieces.run(loop, model, pieces)
 
     def around_rehearsal(self, value: str, *, on_gpu: bool) -> Context | None:
-        """Return the context of a simulation: a CPU has no such kernels, and a package's kernels compute no
-        shapes."""
+        """Return the context of a simulation in which attention runs without its kernels: a CPU has none, and
+        those of a package cannot run without data.
+        """
         if package := package_attentions().get(value):
             return package.on_shapes.resolve()
         own = own_attentions().get(value)
@@ -74,14 +76,15 @@ class AttentionHandler(Handler):
             package.refuse.run(device)
 
     def objections(self, value: str, live: LiveTraining) -> Iterator[str]:
-        """Yield an objection if a user's own model has no switch for its attention."""
+        """Yield an objection if the attention implementation of a user's own model cannot be set."""
         if not live.is_plain(self.slot) and not hasattr(live.model, "set_attn_implementation"):
             name = type(live.model).__name__
             yield f"{live.technique(self.slot)}: {name} does not allow choosing its attention. Leave it out."
 
     def change(self, value: str, live: LiveTraining) -> Iterator[str]:
-        """Set the attention by the model's own switch. A model without torch's attention keeps its own, as
-        when it is built."""
+        """Set the attention implementation of a live model. A model without torch's attention keeps its own,
+        as when it is built.
+        """
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
         # An attention of our own has changed modules, which transformers' switch does not undo.
@@ -182,8 +185,8 @@ class CheckpointHandler(Handler):
             yield f"activations are those of {live.technique(self.slot)}"
 
     def script(self, value: CheckpointWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return a call of the model's own checkpointing switch, as text for an exported script. It supports
-        single layers only.
+        """Return the call that turns on the model's own checkpointing, as text for an exported script. It
+        supports single layers only.
         """
         if value is None or context.trainer:
             return {}

@@ -22,7 +22,7 @@ MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class AutocastHandler(Handler):
-    """Handler of autocast's dtype: it puts forward passes under autocast."""
+    """Handler of autocast's dtype: it runs forward passes under autocast."""
 
     wish, slot, stage = "autocast", Slot.PRECISION, InstallStage.LOOP
     accelerate_does_it = True

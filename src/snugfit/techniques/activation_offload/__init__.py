@@ -1,1 +1,3 @@
-"""The slot `activation_offload`: the memory in which activations wait for the backward pass."""
+"""Techniques of the slot `activation_offload` (a choice of the recipe): the memory that holds activations
+until the backward pass.
+"""

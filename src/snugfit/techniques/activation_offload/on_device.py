@@ -1,4 +1,4 @@
-"""Activations wait on the device: what PyTorch does."""
+"""Default technique: activations stay on the device until the backward pass, as in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every weight trains: nothing is added and nothing is frozen."""
+"""Default technique without adapters: every weight trains."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""The slot `allocator`: the growth of torch's CUDA allocator."""
+"""Techniques of the slot `allocator` (a choice of the recipe): the growth of segments in torch's CUDA
+allocator.
+"""

@@ -1,4 +1,6 @@
-"""torch's caching allocator as it comes: segments of fixed size, taken when a block fits in none."""
+"""Default technique: torch's caching allocator, which maps a new segment of fixed size for a block that fits
+in no free one.
+"""
 
 from __future__ import annotations
 

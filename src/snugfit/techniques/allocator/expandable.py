@@ -1,4 +1,6 @@
-"""Expandable segments: one address range per pool, mapped page by page, so free pieces join and fit again."""
+"""Technique of expandable segments: the allocator has one address range per pool and maps it page by page.
+Adjacent free blocks join, so that larger blocks fit again.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The slot `attention`: the implementation of softmax(QK^T)V."""
+"""Techniques of the slot `attention` (a choice of the recipe): the implementation of softmax(QK^T)V."""

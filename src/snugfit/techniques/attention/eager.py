@@ -1,4 +1,4 @@
-"""Eager attention: scores, softmax, dropout and product are separate tensors.
+"""Technique of eager attention: scores, softmax, dropout and product are separate tensors.
 
 The score matrix takes batch x heads x length x length elements, several times over. Models computed attention
 so before fused kernels existed, and older published figures were measured with it.

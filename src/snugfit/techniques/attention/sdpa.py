@@ -1,4 +1,4 @@
-"""torch's fused attention. Fused kernels never have the whole score matrix in memory."""
+"""Technique of torch's fused attention, whose kernels never store the whole score matrix."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""The slot `batching`: the division of the global batch into micro-batches."""
+"""Techniques of the slot `batching` (a choice of the recipe): the division of the global batch into
+micro-batches.
+"""

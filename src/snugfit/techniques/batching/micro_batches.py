@@ -1,4 +1,5 @@
-"""Gradient accumulation: the global batch in n equal pieces, gradients added up, one update.
+"""Technique of gradient accumulation: the global batch is split into n equal micro-batches, and their
+gradients are added for one update.
 
 Activations fall to 1/n. The sums are those of the whole batch: each piece's loss is weighted by its share of
 the batch's counted items. The job's batch never changes, so n must divide it.

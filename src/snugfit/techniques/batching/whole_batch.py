@@ -1,4 +1,4 @@
-"""The global batch passes through the model in one piece."""
+"""Default technique without gradient accumulation: the model gets the whole global batch at once."""
 
 from __future__ import annotations
 

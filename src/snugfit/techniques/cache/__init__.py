@@ -1,1 +1,3 @@
-"""Techniques of the slot `cache`: the store of keys and values that generation reads again."""
+"""Techniques of the slot `cache` (a choice of the recipe): the cache of keys and values in text
+generation.
+"""

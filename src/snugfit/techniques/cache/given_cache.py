@@ -1,4 +1,6 @@
-"""The cache of keys and values that the job names: by default transformers' `DynamicCache`."""
+"""Default technique: the cache of keys and values that the job names, by default transformers'
+`DynamicCache`.
+"""
 
 from __future__ import annotations
 

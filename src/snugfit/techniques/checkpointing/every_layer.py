@@ -1,4 +1,5 @@
-"""Each layer keeps only its input, and is computed again in its backward pass.
+"""Technique of activation checkpointing: each layer keeps only its input, and is recomputed in the backward
+pass.
 
 Activations fall from layers x (all of a layer) to layers x (its input) + one whole layer. The price is one
 more forward pass: a step takes about a third longer.

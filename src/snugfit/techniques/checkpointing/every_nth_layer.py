@@ -1,4 +1,5 @@
-"""Every n-th layer is computed again in the backward pass; the others keep their activations.
+"""Technique of activation checkpointing: every n-th layer is recomputed in the backward pass; the others keep
+their activations.
 
 For a job that almost fits: memory and time lie between keeping everything and recomputing every layer.
 """

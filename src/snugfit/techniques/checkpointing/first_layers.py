@@ -1,4 +1,5 @@
-"""The first k layers of a stack are computed again in the backward pass; the others keep their activations.
+"""Technique of activation checkpointing: the first k layers of a stack are recomputed in the backward pass;
+the others keep their activations.
 
 It is for a job that almost fits. Each recomputed layer frees its activations and costs its own forward pass
 again. So bytes and seconds are on about a line between keep_all and every_layer, in steps of one layer.

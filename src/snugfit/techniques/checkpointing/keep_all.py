@@ -1,4 +1,6 @@
-"""Every activation that the backward pass needs is kept: autograd's default."""
+"""Default technique without activation checkpointing: every activation that the backward pass needs is
+kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The stack is cut into k segments; each keeps its input and is computed again as a whole.
+"""Technique of activation checkpointing: the layers form k groups, each of which keeps its input and is
+recomputed as a whole.
 
 With L equal layers and k segments, k inputs and the L/k layers of one segment are alive at once. k + L/k is
 least at k = sqrt(L) (Chen et al., arXiv 1604.06174, section 4.1), counted in layers' outputs. Real layers

@@ -1,4 +1,5 @@
-"""Each layer keeps its input and its costly results; the rest is computed again.
+"""Technique of selective checkpointing: each layer keeps its input and its costly results, and recomputes the
+rest.
 
 Products with weights and attention take nearly all of a layer's time, and their results are only a part of
 its activations. These are kept, so norms, activation functions, casts and sums are computed again. The price
@@ -41,8 +42,8 @@ class Selective(Technique):
     """
 
     def install(self, setup: Setup) -> Setup:
-        """Make each layer a span of its own that keeps the results of some operators. Attention with dropout
-        is kept in a recorded step with seeded dropout, since such a step cannot draw twice.
+        """Set checkpointing of each layer by itself, with the results of some operators kept. Attention with
+        dropout is kept in steps recorded as CUDA graphs with seeded dropout, since those cannot draw twice.
         """
         # A recorded step cannot draw twice, so attention is kept; seeds repeat all other dropout.
         drawn = draws_once(setup) and seeds_dropout(setup)
@@ -60,8 +61,8 @@ class Selective(Technique):
             )
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield a warning that attention with dropout is computed again, unless a recorded step has seeded
-        dropout.
+        """Yield a warning that attention with dropout is recomputed, unless the step is recorded as a CUDA
+        graph and has seeded dropout.
         """
         if why := self.planned_without(job, recipe):
             yield f"{why}."

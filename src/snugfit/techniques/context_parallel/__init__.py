@@ -1,1 +1,3 @@
-"""The slot `context_parallel`: sequences are whole on each GPU, or split over several."""
+"""Techniques of the slot `context_parallel` (a choice of the recipe): sequences are whole on each GPU, or
+split over several.
+"""

@@ -1,4 +1,4 @@
-"""Whole sequences: each GPU computes its samples alone."""
+"""Default technique without context parallelism: each GPU computes its samples alone."""
 
 from __future__ import annotations
 

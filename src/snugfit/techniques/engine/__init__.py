@@ -1,1 +1,3 @@
-"""The slot `engine`: the execution of the model's layers, uncompiled or compiled."""
+"""Techniques of the slot `engine` (a choice of the recipe): the execution of the model's layers, uncompiled
+or compiled.
+"""

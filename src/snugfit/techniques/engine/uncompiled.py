@@ -1,4 +1,4 @@
-"""The model's code runs uncompiled: one kernel for each of torch's operators."""
+"""Default technique: the model's code runs uncompiled, with one kernel for each of torch's operators."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The slot `expert_parallel`: the experts of each layer are all on one GPU, or divided over several. One
-technique a file.
+"""Techniques of the slot `expert_parallel` (a choice of the recipe): the experts of each layer are all on one
+GPU, or divided over several.
 """

@@ -1,4 +1,4 @@
-"""No expert parallelism: each GPU has all experts of each layer."""
+"""Default technique without expert parallelism: each GPU has all experts of each layer."""
 
 from __future__ import annotations
 

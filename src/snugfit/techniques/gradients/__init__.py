@@ -1,1 +1,1 @@
-"""The slot `gradients`: the lifetime of the weights' gradients."""
+"""Techniques of the slot `gradients` (a choice of the recipe): the lifetime of the weights' gradients."""

@@ -1,4 +1,6 @@
-"""All gradients exist together when the backward pass ends; the optimizer's step then reads them."""
+"""Default technique: all gradients exist at the end of the backward pass, and the optimizer's step then reads
+them.
+"""
 
 from __future__ import annotations
 

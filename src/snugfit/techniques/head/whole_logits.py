@@ -1,4 +1,4 @@
-"""The head gives the logits of all tokens, and the loss is computed from them."""
+"""Default technique: the model's head computes the logits of all tokens, and then the loss."""
 
 from __future__ import annotations
 

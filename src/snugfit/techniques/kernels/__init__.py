@@ -1,1 +1,3 @@
-"""The slot `kernels`: the kernels of a model's layers, torch's or another library's."""
+"""Techniques of the slot `kernels` (a choice of the recipe): the kernels of a model's layers, torch's or
+another library's.
+"""

@@ -1,4 +1,4 @@
-"""The model's own code runs as transformers wrote it, a kernel of torch's for each operator."""
+"""Default technique: the model's own code of transformers runs, with a kernel of torch for each operator."""
 
 from __future__ import annotations
 

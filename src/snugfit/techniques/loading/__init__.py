@@ -1,1 +1,3 @@
-"""The slot `loading`: preparing batches and copying them to the device."""
+"""Techniques of the slot `loading` (a choice of the recipe): the preparation of batches and their copies to
+the device.
+"""

@@ -1,4 +1,6 @@
-"""The training process prepares each batch itself, in ordinary memory: torch's DataLoader by default."""
+"""Default technique: the training process prepares each batch itself, in ordinary memory, as torch's
+DataLoader does.
+"""
 
 from __future__ import annotations
 

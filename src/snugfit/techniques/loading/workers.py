@@ -1,4 +1,6 @@
-"""Worker processes prepare the batches in page-locked memory, and copies run beside the computation."""
+"""Technique of worker processes that prepare batches in page-locked memory, so that copies run in parallel to
+the computation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of 32-bit matrices in full 32-bit precision: torch's default for matrix products."""
+"""Default technique: products of 32-bit matrices in full 32-bit precision, as in plain torch."""
 
 from __future__ import annotations
 

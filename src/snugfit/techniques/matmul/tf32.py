@@ -1,4 +1,6 @@
-"""TF32: tensor cores read 32-bit inputs with 11 significant bits and add up in 32. It changes no byte."""
+"""Technique of TF32: tensor cores read 32-bit inputs with 11 significant bits and accumulate in 32 bits.
+Memory does not change.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""The slot `optimizer`: the computation of updates from gradients, and its states."""
+"""Techniques of the slot `optimizer` (a choice of the recipe): the computation of updates from gradients, and
+its states.
+"""

@@ -1,1 +1,3 @@
-"""The slot `pipeline_parallel`: all layers on each GPU, or consecutive ones on several."""
+"""Techniques of the slot `pipeline_parallel` (a choice of the recipe): all layers on each GPU, or consecutive
+ones on several.
+"""

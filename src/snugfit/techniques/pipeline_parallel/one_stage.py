@@ -1,4 +1,4 @@
-"""One stage: each GPU runs all layers of the model, one after the other."""
+"""Default technique without pipeline parallelism: each GPU runs all layers of the model."""
 
 from __future__ import annotations
 

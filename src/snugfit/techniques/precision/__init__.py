@@ -1,1 +1,1 @@
-"""The slot `precision`: the number formats of weights and products."""
+"""Techniques of the slot `precision` (a choice of the recipe): the dtypes of weights and matrix products."""

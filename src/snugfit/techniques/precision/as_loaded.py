@@ -1,4 +1,5 @@
-"""No change of dtype: weights, activations, gradients and states are in the dtype of the loaded weights.
+"""Default technique without a change of dtype: weights, activations, gradients and states have the dtype of
+the loaded weights.
 
 That dtype belongs to the job (`Job.dtype`). transformers 5 loads a checkpoint in its own dtype, bfloat16 for
 most language models. Random weights of a config are float32.

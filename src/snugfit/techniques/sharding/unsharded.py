@@ -1,4 +1,4 @@
-"""No sharding: the loop trains the model itself, and the GPU holds all that trains."""
+"""Default technique without sharding: the loop trains the model itself, and the GPU holds all that trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No tensor parallelism: each GPU computes layers by itself, with whole matrices."""
+"""Default technique without tensor parallelism: each GPU computes layers by itself, with whole matrices."""
 
 from __future__ import annotations
 

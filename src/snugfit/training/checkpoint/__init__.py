@@ -1,1 +1,1 @@
-"""Checkpoints: their content, and the folder that stores them and always has a whole one."""
+"""Checkpoints: their content, and the folder that stores them and always contains a complete one."""

@@ -42,7 +42,7 @@ def is_of_adapter(model: Any, name: str) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the address that identifies a tensor under several names.
+    """Return the memory address by which a tensor with several names is recognized.
 
     A tensor without memory of its own (sparse, some quantizers' shells) gets a unique number.
     """

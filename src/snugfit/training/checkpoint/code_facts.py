@@ -1,4 +1,4 @@
-"""The code of a user's functions as facts, so that a run is not resumed with another loss or collator.
+"""Fingerprints of the code of a user's functions, so that a run is not resumed with another loss or collator.
 
     {"code of loss": "focal (5f0c91aa02be)", "code of loss: gamma": 2.0, ...}
 
@@ -133,7 +133,7 @@ def is_users(function: types.FunctionType) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for values that a fact may have: finite numbers, switches, text and None."""
+    """Return True for values that a fingerprint may contain: finite numbers, flags, text and None."""
     is_finite = not isinstance(value, float) or math.isfinite(value)
     return value is None or (isinstance(value, bool | int | float | str) and is_finite)
 

@@ -1,4 +1,4 @@
-"""Facts about a run's model, optimizer and schedule, by which a checkpoint recognizes another run.
+"""Properties of a run's model, optimizer and schedule, by which a checkpoint recognizes another run.
 
 The description of a run (its job, recipe and options) is complete if the run is built from it. Front-ends
 that receive a model, an optimizer and a schedule read facts from these objects. A fact decides a step's
@@ -69,7 +69,7 @@ _NO_FACT = object()
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between the facts of two runs, by name.
+    """Return the differences between the stored properties of two runs, by name.
 
     With other versions of the libraries, facts of one side only are ignored, because the arguments differ.
     With another Python, code is ignored, because it compiles differently.
@@ -98,7 +98,9 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def model_facts(model: torch.nn.Module) -> Facts:
-    """Return a model's facts: its class, its numbers of parameters, its config, its dropout, its adapters."""
+    """Return properties that identify a model: its class, its numbers of parameters, its config, its dropout,
+    its adapters.
+    """
     model = getattr(model, "_orig_mod", model)  # torch.compile's is a shell
     parameters = list(model.parameters())
     facts: Facts = {
@@ -127,7 +129,9 @@ def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def forward_facts(model: torch.nn.Module) -> Facts:
-    """Return the code of a model's forward passes by name, for the user's own classes alone."""
+    """Return fingerprints of the code of a model's forward passes by name, for the user's own classes
+    alone.
+    """
     kinds = {model_class(module) for module in getattr(model, "_orig_mod", model).modules()}
     forwards = [vars(kind).get("forward") for kind in kinds]
     users = [forward for forward in forwards if isinstance(forward, types.FunctionType) and is_users(forward)]
@@ -162,7 +166,7 @@ def _adapters(model: Any) -> Facts:
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
-    """Return a new optimizer's facts: its class, and its groups' numbers.
+    """Return properties that identify a new optimizer: its class, and the numbers in its parameter groups.
 
     After a first step this is its class alone, because some optimizers count steps in their groups.
     """
@@ -183,8 +187,8 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
 
 
 def schedule_facts(scheduler: Any, prefix: str = "schedule") -> Facts:
-    """Return a new schedule's facts: its class, its settings, its factors, and the same of its inner
-    schedules.
+    """Return properties that identify a new schedule: its class, its settings, its factors, and the same of
+    its inner schedules.
 
     After a first step this is its class alone.
     """
@@ -217,8 +221,8 @@ def _factors(scheduler: Any, prefix: str) -> Facts:
 
 
 def settings_of(prefix: str, owner: Any) -> Facts:
-    """Return the class and the plain public attributes of a user's object as facts, such as a collator's mask
-    rate.
+    """Return the class and the plain public attributes of a user's object, such as a collator's mask rate, to
+    compare runs.
 
     A function has none.
     """
@@ -228,8 +232,9 @@ def settings_of(prefix: str, owner: Any) -> Facts:
 
 
 def flatten(prefix: str, settings: Mapping[Any, Any]) -> Facts:
-    """Return nested settings as facts by path, without values that JSON lacks and names with a leading
-    `_`."""
+    """Return nested settings as a flat dict by path, without values that JSON lacks and names with a leading
+    `_`.
+    """
     facts: Facts = {}
     for key, value in settings.items():
         name = f"{prefix}.{key}" if prefix else str(key)

@@ -134,7 +134,9 @@ def hold_folder(root: Path) -> Iterator[None]:
 
 
 def _take(lock: FileLock, path: Path, current: Holder) -> None:
-    """Take the kernel's lock. On a file system without locks, decide by the recorded holder."""
+    """Acquire the kernel's file lock. On a file system without locks, decide by the process that the file
+    names.
+    """
 
     def holder_lives() -> bool:
         holder = _read(path)

@@ -236,7 +236,7 @@ class CheckpointManager:
 
     def _retain(self, keep: frozenset[int]) -> str:
         """Remove the oldest checkpoints beyond the limit. Return the reason why one could not be removed, or
-        an empty text. A refusal does not make the save itself a failure.
+        an empty text. This does not make the save itself fail.
         """
         try:
             self.store.retain(self._limit, keep)
@@ -321,7 +321,7 @@ class CheckpointManager:
         cure: str = "",
     ) -> None:
         """Raise `UsageError` if there are reasons against resuming from this checkpoint, such as another job.
-        Each entry of `changed` becomes a warning: it only prevents numbers that are identical bit for bit.
+        Each entry of `changed` becomes a warning: resuming is possible, but not identical bit for bit.
         """
         if wrong:
             raise UsageError(f"{checkpoint.folder} is a checkpoint of another run: {'; '.join(wrong)}.{cure}")

@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint, and the comparison of its files with it.
+"""The list of a checkpoint's files with sizes and checksums (manifest), and the check of the files against
+it.
 
     {"schema": 1, "what": "checkpoint", "snugfit": "0.1.0", "step": 30,
      "files": {"model.safetensors": {"bytes": 4096, "sha256": "..."}, ...},
@@ -87,8 +88,8 @@ class Checkpoint:
 
 
 def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], bool]) -> dict[str, Contents]:
-    """Complete a checkpoint: sync every file in `folder` to the disk, and write the manifest last. Raises
-    `OSError` with the file's name if the disk refuses, and `SaveStopped` if `stop` returns True.
+    """Complete a checkpoint: sync every file in `folder` to the disk, and write its list of files (manifest)
+    last. Raises `OSError` with the file's name if the disk refuses, and `SaveStopped` if `stop` returns True.
     """
     folders, names = [folder], []
     for entry in _entries(folder):
@@ -167,7 +168,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) -> Contents:
-    """Return the size and checksum of a plain file; check for a stop between pieces."""
+    """Return the size and checksum of a regular file; check for a stop after each block."""
     path = folder / name
     digest, total, piece = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
     with _naming(path):

@@ -273,8 +273,8 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
-    """Copy a saved value into the model's parameter or buffer of this name; replace a buffer of
-    another size.
+    """Copy a saved value into the model's parameter or buffer of this name. A buffer of another size is
+    replaced.
     """
     import torch
 
@@ -352,14 +352,14 @@ autocast.
 
 
 def _is_memory(name: str) -> bool:
-    """Return True if a module's attribute of this name may be state that a step changes, and so belongs into
-    a checkpoint.
+    """Return True if a module's attribute of this name may be state that a step changes, so that a checkpoint
+    must contain it.
     """
     return name not in _SWITCHES and not name.startswith(_MARKS)
 
 
 def numbers_of(model: torch.nn.Module) -> Numbers:
-    """Return all numbers and switches in the attributes of a model's modules, by module and attribute."""
+    """Return all numbers and flags in the attributes of a model's modules, by module and attribute."""
     return {
         (path, name): value
         for path, module in model.named_modules()

@@ -89,8 +89,7 @@ def _count(group: Mapping[str, Any]) -> int:
 
 
 def _own_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield numbers and tensors in the optimizer's attributes, such as a count of its steps, but no
-    switches."""
+    """Yield numbers and tensors in the optimizer's attributes, such as its count of steps, but no flags."""
     import torch
 
     for name, value in vars(optimizer).items():

@@ -33,7 +33,7 @@ ARRAY = "array"
 
 
 def pack(state: Any, parameters: Sequence[torch.Tensor] = ()) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the tree for JSON, and the tensors by their names in it.
+    """Return the nested state in JSON form, and its tensors by their names in it.
 
     Tensors in `parameters` are named by their index there. Raises `SnugfitError` for values that no
     checkpoint can contain (an object, a function, a tensor as a key).
@@ -71,8 +71,9 @@ class _Packer:
         return self._numpy(value) if type(value).__module__ == "numpy" else _plain(value)
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        """Return the JSON node of a tensor; a tensor made of several, as in torchao's optimizers, is refused
-        as an object."""
+        """Return the JSON form of a tensor; a tensor made of several, as in torchao's optimizers, is refused
+        as an object.
+        """
         if id(value) in self._parameters:
             return {PARAMETER: self._parameters[id(value)]}
         if hasattr(value, "__tensor_flatten__"):
@@ -80,7 +81,7 @@ class _Packer:
         return {TENSOR: self._name_of(value), "on": value.device.type}
 
     def _key(self, key: Any) -> Any:
-        """Return the JSON node of a dict's key.
+        """Return the JSON form of a dict's key.
 
         Raises `SnugfitError` for a tensor, because the one read later would be another key.
         """
@@ -101,8 +102,8 @@ class _Packer:
         return _plain(value)
 
     def _each(self, values: Sequence[Any]) -> list[Any]:
-        """Return the JSON node of each value of a list, fast for ints: generators' states have hundreds, and
-        training waits.
+        """Return the JSON form of each value of a list. It is fast for ints, because generators' states have
+        hundreds of them and training waits.
         """
         return list(values) if set(map(type, values)) == {int} else [self.tree(value) for value in values]
 

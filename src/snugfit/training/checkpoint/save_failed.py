@@ -42,8 +42,9 @@ def why(fault: BaseException, draft: Path) -> str | None:
 
 
 def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: int | None) -> SaveFailed:
-    """Return the error for a failed save. It must be called after the draft's removal, which frees its
-    bytes."""
+    """Return the error for a failed save. It must be called after the incomplete files were removed, which
+    frees their bytes.
+    """
     room = []
     if (refusal := _refusal(fault)) and refusal.errno in _NO_ROOM:
         room += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []

@@ -67,7 +67,9 @@ class Staging:
         return copied
 
     def copy_passing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor without sharing the copy: it is freed soon, and another may get its memory."""
+        """Copy a tensor that will soon be freed. The copy is not reused for a later tensor at the same
+        address.
+        """
         import torch
 
         if not self._locks or tensor.device.type != "cuda" or not tensor.numel():

@@ -355,7 +355,7 @@ def restore(state: TrainState, folder: Path) -> int:
 
 
 def restore_frozen(model: torch.nn.Module, folder: Path) -> None:
-    """Set which parameters train as the checkpoint has it, and load nothing else."""
+    """Set which parameters are trainable as in the checkpoint, and load nothing else."""
     with as_written(folder):
         frozen = dict(_read(folder)[0][PAIRS])["frozen"]
     set_frozen(model, frozen)

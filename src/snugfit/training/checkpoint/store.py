@@ -1,4 +1,4 @@
-"""The store: a folder of checkpoints that always has a whole one.
+"""The store: a folder of checkpoints that always contains a complete one.
 
 - `.lock`: names the process that writes here (`lock.py`).
 - `.draft-30-5f0c91aa/`: a checkpoint that is being written; it is never read.
@@ -104,7 +104,7 @@ class Store:
             _remove(shown)
 
     def sweep(self) -> list[Path]:
-        """Remove the incomplete checkpoints of dead processes; return the removed paths.
+        """Remove the incomplete checkpoints of dead processes, and return the removed paths.
 
         A checkpoint whose replacement was interrupted gets its name back.
         """
@@ -318,7 +318,7 @@ def _looks_whole(folder: Path, step: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder and ignore errors: the next sweep tries again."""
+    """Remove a file or folder and ignore errors, because the next start of a run tries again."""
     with suppress(OSError):
         # A link is removed itself, and not the folder behind it.
         if path.is_dir() and not path.is_symlink():

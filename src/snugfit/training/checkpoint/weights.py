@@ -75,8 +75,9 @@ class ModelWeights:
 
     @property
     def widened_bytes(self) -> int:
-        """The number of bytes that the files add to their tensors by a wider dtype, without the low
-        halves."""
+        """The number of bytes by which the files are larger than their tensors because of a wider dtype,
+        without the low halves of split weights.
+        """
         in_16_bits = {id(value): 2 * value.numel() for value in self.residuals.values()}
         return sum(in_16_bits.values())
 

@@ -1,1 +1,1 @@
-"""One run: its session, its steps, and the work between them."""
+"""One training run: its session, its steps, and the work between them."""

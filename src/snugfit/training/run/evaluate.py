@@ -99,8 +99,8 @@ def in_order(
     data: Data, size: int, job: Job, setup: Setup, device: torch.device, ranks: Ranks = ALONE
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yield host batches of at most `size` samples in the dataset's order, each with True if its samples
-    count. Each of several processes yields its own part. At the end a process may have no samples left; then
-    its batch does not count. The number of loader workers is that of the training.
+    count. Each of several processes yields its own part. A process without remaining samples yields a batch
+    that does not count. The number of loader workers is that of the training.
     """
     order = SampleOrder(
         len(data.samples),

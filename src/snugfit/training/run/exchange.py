@@ -36,7 +36,9 @@ class StepExchange:
         self._own_tokens = 0
 
     def weights(self, pieces: Sequence[Mapping[str, Any]], items: Sequence[float]) -> list[float | None]:
-        """Return the weight of each host micro-batch's loss, given their numbers of counted items."""
+        """Return the weight of each host micro-batch's loss, given their numbers of labels (or samples) that
+        count.
+        """
         if not self.ranks.are_many:
             self._items = sum(items)
             return [None] if len(items) == 1 else [share / (self._items or 1) for share in items]

@@ -1,4 +1,5 @@
-"""The loader of our own loop: the host micro-batches of each step, from worker processes if there are any.
+"""The data loader of snugfit's own loop: the host micro-batches of each step, from worker processes if there
+are any.
 
 It uses torch's DataLoader over all steps of a run at once, so workers are started once. If a worker dies,
 torch raises a `RuntimeError` from a signal handler, at any point of the main thread. Here it becomes an error
@@ -124,7 +125,7 @@ class Prefetcher(Generic[Fetched]):
         self.fetching_seconds = time.perf_counter() - began
 
     def take(self) -> Fetched:
-        """Return the next batches: the stored ones, or those of `make()`."""
+        """Return the next batches: those that were fetched ahead, or those of `make()`."""
         self.fetch()
         if self._fault is not None:
             fault, self._fault = self._fault, None
@@ -142,7 +143,7 @@ def _epoch_keys(order: SampleOrder, start: int, stop: int) -> Iterator[list[tupl
 
 @final
 class _EpochDataset:
-    """A dataset of whole batches by epoch and index, because masks differ between epochs and workers serve
+    """A dataset of whole batches by epoch and index. Masks differ between epochs, and the same workers serve
     all epochs.
 
     Our own errors, such as for a broken picture, are returned in the batch's place. An error raised in a

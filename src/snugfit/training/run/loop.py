@@ -251,7 +251,7 @@ class TrainingStep(PlainStep):
         return super().needs_norm() or self.sync_before_update
 
     def reads_gradients(self) -> bool:
-        """Return True if an update must wait for the gradients' values, and not for their norm alone."""
+        """Return True if an update needs the values of the gradients on the host, and not only their norm."""
         # With a clip, a finite norm proves that all gradients are finite.
         return self.sync_before_update and not self.job.clip
 
@@ -283,8 +283,8 @@ class TrainingStep(PlainStep):
         return self._update(state, trained, norm)
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """Return the factors of the micro-batches' losses: each one's share of the counted items of all
-        processes. Labels of a micro-batch without counted items are overwritten, because a mean over nothing
+        """Return the factors of the micro-batches' losses: each one's fraction of the counted labels of all
+        processes. Labels of a micro-batch without counted ones are overwritten, because a mean over nothing
         is NaN, even times 0.
         """
         if self._exchange is None or not self._exchange.ranks.are_many:
@@ -390,7 +390,7 @@ class TrainingStep(PlainStep):
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if no tensor contains NaN or infinity; wait for the device."""
+    """Return True if no tensor contains NaN or infinity; waits for the device."""
     # The largest absolute value is NaN or infinite if any value is, and needs a single reduction.
     parts = tensor_parts()
     largest = parts.whole(parts.total_norm(tensors, norm_type=float("inf")))

@@ -140,7 +140,8 @@ class SampleOrder:
         return [_cut(share, count) for share in shares]
 
     def with_stand_ins(self, step: int) -> MicroBatchIndices:
-        """Return this process's micro-batches with one sample of the step in place of each empty one.
+        """Return this process's micro-batches. Each empty one gets one sample of the step, so that all
+        processes run the same passes.
 
         A process computes there too, because the others wait for it, and its result does not count.
         """

@@ -1,4 +1,4 @@
-"""The description of a run, by which a checkpoint is resumed only by the same run.
+"""The description of a run that checkpoints store, so that only the same run resumes from them.
 
 A run consists of its job, recipe, options and data, and of the software and machine that it began on. Its
 checkpoints store all of that, so that a run is only resumed as itself. A difference that would change a
@@ -164,7 +164,7 @@ class Run:
         return options.max_steps or math.ceil(options.num_train_epochs * order.steps_per_epoch)
 
     def about(self, recipe: Recipe) -> dict[str, Any]:
-        """Return the description of the run that its checkpoints store; it continues under `recipe`."""
+        """Return the description of the run that its checkpoints store; the run continues under `recipe`."""
         return {
             "job": self.job.to_json(),
             "asked": str(self.recipe),
@@ -263,7 +263,8 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
 
 
 def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, Any], list[str]]:
-    """Return a checkpoint's description with this run's distribution over GPUs, and the changes.
+    """Return a checkpoint's description of its run, changed to this run's distribution over GPUs, and the
+    changes.
 
     The mathematics are the same on other GPUs.
     """
@@ -296,7 +297,7 @@ def _on_another_mesh(before: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _shared_as(recipe: Recipe, other: Recipe) -> Recipe:
-    """Return the recipe with another recipe's techniques for several GPUs."""
+    """Return the recipe with the techniques for several GPUs of another recipe."""
     for slot in roster.slots_of_several_gpus():
         recipe = recipe.with_(other[slot])
     return recipe

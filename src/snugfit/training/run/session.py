@@ -1,4 +1,4 @@
-"""A run in this process: its steps, and evaluation, checkpoints and stops between them. See `train.py`."""
+"""A run in this process: its steps, with evaluation, checkpoints and stops between them. See `train.py`."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ class Session:
         return after
 
     def _cuts_alone(self) -> bool:
-        """Return True if this process may change its number of micro-batches, since no other process waits
-        for it.
+        """Return True if this process may change its number of micro-batches by itself, because no other
+        process waits for it.
         """
         active = self._active
         return active.order.micro_batches > 1 and active.step.passes is None and not self._run.ranks.are_many
@@ -299,14 +299,14 @@ class Session:
             raise
 
     def _meanwhile(self, prefetcher: Prefetcher[MicroBatches | None]) -> None:
-        """During the device's backward pass, write the previous step to the journal and fetch the next
+        """While the device runs the backward pass, write the previous step to the journal and fetch the next
         batch.
         """
         self._logger.write(self._active.step.norm)
         prefetcher.fetch()
 
     def _at_boundary(self) -> str | None:
-        """Evaluate, save and stop between two steps; return the outcome if the run ends here.
+        """Evaluate, save and stop between two steps; return the result of the run if it ends here.
 
         An evaluation that a signal abandons is repeated when the run is resumed.
         """
@@ -422,7 +422,7 @@ class Session:
             raise OutOfMemory(f"{text} {fault} {WHAT_TO_TRY}") from fault
 
     def _checkpoint_to_go_on_from(self, phase: str) -> Checkpoint | None:
-        """Return a checkpoint of this boundary to continue from, if no weight has changed since.
+        """Return a checkpoint of the current step to continue from, if no weight has changed since then.
 
         If the update itself failed, return the last one, or None for the beginning.
         """

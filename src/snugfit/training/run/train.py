@@ -124,7 +124,8 @@ def _forget_memory_record(run: Run) -> None:
 def _start(
     run: Run, checkpoints: CheckpointManager, journal: Journal, named: Path | None, restart: bool
 ) -> Checkpoint | None:
-    """Return the checkpoint to resume from, or None for a new run, and rename files in its way.
+    """Return the checkpoint to resume from, or None for a new run, and rename existing files that would be
+    overwritten.
 
     Raises `UsageError` for another run's checkpoint.
     """
