@@ -70,9 +70,7 @@ class Configuration(Protocol):
 
 
 class Feature:
-    """Base class of a feature: a folder that can be deleted without a change to the rest. Subclasses override
-    some methods.
-    """
+    """Base class of a feature: a folder that can be deleted. Subclasses override some methods."""
 
     name: ClassVar[str]  # the folder's, set by the registry
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
@@ -101,9 +99,7 @@ class Feature:
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
-        """Return rewritten words of a command line: of one with the commands in `declared`, or of one with
-        options.
-        """
+        """Return rewritten words: of a command line with commands as `declared`, or of one with options."""
         return words
 
     def further_options(self, declared: Collection[str]) -> Collection[str]:
@@ -119,9 +115,7 @@ class Feature:
         return None
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return the `Request` of a command after changes by options. Raises `UsageError` for unusable
-        options.
-        """
+        """Return a command's `Request`, changed by options. Raises `UsageError` for unusable ones."""
         return request
 
     def read_mesh(self, recipe: Any, text: str) -> Any:
@@ -142,7 +136,7 @@ class Feature:
         return {}
 
     def changes_that_fit(self) -> Any:
-        """Return the module that adds changes of a recipe to results and errors, if nothing fits."""
+        """Return the module that adds changes of a recipe that fit to answers and errors."""
 
     column_roles: ClassVar[tuple[str, ...]] = ()
     """Roles of columns in a task of this feature (`data/rows.py` has the roles of texts)."""
@@ -186,9 +180,7 @@ class Feature:
     # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the number of layers after which the treatment of layers repeats: 2 if every second layer is
-        recomputed.
-        """
+        """Return the number of layers after which these settings repeat: 2 if every second is recomputed."""
         return 1
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
@@ -211,9 +203,7 @@ class Feature:
         return nullcontext()
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
-        """Return, for each tensor that belongs to a weight (such as its scales), the object and attribute
-        that hold it.
-        """
+        """Return object and attribute of each tensor, such as scales, that belongs to a weight."""
         return ()
 
     def packed_dtype(self, tensor: Any) -> str:
@@ -221,13 +211,11 @@ class Feature:
         return ""
 
     def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
-        """Return warnings about memory blocks live at the peak; `missing` are the bytes that do not fit."""
+        """Return warnings about memory blocks live at the peak; `missing` is the bytes that do not fit."""
         return ()
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return True if simulations of few layers predict the bytes and kernels that each further layer
-        adds.
-        """
+        """Return True if simulations of few layers predict the bytes and kernels of each further one."""
         return True
 
     def program_decisions(self) -> Context[list[Any]]:
@@ -242,9 +230,7 @@ class Feature:
         """Return the object that predicts collectives between processes (`prediction/exchanges.py`)."""
 
     def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
-        """Return the seconds that are added to a first step with these distinct kernels
-        (`prediction/startup.py`).
-        """
+        """Return the seconds that these distinct kernels add to a first step (`prediction/startup.py`)."""
         return 0.0
 
     def timing_doubts(self, setup: Setup) -> Sequence[str]:
@@ -252,15 +238,11 @@ class Feature:
         return ()
 
     def lowered_kinds(self) -> Sequence[type[Any]]:
-        """Return subclasses of `LoweredKinds` (`planning/cost/lowered.py`): lower bounds of recipes with
-        compiled layers.
-        """
+        """Return subclasses of `LoweredKinds`: lower bounds of recipes with compiled layers."""
         return ()
 
     def has_timed_bytes(self, setup: Setup) -> bool:
-        """Return True if the bytes at the peak depend on the time of copies, so that they have no lower
-        bound.
-        """
+        """Return True if the bytes at the peak depend on the time of copies and so have no lower bound."""
         return False
 
     def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:

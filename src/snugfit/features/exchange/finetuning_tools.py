@@ -366,8 +366,8 @@ def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str
 
 
 def _head(job: Job, to: str) -> list[str]:
-    """Return the comment at the top of an exported file: the loop it runs, differences to the prediction, the
-    snugfit version, and the placeholder to fill in.
+    """Return the comment at the top of an exported file: the loop, differences to the prediction, the snugfit
+    version, and the placeholder to fill in.
     """
     step = f"A step of {job.batch_size} sequences of {job.sequence_length} tokens."
     text = f"{step} {NOTES[to]} Written by {writer(to)}; put your dataset in place of {_DATASET}."

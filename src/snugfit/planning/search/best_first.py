@@ -49,8 +49,8 @@ class _Needed(NamedTuple):
 
 
 class BestFirst:
-    """Search that computes lower bounds, and exact values where needed, of all candidate recipes that may be
-    on the Pareto front of bytes and seconds, for one GPU. With `postpones`, it compiles no layers that
+    """Search that computes lower bounds of all candidate recipes that may be on the Pareto front of bytes and
+    seconds, for one GPU. It simulates those that remain exactly. With `postpones`, it compiles no layers that
     recompute.
     """
 

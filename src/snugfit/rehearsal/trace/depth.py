@@ -48,8 +48,8 @@ class Depth:
 
 
 def depth_of(job: Job, setup: Setup) -> Depth | None:
-    """Return the number of layers of the job's model as a `Depth`; None if its config has no such number, or
-    different layers do not alternate regularly.
+    """Return the number of layers of the job's model as a `Depth`. Return None if its config has no such
+    number, or if different layers do not alternate regularly.
     """
     config = job.model.config
     keys = tuple(sorted(key for key in LAYERS if isinstance(config.get(key), int)))
@@ -68,8 +68,8 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
 
 
 def _periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> tuple[CheckpointWish | None, int]:
-    """Return checkpointing that divides a model of any number of layers as these settings divide one of
-    `layers` layers, and the number of layers after which it repeats.
+    """Return checkpointing for a model of any number of layers that divides it as these settings divide
+    `layers` layers. Return also the number of layers after which it repeats.
 
     Settings for the first few layers have the whole depth as their period.
     """

@@ -1,3 +1,3 @@
-"""Techniques of the slot `sharding` (a choice of the recipe): weights, gradients and optimizer states on the
-GPU alone, or by DeepSpeed on the host or other GPUs.
+"""Techniques of the slot `sharding` (a choice of the recipe): training states on the GPU alone, or by
+DeepSpeed on the host or other GPUs.
 """

@@ -71,9 +71,9 @@ class RankRecorder(Recorder):
 
     @classmethod
     def micro_batches_to_settle(cls, setup: Setup) -> float:
-        """Return the number of micro-batches after which all further ones are alike: 1, since in the second,
-        some kernels still wait for collectives of the first (DDP's buffers). Return infinity for a pipeline,
-        whose order of forward and backward passes depends on all micro-batches, and for DeepSpeed's engine.
+        """Return the number of micro-batches after which all further ones are alike. It is 1, since kernels
+        of the second still wait for collectives of the first (DDP's buffers). It is infinity for a pipeline,
+        whose order of passes depends on all micro-batches, and for DeepSpeed's engine.
         """
         wish = PARALLEL.of(setup)
         return 1 if wish is not None and wish.stages == 1 else math.inf
