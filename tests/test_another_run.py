@@ -71,28 +71,28 @@ def other(count: int = 22) -> list[dict[str, Any]]:
 
 
 ANOTHER: list[tuple[dict[str, Any], str]] = [
-    ({"learning_rate": 5e-2}, r"learning_rate was 0.001 and is 0.05"),
-    ({"seed": 6}, r"seed was 5 and is 6"),
-    ({"data_seed": 9}, r"data_seed was null and is 9"),
+    ({"learning_rate": 5e-2}, r"learning_rate was 0.001 and is now 0.05"),
+    ({"seed": 6}, r"seed was 5 and is now 6"),
+    ({"data_seed": 9}, r"data_seed was null and is now 9"),
     ({"data": other()}, r"the dataset has other samples"),
-    ({"data": classified(20)}, r"samples was 22 and is 20"),
-    ({"lr_scheduler_type": "cosine"}, r"lr_scheduler_type was 'linear' and is 'cosine'"),
-    ({"max_steps": 12}, r"max_steps was 10 and is 12"),
-    ({"weight_decay": 0.1}, r"weight_decay was 0.0 and is 0.1"),
-    ({"max_grad_norm": 0.5}, r"max_grad_norm was 1.0 and is 0.5"),
+    ({"data": classified(20)}, r"samples was 22 and is now 20"),
+    ({"lr_scheduler_type": "cosine"}, r"lr_scheduler_type was 'linear' and is now 'cosine'"),
+    ({"max_steps": 12}, r"max_steps was 10 and is now 12"),
+    ({"weight_decay": 0.1}, r"weight_decay was 0.0 and is now 0.1"),
+    ({"max_grad_norm": 0.5}, r"max_grad_norm was 1.0 and is now 0.5"),
     ({"model": lambda: model_of("bert", dropout=0.3)},
-     r"config.hidden_dropout_prob was 0.1 and is 0.3.*dropout.Dropout.p"),
-    ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor was 0.0 and is 0.1"),
-    ({"train_sampling_strategy": "sequential"}, r"train_sampling_strategy was 'random' and is 'sequential'"),
-    ({"warmup_steps": 3}, r"warmup_steps was 0 and is 3"),
-    ({"per_device_train_batch_size": 8}, r"batch_size was 4 and is 8"),
-    ({"adam_beta1": 0.8}, r"adam_beta1 was 0.9 and is 0.8"),
-    ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha was null and is 5.0"),
-    ({"dataloader_drop_last": True}, r"dataloader_drop_last was false and is true"),
+     r"config.hidden_dropout_prob was 0.1 and is now 0.3.*dropout.Dropout.p"),
+    ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor was 0.0 and is now 0.1"),
+    ({"train_sampling_strategy": "sequential"}, r"_strategy was 'random' and is now 'sequential'"),
+    ({"warmup_steps": 3}, r"warmup_steps was 0 and is now 3"),
+    ({"per_device_train_batch_size": 8}, r"batch_size was 4 and is now 8"),
+    ({"adam_beta1": 0.8}, r"adam_beta1 was 0.9 and is now 0.8"),
+    ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha was null and is now 5.0"),
+    ({"dataloader_drop_last": True}, r"dataloader_drop_last was false and is now true"),
     ({"recipe": "bf16 + micro_batches(2)"}, r"the recipe's precision was"),
     ({"recipe": "adafactor_torch + micro_batches(2)"}, r"optimizer.class was 'AdamW' and is"),
-    ({"recipe": None, "optim": "adagrad"}, r"optim was 'adamw_torch' and is 'adagrad'"),
-    ({"data_collator": Padding(0.3)}, r"data_collator.mask was 0.1 and is 0.3"),
+    ({"recipe": None, "optim": "adagrad"}, r"optim was 'adamw_torch' and is now 'adagrad'"),
+    ({"data_collator": Padding(0.3)}, r"data_collator.mask was 0.1 and is now 0.3"),
 ]  # fmt: skip
 
 
@@ -170,8 +170,8 @@ def test_optimizers_and_schedules_of_ones_own_are_compared(tmp_path: Path) -> No
 
     made(0.01, 0.9).train()
     for again, named in (
-        (made(0.02, 0.9), r"optimizer.lr was 0.01 and is 0.02"),
-        (made(0.01, 0.8), r"schedule.factor at step 1 was 0.9 and is 0.8"),
+        (made(0.02, 0.9), r"optimizer.lr was 0.01 and is now 0.02"),
+        (made(0.01, 0.8), r"schedule.factor at step 1 was 0.9 and is now 0.8"),
     ):
         with pytest.raises(UsageError, match=named) as refused:
             again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
@@ -218,16 +218,16 @@ def linear(optimizer: Any, length: int = 10) -> Any:
 
 
 ANOTHER_BY_HAND: list[tuple[dict[str, Any], str]] = [
-    ({"lr": 0.2}, r"learning_rates was \[0.1\] and is \[0.2\]"),
+    ({"lr": 0.2}, r"learning_rates was \[0.1\] and is now \[0.2\]"),
     ({"data": other()}, r"the dataset has other samples"),
-    ({"data": classified(20)}, r"samples was 22 and is 20"),
+    ({"data": classified(20)}, r"samples was 22 and is now 20"),
     ({"dropout": 0.3}, r"dropout.Dropout.p was"),
-    ({"shuffle": False}, r"loader.sampler.class was 'RandomSampler' and is 'SequentialSampler'"),
-    ({"drop_last": True}, r"loader.batch_sampler.drop_last was false and is true"),
-    ({"batch_size": 2}, r"batch_size was 4 and is 2"),
-    ({"clip": 0.5}, r"clip was 1.0 and is 0.5"),
-    ({"optimizer": torch.optim.AdamW}, r"optimizer was 'SGD' and is 'AdamW'"),
-    ({"schedule": linear}, r"schedule.class was 'NoSchedule' and is 'LinearLR'"),
+    ({"shuffle": False}, r"loader.sampler.class was 'RandomSampler' and is now 'SequentialSampler'"),
+    ({"drop_last": True}, r"loader.batch_sampler.drop_last was false and is now true"),
+    ({"batch_size": 2}, r"batch_size was 4 and is now 2"),
+    ({"clip": 0.5}, r"clip was 1.0 and is now 0.5"),
+    ({"optimizer": torch.optim.AdamW}, r"optimizer was 'SGD' and is now 'AdamW'"),
+    ({"schedule": linear}, r"schedule.class was 'NoSchedule' and is now 'LinearLR'"),
     ({"recipe": "bf16 + micro_batches(2)"}, r"the recipe's precision was"),
 ]
 
@@ -288,7 +288,7 @@ def test_dropout_of_a_module_of_ones_own_makes_another_run_of_train(tmp_path: Pa
         return train(job, "plain", samples, output_dir=tmp_path, **more)
 
     trained(0.1, 1)
-    with pytest.raises(UsageError, match=r"dropout.Dropout.p was '0.1 x 1' and is '0.5 x 1'"):
+    with pytest.raises(UsageError, match=r"dropout.Dropout.p was '0.1 x 1' and is now '0.5 x 1'"):
         trained(0.5, 2)
     assert trained(0.1, 2).step == 2
 
@@ -309,10 +309,10 @@ def test_facts_that_one_side_lacks_are_not_compared_but_dropout_is() -> None:
 
     assert said({"a": 1}, {"a": 1, "b": 2}) == []
     assert said({"a": 1, "dropout.Dropout.p": "0.1 x 2"}, {"b": 2}, "3") == [
-        "dropout.Dropout.p was '0.1 x 2' and is null"
+        "dropout.Dropout.p was '0.1 x 2' and is now null"
     ]
     scaled = {"a": 1, "config.rope_scaling.factor": 2.0}
-    assert said({"a": 1}, scaled) == ["config.rope_scaling.factor was null and is 2.0"]
+    assert said({"a": 1}, scaled) == ["config.rope_scaling.factor was null and is now 2.0"]
     assert said({"a": 1}, scaled, "3") == []
 
 
@@ -333,4 +333,4 @@ def test_schedules_are_compared_by_their_settings_and_parts() -> None:
 
     before, now = ({"facts": schedule_facts(chain(gamma)), "versions": {}} for gamma in (0.9, 0.8))
     differing = compare_facts(before, now)
-    assert differing == ["schedule.1.gamma was 0.9 and is 0.8"]
+    assert differing == ["schedule.1.gamma was 0.9 and is now 0.8"]

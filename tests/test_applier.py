@@ -71,7 +71,11 @@ def test_a_wish_in_the_table_is_refused_by_name_everywhere(monkeypatch: pytest.M
     reasons = {(front_end, "matmul"): "it has no such switch" for front_end in FRONT_ENDS}
     monkeypatch.setattr(applier, "REFUSED", reasons)
     recipe = Recipe.parse("tf32")
-    with pytest.raises(UsageError, match=r"accelerate loop cannot do this:\nmatmul = 'tf32': it has no such"):
+    with pytest.raises(
+        UsageError,
+        match=r"accelerate loop does not support this part of the "
+        r"recipe:\nmatmul = 'tf32': it has no such",
+    ):
         applier.refuse_unsupported("accelerate", recipe.setup())
     applier.refuse_unsupported("accelerate", replace(recipe.setup(), matmul="ieee"))
     live = LiveTraining(

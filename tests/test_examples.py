@@ -120,8 +120,8 @@ def check_trainer_script(said: str) -> None:
     assert "renamed" in said
     assert "eval_strategy" in said
     assert "conflict" in said
-    assert "precision: bf16, kept as in your own recipe" in said
-    assert re.search(r"optimizer: adamw_fused, .*kept as in your own recipe", said)
+    assert "precision: bf16, kept from your own recipe" in said
+    assert re.search(r"optimizer: adamw_fused, .*kept from your own recipe", said)
     assert "steps taken: 20" in said
 
 

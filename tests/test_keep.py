@@ -128,8 +128,8 @@ def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
     assert own.fits
     assert {slot.slot for slot in own.kept} == {"adapters", "precision", "optimizer", *few}
     text = as_text(render(own), width=200)
-    assert "precision: bf16_pure, kept as in your own recipe (--free precision allows others)." in text
-    assert "the algorithm kept as in your own recipe (--free optimizer allows others)" in text
+    assert "precision: bf16_pure, kept from your own recipe (--free precision allows others)." in text
+    assert "the algorithm kept from your own recipe (--free optimizer allows others)" in text
     assert Plan.from_json(json.loads(json.dumps(own.to_json()))) == own
     kept = plan(job, **common, keep=f"{ADAPTED} + {' + '.join(map(str, few.values()))}")
     assert kept.fits
@@ -183,7 +183,7 @@ def test_gpus_that_a_recipe_fits(asked: list[dict[str, Any]], capsys: pytest.Cap
     assert Recipe(tuple(asked[0]["keep"].values())) == Recipe.parse("bf16 + every_layer")
     assert len(asked[0]["keep"]) == len(Slot)
     assert run(["gpus", "--for", *JOB, "--recipe", "bf16", "--keep", "sgd"]) == 2
-    assert "--recipe sets every slot" in capsys.readouterr().err
+    assert "--recipe sets every technique" in capsys.readouterr().err
 
 
 def test_what_is_kept_is_part_of_the_question() -> None:

@@ -129,7 +129,7 @@ def test_fit_refuses_these_names_and_changes_nothing(optim: str, why: str, tmp_p
 def test_a_recipe_brings_another_optimizer_and_says_so(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
     fit(trainer_under(tmp_path, "galore_adamw"), "plain", watch=told.append)
-    assert any("optim was galore_adamw and is adamw_torch" in event.get("text", "") for event in told)
+    assert any("optim was galore_adamw and is now adamw_torch" in event.get("text", "") for event in told)
 
 
 @pytest.mark.whole

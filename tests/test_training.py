@@ -108,13 +108,13 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
 
 
 CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"recipe": "bf16"}, "asked was 'plain' and is 'bf16'"),
-    ({"seed": 7}, "seed was 42 and is 7"),
-    ({"max_steps": 20}, "max_steps was 12 and is 20"),
-    ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type was 'linear' and is 'cosine'"),
-    ({"job": bert_job(8, clip=1.0)}, "job.batch_size was 4 and is 8"),
-    ({"job": bert_job()}, "job.clip was 1.0 and is null"),
-    ({"samples": rows(41)}, "samples was 42 and is 41"),
+    ({"recipe": "bf16"}, "asked was 'plain' and is now 'bf16'"),
+    ({"seed": 7}, "seed was 42 and is now 7"),
+    ({"max_steps": 20}, "max_steps was 12 and is now 20"),
+    ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type was 'linear' and is now 'cosine'"),
+    ({"job": bert_job(8, clip=1.0)}, "job.batch_size was 4 and is now 8"),
+    ({"job": bert_job()}, "job.clip was 1.0 and is now null"),
+    ({"samples": rows(41)}, "samples was 42 and is now 41"),
     ({"samples": rows(42, seed=1)}, "the same number of samples, but other samples"),
 )
 
@@ -199,7 +199,7 @@ def test_a_finished_run_goes_on_when_it_is_made_longer(tmp_path: Path) -> None:
     assert any("had finished after 12 steps and now continues to 20" in text for text in warnings)
     killed_in(small_run(tmp_path / "killed", **longer), 15)
     assert_same_weights(train(small_run(tmp_path / "killed", **longer)).model, straight.model)
-    with pytest.raises(UsageError, match="max_steps was 20 and is 15"):
+    with pytest.raises(UsageError, match="max_steps was 20 and is now 15"):
         train(small_run(tmp_path / "killed", max_steps=15))
 
 
@@ -493,7 +493,7 @@ def test_a_model_whose_folder_moved_is_the_same(tmp_path: Path) -> None:
         watch=lambda event: told.append(event.get("text", "")),
     )
     assert done.step == 2
-    assert "The model's folder was /before and is /after; its content is the same." in told
+    assert "The model's folder was /before and is now /after; its content is the same." in told
     with pytest.raises(UsageError, match=r"another run: job\.model was"):
         train(small_run(tmp_path, job=at_a_path("/third", hidden_act="relu"), **more))
 
@@ -503,7 +503,7 @@ def test_a_refused_mesh_is_named_with_its_recipe(tmp_path: Path) -> None:
     run = small_run(tmp_path, "bf16")
     before = {**json.loads(json.dumps(run.about(run.recipe))), "asked": "fp16 + tensor(2)"}
     wrong, _ = compare_runs(before, run)
-    assert wrong[0] == "asked was 'fp16 + tensor(2)' and is 'bf16'"
+    assert wrong[0] == "asked was 'fp16 + tensor(2)' and is now 'bf16'"
 
 
 # ---- evaluation -----------------------------------------------------------------------------------------

@@ -98,7 +98,9 @@ def test_a_split_is_chosen_by_its_folder(tmp_path: Path) -> None:
     parts = {name: datasets.Dataset.from_list(ROWS[:1]) for name in ("dev", "test")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "parts"))
     with pytest.raises(
-        UsageError, match=r"which split\? It has dev, test. Give the folder of one split: .*parts/dev"
+        UsageError,
+        match=r"this folder has no split 'train', but dev, test. Give the folder of one "
+        r"split: .*parts/dev",
     ):
         read_rows(tmp_path / "parts")
     assert list(read_rows(tmp_path / "parts" / "dev")) == ROWS[:1]

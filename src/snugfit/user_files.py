@@ -133,7 +133,7 @@ def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{where}{line}: {_in_words(error)}.") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{where}: {one_line(error)}") from None
+        raise UsageError(f"{where}: not valid YAML ({one_line(error)}). Correct the file.") from None
     except ValueError as error:  # a scalar that looks like a date or a number and is none
         raise UsageError(f"{where}: {error}.") from None
 

@@ -65,7 +65,7 @@ Cards = Annotated[
     str | None,
     given.option(
         given.WHERE,
-        "Numbers of GPUs of a kind that train together: 1..64 for powers of two, or 2,4,6. \\[1]",
+        "Numbers of GPUs of one model that train together: 1..64 for powers of two, or 2,4,6. \\[1]",
         "--gpus",
         metavar="N",
     ),
@@ -164,7 +164,7 @@ def _refuse(request: Request, asked: Mapping[str, Any]) -> None:
     request.refuse_loop()
     if _fixed_recipe(request, asked) and (request.keep or request.free):
         raise UsageError(
-            "--recipe sets every slot, so --keep and --free have no effect. Leave --recipe out, or the "
+            "--recipe sets every technique, so --keep and --free have no effect. Leave --recipe out, or the "
             "other two."
         )
     if request.gpu or request.memory_bytes:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 RUN = "The run"
 
 ON_CPU = "This machine has no GPU that torch can use: the step runs on the CPU, without a GPU's figures."
-Steps = Annotated[int, given.option(RUN, "Number of steady steps to time.")]
-Warmup = Annotated[int, given.option(RUN, "Number of warm-up steps before them.")]
+Steps = Annotated[int, given.option(RUN, "Number of steps to time, after the warm-up.")]
+Warmup = Annotated[int, given.option(RUN, "Number of warm-up steps, which are not timed.")]
 Device = Annotated[
     str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one, else the CPU]")
 ]

@@ -49,7 +49,7 @@ Free = Annotated[
     str | None,
     given.option(
         given.HOW,
-        "Slots of your own configuration that the plan may change, such as optimizer,precision. "
+        "Choices of your own configuration (slots) that the plan may change, such as optimizer,precision. "
         "\\[it keeps your adapters, precision and optimizer]",
         metavar="SLOTS",
     ),
@@ -67,7 +67,8 @@ All = Annotated[
     bool,
     typer.Option(
         "--all",
-        help="Show all rows of the front, and look for slower ones too. \\[eight rows that differ by 3% or "
+        help="Show all recipes of the Pareto front, and search slower ones too. \\[eight rows that "
+        "differ by 3% or "
         "more, none five times slower than the answer]",
     ),
 ]

@@ -11,7 +11,10 @@ import typer
 from snugfit.cli import arguments as given
 from snugfit.errors import UsageError, did_you_mean
 
-Word = Annotated[str | None, typer.Argument(help="Only techniques with this slot, name or word in the name.")]
+Word = Annotated[
+    str | None,
+    typer.Argument(help="Only techniques of this slot (such as optimizer), or with this word in the name."),
+]
 Name = Annotated[
     str | None,
     typer.Argument(metavar="COMMAND", help="Command, such as predict or plan. Without one, all commands."),

@@ -128,7 +128,7 @@ class Request:
             job=_job(settings, online=_may_ask_hub(flags)),
         )
         if unused := ", ".join(_without_effect(own, request)):
-            typer.echo(f"{unused}: without effect in the phase {request.job.phase}", err=True)
+            typer.echo(f"{unused}: no effect in the phase {request.job.phase}, so leave it out", err=True)
         return request
 
     def with_least(
@@ -162,7 +162,7 @@ class Request:
             self.job,
             gpu,
             fresh=fresh,
-            first=f"looking for what 'auto' is for {self.job.model.name}",
+            first=f"searching the recipe for 'auto' with {self.job.model.name}",
             what="auto",
             recipe=str(self.recipe),
             **how,
@@ -188,7 +188,7 @@ class Request:
 
         of_request = {"keep": self.keep, "free": self.free, "headroom": self.headroom}
         asked = {"fidelity": options["fidelity"], **of_request, **asked}
-        where = f" on {len(kinds)} kinds of GPU" if len(kinds) > 1 else ""
+        where = f" on {len(kinds)} GPU models" if len(kinds) > 1 else ""
         return answer(
             form.from_json,
             lambda tell: search(self.job, kinds, workers=options["workers"], tell=tell, **asked),

@@ -198,7 +198,7 @@ def _show_run(request: Request, run: Run, start: Path | None) -> int:
     where = str(run.device) if not run.ranks.are_many else f"{run.ranks.size} times {run.device.type}"
     typer.echo(f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {where}")
     typer.echo(
-        f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} times through "
+        f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} epochs over "
         f"{len(run.data.samples):,}; starts from {start or weights}; writes into {run.folder}"
     )
     fits = _show_prediction(request, run, gpu, steps) if gpu or request.memory_bytes else None

@@ -180,5 +180,7 @@ def load_saved(folder: Path) -> Rows:
     chosen = names[0] if len(names) == 1 else "train"
     if chosen not in names:
         cure = f" Give the folder of one split: {folder / names[0]}." if names else ""
-        raise UsageError(f"{folder}: which split? It has {', '.join(names) or 'none'}.{cure}")
+        raise UsageError(
+            f"{folder}: this folder has no split 'train', but {', '.join(names) or 'none'}.{cure}"
+        )
     return DatasetRows(loaded[chosen], f"{folder} ({chosen})")

@@ -258,7 +258,7 @@ def device_of(name: str | None) -> torch.device:
         if process.local_rank >= count:
             raise UsageError(
                 f"This host has {process.local_rank + 1} or more processes, but torch can use {count} GPUs "
-                "here. Start one for each."
+                "here. Start one process for each GPU."
             )
         return torch.device("cuda", process.local_rank)
     if name is None:

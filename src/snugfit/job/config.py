@@ -314,7 +314,7 @@ def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
     for key in ("num_local_experts", "num_experts"):
         experts = config.get(key)
         if isinstance(per_token, int) and isinstance(experts, int) and 0 < experts < per_token:
-            yield f'"num_experts_per_tok" is {per_token}, and "{key}" is {experts}.'
+            yield f'"num_experts_per_tok" is {per_token}, more than "{key}", which is {experts}.'
 
 
 def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

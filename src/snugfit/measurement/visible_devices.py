@@ -44,7 +44,7 @@ def card_at(nvml: Nvml, environment: Mapping[str, str], index: int = 0) -> Card:
             "or name a GPU in it."
         )
     shown = f"{VISIBLE_DEVICES}={value!r} shows" if value is not None else "This machine has"
-    raise GpuError(f"GPU index {index}: {shown} {len(cards)}, counted from 0. All GPUs: {machine}.")
+    raise GpuError(f"GPU index {index}: {shown} {len(cards)}, counted from 0. Name one of these: {machine}.")
 
 
 def visible_cards(nvml: Nvml, environment: Mapping[str, str]) -> list[Card]:

@@ -30,7 +30,7 @@ Free = str | Iterable[Slot | str]
 OF_START = (Slot.ADAPTERS, Slot.PRECISION, Slot.OPTIMIZER)
 """Slots that a plan fixes as in the user's own recipe, unless they are freed."""
 
-ASKED, OWN = "kept as you asked", "kept as in your own recipe"
+ASKED, OWN = "kept as you asked", "kept from your own recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +177,7 @@ def _slots_of(free: Free) -> frozenset[Slot]:
     words = free.split(",") if isinstance(free, str) else list(free)
     for word in (stripped for stripped in map(str.strip, words) if stripped not in legal):
         raise UsageError(
-            f"free: there is no slot {word!r}.{did_you_mean(word, legal)} Slots are {', '.join(legal)}."
+            f"free: {word!r} is not a slot (a choice of the recipe, such as "
+            f"optimizer).{did_you_mean(word, legal)} Slots are {', '.join(legal)}."
         )
     return frozenset(Slot(word.strip()) for word in words)

@@ -71,7 +71,11 @@ def footprint_table(footprint: Footprint) -> PlainTable:
         ("reserved", footprint.reserved_bytes, "reserved by the allocator on the GPU"),
         ("on the GPU", footprint.nvml_bytes, f"reserved{also} and the CUDA context: what NVML counts"),
         ("NCCL", footprint.communication_bytes or None, "of the above: to exchange tensors with other GPUs"),
-        ("managed", footprint.managed_bytes or None, "of the above: paged states; they give way to the rest"),
+        (
+            "managed",
+            footprint.managed_bytes or None,
+            "of the above: paged optimizer states, which the driver moves to the host if memory is short",
+        ),
         ("CUDA context", footprint.context_bytes, "of the above: CUDA and its loaded libraries"),
         ("host", footprint.host_bytes, "resident memory of the process"),
         ("page-locked", footprint.pinned_bytes or None, "of the host's: buffers of the GPU's copies"),
@@ -107,7 +111,9 @@ def about_pace(prediction: Prediction) -> list[Text]:
         return []
     roofline = sum(line.roofline_seconds for line in timing.phases)
     bound = BOUND_BY.get(timing.bound, timing.bound)
-    travels = f", and activations travel for {show_seconds(timing.link_seconds)}" * bool(timing.link_seconds)
+    travels = f", and copies of activations take {show_seconds(timing.link_seconds)}" * bool(
+        timing.link_seconds
+    )
     return [
         words(
             f"A step takes {pace(speed)}. It is bound by {bound}: the GPU is busy for "

@@ -111,7 +111,9 @@ def refuse_unsupported(front_end: str, setup: Setup) -> None:
     """
     refusals = [f"{_wish_in_words(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
     if refusals:
-        raise UsageError("\n".join([f"The {front_end} loop cannot do this:", *refusals]))
+        raise UsageError(
+            "\n".join([f"The {front_end} loop does not support this part of the recipe:", *refusals])
+        )
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
@@ -120,7 +122,7 @@ def _wish_in_words(handler: Handler, setup: Setup) -> str:
     """
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
-    return f"{handler.wish} = {value!r}" if is_plain else f"the technique of the slot '{handler.slot}'"
+    return f"{handler.wish} = {value!r}" if is_plain else f"the technique for '{handler.slot}'"
 
 
 # ---- a model, its optimizer, its batches -----------------------------------------------------------------

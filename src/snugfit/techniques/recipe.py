@@ -235,7 +235,7 @@ def _clash(first: Technique, second: Technique) -> str:
     if first.name == second.name:
         return f"{first.name!r} is named twice. A recipe has one {first.slot} technique."
     both = f"{first.name!r} and {second.name!r} are both {first.slot} techniques"
-    return f"{both}. A recipe has one technique per slot. Keep one of them."
+    return f"{both}. A recipe has one technique for each choice (slot). Keep one of them."
 
 
 def _too_old(technique: Technique, compute_capability: tuple[int, int] | None) -> Iterator[str]:

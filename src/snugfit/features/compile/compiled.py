@@ -152,9 +152,9 @@ class Compiled(Technique):
             )
         attention, gradients = recipe[Slot.ATTENTION], recipe[Slot.GRADIENTS]
         if attention.value not in COMPILES:
-            yield f"{attention} was not tried with it. Take 'sdpa'."
+            yield f"{attention} was not tested with it. Take 'sdpa'."
         if not gradients.plain:
-            yield f"{gradients} was not tried with it. Leave one of them out."
+            yield f"{gradients} was not tested with it. Leave one of them out."
         if job.added_phase is not None and (self.what, job.phase_settings.get("cache")) != (
             "model",
             "static",
@@ -173,7 +173,7 @@ class Compiled(Technique):
             yield from self._objections_to_graphs(recipe)
         if self.what == "model" and not recipe[Slot.HEAD].plain:
             head = recipe[Slot.HEAD]
-            yield f"{head} was not tried in a model that is compiled whole. Try 'compiled + {head}'."
+            yield f"{head} was not tested in a model that is compiled whole. Try 'compiled + {head}'."
 
     def _objections_to_graphs(self, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield objections to techniques whose results a replayed CUDA graph would overwrite, or that were
@@ -186,12 +186,12 @@ class Compiled(Technique):
             )
         if recipe[Slot.CHECKPOINTING].value is not None:
             yield (
-                f"{recipe[Slot.CHECKPOINTING]} runs programs again in the backward pass, which was not tried "
+                f"{recipe[Slot.CHECKPOINTING]} runs programs again in the backward pass. It was not tested "
                 f"with CUDA graphs. Try {instead}."
             )
         if recipe[Slot.HEAD].value is not None:
             yield (
-                f"{recipe[Slot.HEAD]} runs a backward pass within the forward pass, which was not tried with "
+                f"{recipe[Slot.HEAD]} runs a backward pass within the forward pass. It was not tested with "
                 f"CUDA graphs. Try {instead}."
             )
 

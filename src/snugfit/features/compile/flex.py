@@ -62,7 +62,7 @@ def _why_not(job: Job) -> str:
     config: Any = job.config_to_read() if module is None else module.config
     # T5's position bias is added to the scores.
     if config.is_encoder_decoder:
-        return f"{model.__name__} adds its positions to the scores, which was not tried with it"
+        return f"{model.__name__} adds its positions to the scores, which was not tested with it"
     text = config.get_text_config()
     drops = {key: share for key in DROPOUTS if (share := getattr(text, key, 0.0))}
     if job.trains and drops:

@@ -190,7 +190,7 @@ class ParallelWish(SeveralProcesses):
             )
         if self.weights != "alone" and data == 1:
             raise UsageError(
-                f"On {gpus} GPUs nothing is left to share the batch among: {together} work on each part of "
+                f"On {gpus} GPUs nothing is left to divide the batch over: {together} work on each part of "
                 f"it. Name a multiple of {together}, or leave the technique of the slot 'sharding' out."
             )
         if self.shards and (self.shards > data or data % self.shards):

@@ -58,7 +58,8 @@ class AdamWCompact(Technique):
         dtype = setup.trained_dtype(job) if job.trains else "float32"
         if dtype != "float32" and not MASTERS.of(setup):
             yield (
-                f"the weights that train are {dtype} and have no masters, and it updates masters or weights "
+                f"the weights that train are {dtype} and have no 32-bit masters, and it updates "
+                f"masters or weights "
                 "in fp32. Add 'bf16_master' or 'bf16', or take 'adamw_8bit'."
             )
         elif self.master_bits != 32 and not MASTERS.of(setup):

@@ -53,10 +53,10 @@ class Bf16Master(Technique):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield objections unless the optimizer updates master weights, on one GPU in one process."""
         if not job.trains:
-            yield "an evaluation updates nothing, so there are no masters. Try 'bf16_pure'."
+            yield "an evaluation updates nothing, so there are no 32-bit master weights. Try 'bf16_pure'."
         elif not keeps_masters(recipe[Slot.OPTIMIZER].install(self.alone)):
             yield (
-                f"{recipe[Slot.OPTIMIZER]} does not update masters in two halves. Try 'adamw', "
+                f"{recipe[Slot.OPTIMIZER]} does not update master weights in two halves. Try 'adamw', "
                 "'adamw_fused' or 'adamw_compact', or 'bf16' with this optimizer."
             )
         if any(wish.freezes for wish in used_wishes(recipe[Slot.ADAPTERS].alone)):

@@ -48,7 +48,7 @@ class Captured(Technique):
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "torch.cuda.CUDAGraph; NVIDIA, CUDA C++ Programming Guide, CUDA Graphs"
     lowered: ClassVar = True
-    on_cpu: ClassVar = "records nothing: steps run as they are written"
+    on_cpu: ClassVar = "records nothing: steps run without CUDA graphs"
     elsewhere: ClassVar = ("cuda_graphs", "cudagraphs", "cuda_graph")
 
     multiple: int = between(1, 4_096, default=64)
@@ -74,7 +74,7 @@ class Captured(Technique):
             )
         offload, again = recipe[Slot.ACTIVATION_OFFLOAD], recipe[Slot.CHECKPOINTING]
         if not offload.plain:
-            yield f"{offload} was not tried in a step that is recorded. Leave one of them out."
+            yield f"{offload} was not tested in a step that is recorded. Leave one of them out."
         wish = again.value
         by_seeds = wish is not None and wish.keep and seeds_dropout(recipe[Slot.KERNELS].alone)
         # A graph cannot reset a GPU's generator, so recomputed dropout would draw other numbers.

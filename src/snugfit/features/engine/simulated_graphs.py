@@ -63,14 +63,16 @@ class RehearsedGraphs(Graphs):
                 work()
         except NotRecorded as fault:
             recorder.doubt(
-                f"The step is not recorded, and runs as it is written: {fault}. Leave 'captured' out, "
+                f"The step cannot be recorded as CUDA graphs, so it runs without them: {fault}. "
+                f"Leave 'captured' out, "
                 "or remove the cause."
             )
             raise
         # A wait inside of a recording is an error on a GPU.
         if recorder.times_waited != waited:
             recorder.doubt(
-                f"The step is not recorded, and runs as it is written: {WAITS}. Leave 'captured' out, "
+                f"The step cannot be recorded as CUDA graphs, so it runs without them: {WAITS}. "
+                f"Leave 'captured' out, "
                 "or remove the cause."
             )
             raise NotRecorded(WAITS)

@@ -47,7 +47,7 @@ class EvaluationTechnique(Technique):
             yield f"{recipe[Slot.PRECISION]} casts in eager code alone. Try 'fp32' or 'bf16_pure'."
         for slot in ONLY_PLAIN:
             if not recipe[slot].plain:
-                yield f"{recipe[slot]} was not tried with it. Leave one of them out."
+                yield f"{recipe[slot]} was not tested with it. Leave one of them out."
 
     @abstractmethod
     def objections_to_generation(self, job: Job) -> Iterator[str]:
@@ -72,4 +72,4 @@ class ExportTechnique(EvaluationTechnique):
         if job.task != "causal-lm":
             yield f"only causal-lm models generate with it, and the task is {job.task}. Leave it out."
         if job.padding:
-            yield "padded prompts were not tried with it. Leave --padding out."
+            yield "padded prompts were not tested with it. Leave --padding out."

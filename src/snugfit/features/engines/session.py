@@ -117,7 +117,7 @@ def _refuse_other_caches(engine: str, model: Any) -> None:
     # The export would fix the length of a window, or the number of tokens in a state.
     if not all(type(layer) is DynamicLayer for layer in cache.layers):
         raise UsageError(
-            f"{engine}: the model's cache has windows or states, and such a decode step was not tried with "
+            f"{engine}: the model's cache has windows or states, and such a decode step was not tested with "
             "it. Leave it out."
         )
 

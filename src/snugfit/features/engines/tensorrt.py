@@ -31,4 +31,4 @@ class TensorRt(ExportTechnique):
 
     def objections_to_generation(self, job: Job) -> Iterator[str]:
         """Yield the objection to a job that generates text."""
-        yield "text generation was not tried with it. Try 'onnxruntime', or --phase evaluate."
+        yield "text generation was not tested with it. Try 'onnxruntime', or --phase evaluate."

@@ -52,7 +52,9 @@ def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
     Raises `RecipeError` if arguments alone cannot express the recipe.
     """
     if (wish := recipe.setup().lowering) is not None and not wish.is_one_program:
-        raise RecipeError(f"{recipe[Slot.ENGINE]} is a call of the model's layers, and no argument.")
+        raise RecipeError(
+            f"{recipe[Slot.ENGINE]} is a call on the model's layers, for which there is no argument."
+        )
     plain, arguments = training_arguments(job, Recipe()), training_arguments(job, recipe)
     return {
         name: value

@@ -34,7 +34,7 @@ ONE_PROCESS = "it needs several processes. Leave it out, or add --gpus N"
 OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
 """Refusals that no longer apply when the user gives the number of processes."""
 
-NO_MESH = "without FSDP (version 2) a mesh of processes spreads nothing"
+NO_MESH = "without FSDP (version 2) a mesh of processes shards nothing"
 IN_THE_CONFIG = "the file of accelerate launch decides the sharding. Give that file instead"
 WITHOUT_STAGE = "on several GPUs DeepSpeed is predicted with a zero_stage of 2 or 3"
 TWO_BUCKETS = "on one GPU there is nothing to overlap, and its second bucket is not predicted"

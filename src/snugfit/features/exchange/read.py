@@ -409,7 +409,7 @@ class _Reader:
             rest = [other for other in blamed if other != key]
             together = f" together with {', '.join(rest)}" if rest else ""
             names = ", ".join(one.name for one in roster.techniques() if one.slot is slot.slot)
-            says = f"no {slot.slot} here does this{together}. There are {names}"
+            says = f"no {slot.slot} does this here{together}. Techniques there: {names}"
             hint = advice(value) if isinstance(value, str) else None
             yield Line(key=name, value=as_word(value), says=hint or says, instead="recipe")
 
@@ -454,7 +454,7 @@ class _Reader:
         gpus = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
         if whole != micro * pieces * self.gpus:
             of_all = "" if self.gpus == 1 else f" on each of {gpus}"
-            says = f"{micro} in {pieces} pieces{of_all} is not the global batch of {whole}"
+            says = f"{micro} samples in {pieces} micro-batches{of_all} are not the global batch of {whole}"
             self._line(self.refused, name, given, says, instead="batch_size")
         else:
             default = "" if MICRO_BATCH in self.origins else " (default)"

@@ -85,7 +85,7 @@ class Fused(Technique):
             yield "its kernels are those of training. Try 'torch_kernels'."
         if recipe[Slot.ENGINE].alone.lowering is not None:
             yield (
-                f"{recipe[Slot.ENGINE]} compiles the code that it would replace, and was not tried with "
+                f"{recipe[Slot.ENGINE]} compiles the code that it would replace, and was not tested with "
                 "it. Leave one of them out."
             )
         if recipe[Slot.ATTENTION].value not in ("sdpa", PADDING_FREE):

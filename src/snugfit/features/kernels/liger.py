@@ -99,7 +99,7 @@ class Liger(Technique):
             return
         if recipe[Slot.ENGINE].alone.lowering is not None:
             yield (
-                f"{recipe[Slot.ENGINE]} compiles what Liger would replace, and was not tried with it. "
+                f"{recipe[Slot.ENGINE]} compiles what Liger would replace, and was not tested with it. "
                 "Leave one of them out."
             )
         parts = liger_table.parts_by_model_type()[_model_type(job)]

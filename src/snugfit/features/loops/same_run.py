@@ -64,7 +64,7 @@ def recipe_differences(before: str, now: str) -> tuple[list[str], list[str]]:
     if not other:
         return [], []
     wrong = [
-        f"the recipe's {slot.value} was '{old[slot]}' and is '{new[slot]}'"
+        f"the recipe's {slot.value} was '{old[slot]}' and is now '{new[slot]}'"
         for slot in other
         if slot not in FREE_SLOTS
     ]

@@ -36,4 +36,4 @@ class OffloadHandler(Handler):
 
         offload_activations(live.model, value)
         if value is not None:
-            yield f"activations wait where {live.technique(self.slot)} says"
+            yield f"activations are stored by {live.technique(self.slot)}"

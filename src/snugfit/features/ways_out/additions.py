@@ -121,7 +121,7 @@ def _ways_out(
         prediction.job,
         prediction.gpu,
         fresh=request.flags.get("fresh", False),
-        first=f"looking for changes of '{prediction.recipe}' that fit",
+        first=f"searching changes of '{prediction.recipe}' that fit",
         what="ways out",
         recipe=str(prediction.recipe),
         named=sorted(map(str, named)),
@@ -141,7 +141,7 @@ def show_after_measurement(measured: Measurement, request: Request, gpu: str | N
     """
     if not measured.outcome.startswith("oom") or measured.gpus > 1 or gpu is None:
         return
-    typer.echo("snugfit: looking for changes of the recipe that fit ...", err=True)
+    typer.echo("snugfit: searching changes of the recipe that fit ...", err=True)
     total, reserve = measured.device.total_bytes, measured.device.reserve_bytes
     memory = total - (reserve or 0) if total else None
     if text := ways_out_of(request.job, request.recipe, gpu, memory, loop=request.loop):

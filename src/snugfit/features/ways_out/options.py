@@ -14,6 +14,6 @@ NO_WAYS_OUT = inspect.Parameter(
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
     annotation=Annotated[
-        bool, typer.Option("--no-ways-out", help="If it does not fit: do not look for changes that fit.")
+        bool, typer.Option("--no-ways-out", help="If it does not fit: do not search for changes that fit.")
     ],
 )

@@ -195,7 +195,7 @@ def _larger_gpu(prediction: Prediction, smallest: Recipe, tell: Callable[[str], 
     """Return the smallest GPU that the recipe fits, or else the smallest recipe, with its figures there; None
     without one."""
     for recipe in dict.fromkeys((prediction.recipe, smallest)):
-        tell(f"looking for the smallest GPU for {recipe}")
+        tell(f"searching the smallest GPU for {recipe}")
         if larger := _smallest_gpu_for(prediction, recipe):
             return larger
     return None

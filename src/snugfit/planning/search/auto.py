@@ -145,7 +145,7 @@ def resolve(
             least = asked.least([base, *again])
             mixed = _faster_mixture(asked, base, last, again.index(least) + 1, gpu)
             needed = show_bytes(asked.needed_bytes(base))
-            because = f"it does not fit with fewer layers: {needed} are needed with none"
+            because = f"it does not fit with fewer recomputed layers: without any it needs {needed}"
             if mixed is not None:
                 because += ", and copying in the background takes less time than computing again"
             return _resolve_to(mixed or least, because, asked)
@@ -156,11 +156,13 @@ def resolve(
         if asked.leaves_headroom(sent[-1]):
             least = asked.least([last, *sent])
             needed = show_bytes(asked.needed_bytes(last))
-            because = f"recomputing every layer alone does not fit: {needed} are needed"
+            because = f"recomputing every layer is not enough: it still needs {needed}"
             return _resolve_to(least, because, asked)
         last = sent[-1]
     if asked.needed_bytes(last) <= asked.memory:
-        return _resolve_to(last, "nothing less fits, and this leaves less than the headroom", asked)
+        return _resolve_to(
+            last, "less recomputing does not fit, and this leaves less than the headroom", asked
+        )
     lacking = show_bytes(asked.needed_bytes(last) - asked.memory)
     raise NothingFits(
         f"auto: even {last} needs {show_bytes(asked.needed_bytes(last))}, {lacking} more than there is. "

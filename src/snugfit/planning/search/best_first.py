@@ -76,11 +76,11 @@ class BestFirst:
 
     def run(self, pool: WorkerPool) -> None:
         """Run the search until no candidate is needed. Raises `BelowLowerBound`."""
-        self.tell(f"estimating {len(self._unbounded)} kinds of steps")
+        self.tell(f"estimating {len(self._unbounded)} groups of recipes")
         for answer in pool.answers(self._next_question, helped=True):
             self._learn(answer)
             state = self.state
-            self.tell(f"{state.kinds} kinds of steps estimated, {len(state.judged)} recipes checked")
+            self.tell(f"{state.kinds} groups of recipes estimated, {len(state.judged)} recipes checked")
 
     # ---- the next question -------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def find_grades(
             _find_smaller(state, pool, job, slot, tell)
     for slot, (whole, *_) in fixed.items():
         if lesser := whole.lesser(job):
-            tell(f"looking for the fewest layers of {whole}")
+            tell(f"searching the fewest recomputed layers of {whole}")
             _find_lesser(state, pool, slot, lesser)
     return state.space
 
@@ -150,14 +150,14 @@ def find_recomputed(
             return between.seconds_at(share * cost) < state.fastest_that_fits * (1 - AS_FAST)
 
         if mixture is not None and may_be_fastest(1.0, between.share(memory)):
-            tell("looking for activations on the host that fit")
+            tell("searching the activations to offload")
             _evaluate_mixtures(state, pool, between, mixture)  # mostly makes grades unnecessary
         for kind, grades in graded.items():
             steps = len(grades) + 1
             # The last step recomputes each layer, which is no grade.
             share = min(math.ceil(between.share(memory) * steps), len(grades)) / steps
             if is_valid(base.with_(grades[0]), job) and may_be_fastest(kind.grade_cost, share):
-                tell(f"looking for {kind.name} that fits")
+                tell(f"searching {kind.name} settings that fit")
                 if least_grade := _least_that_fits(state, pool, between, grades):
                     add_candidate(state, *least_grade)
 
@@ -200,7 +200,7 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
         tried.add(state.space.candidates[number].sized)
         base = state.space.candidates[number].recipe
         *settings, last = smaller[base[slot]]
-        tell(f"looking for {last.name} with as few layers as fit")
+        tell(f"searching the fewest layers for {last.name}")
         # The last setting frees the most bytes; if it misses, the others do too.
         least = judge_recipe(state, pool, base.with_(last))
         if least is None or not state.fits(least[1].needed_bytes):

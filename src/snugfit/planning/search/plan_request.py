@@ -143,7 +143,10 @@ class PlanRequest:
                 try:
                     return search(pool)
                 except BelowLowerBound:
-                    self.tell("the layers are not alike: starting again with complete models")
+                    self.tell(
+                        "the layers differ, so models of few layers do not represent the job: "
+                        "starting again with all layers"
+                    )
         raise AssertionError("a full simulation is never less than itself")
 
     def headroom_on(self, gpu: Gpu | None) -> int:

@@ -221,7 +221,7 @@ def cures(
         flags = " or ".join(f"--largest {size}" for size in sizes_of)
         yield f"snugfit predict with --recipe '{recipe}' and {flags} finds the size that fits."
     cut = recipe.pieces == job.batch_size
-    yield f"Or with {smaller}{': the global batch cannot be cut further' if cut else ''}."
+    yield f"It would also fit with {smaller}{': the global batch cannot be cut further' if cut else ''}."
 
 
 # ---- the user's own recipe -------------------------------------------------------------------------------
@@ -276,7 +276,10 @@ def _last_resorts(job: Job, fixed: Kept) -> Iterator[str]:
     for technique in resorts:
         word = technique.last_resort
         if technique.searched:
-            yield f"--keep '{word}' looks for steps that are smaller and slower. {technique.summary()}"
+            yield (
+                f"--keep '{word}' plans with a technique that makes steps smaller and slower. "
+                f"{technique.summary()}"
+            )
             continue
         unsearched.setdefault(technique.planning_objection(job), []).append(word)
         yield (

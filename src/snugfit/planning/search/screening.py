@@ -38,7 +38,7 @@ def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection
     order = groups_by_passes(space, numbers)
     waiting = deque(range(len(order)))
     screening = Screening()
-    tell(f"estimating {len(order)} kinds of steps")
+    tell(f"estimating {len(order)} groups of recipes")
     progress = Progress("screening", len(order), tell)
 
     def ask(worker: int) -> Question | None:

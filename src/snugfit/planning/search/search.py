@@ -136,7 +136,7 @@ def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     sizes = [state.judged[number].needed_bytes for number in front]
     shown = front[nearest_miss(sizes, asked.objective)] if best is None else best
     recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
-    asked.tell("simulating the answer in full and comparing it slot by slot")
+    asked.tell("simulating the best recipe with all layers, and comparing it with alternatives")
     explanation = explain(state, pool, shown, job)
     lacking = (
         () if best is not None else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)

@@ -311,7 +311,10 @@ def _choices(
             if not technique.grades(job):
                 yield from settings
         else:
-            why = f"a plan searches finer steps in its place (--keep '{technique.name}' plans with it)"
+            why = (
+                f"a plan searches a technique with finer settings instead (--keep "
+                f"'{technique.name}' plans with it)"
+            )
             excluded.append(Exclusion(what=technique.name, why=why))
 
 

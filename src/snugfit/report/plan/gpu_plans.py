@@ -73,7 +73,7 @@ def slots_kept(plans: GpuPlans) -> Iterator[str]:
     if len(plans.kept) == len(Slot):
         yield f"The same recipe on every GPU: {_recipe(plans)}."
     else:
-        yield from (f"{line} --free SLOT allows others." for line in kept_line(plans.kept))
+        yield from (f"{line} --free SLOT allows other techniques there." for line in kept_line(plans.kept))
 
 
 def kept_line(slots: Sequence[KeptSlot]) -> list[str]:
@@ -250,7 +250,7 @@ def looked_at(plans: GpuPlans) -> Iterator[str]:
         judged = sum(counts.replayed for counts in plans.counts)
         yield (
             f"{recipes:,} valid recipe{'s' * (recipes != 1)}. GPUs that run the same kernels were searched "
-            f"together, in {searches} search{'es' * (searches != 1)} that composed {judged:,} "
+            f"together, in {searches} search{'es' * (searches != 1)} that evaluated {judged:,} "
             f"recipe{'s' * (judged != 1)}. Each answer includes the workspaces of its own GPU. "
             f"{_agreement(plans)}".strip()
         )
@@ -263,8 +263,8 @@ def _agreement(plans: GpuPlans) -> str:
     other = [answer.key for answer in plans.answers if answer.verified is False]
     if other:
         return (
-            f"Simulated in full, {some_of(other, FEW)} came out different from the search. The figures are "
-            "from the full simulation."
+            f"Simulated in full, {some_of(other, FEW)} needed other bytes than in the search. The "
+            "figures are from the full simulation."
         )
     known = any(answer.verified for answer in plans.answers)
     return "Simulated in full, each answer takes the same bytes." if known else ""

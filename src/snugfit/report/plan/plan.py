@@ -225,8 +225,9 @@ def looked_at(plan: Plan) -> str:
     counts = plan.counts
     text = (
         f"{counts.recipes:,} valid recipes, {counts.tapes:,} of them distinct, with {counts.footprints:,} "
-        f"distinct footprints; {counts.passes:,} kinds of passes simulated, {counts.replayed:,} recipes "
-        "composed from them."
+        f"distinct footprints; {counts.passes:,} different forward and backward passes simulated, "
+        f"{counts.replayed:,} recipes "
+        "joined from these passes."
     )
     return text + (" The answer was simulated in full and takes the same bytes." if plan.verified else "")
 

@@ -104,7 +104,7 @@ class AttentionHandler(Handler):
                 "'eager'."
             ) from None
         self.wrap(value, live.model)
-        yield f"attention was {now} and is {value}"
+        yield f"attention was {now} and is now {value}"
 
     def script(self, value: str, context: ScriptContext) -> dict[str, Any]:
         """Return `attn_implementation` as an argument of `from_pretrained`; eager if the architecture has no
@@ -140,7 +140,7 @@ class WeightsDtypeHandler(Handler):
         """Cast all weights of the live model to the dtype, if one is set."""
         if value and (before := dtype_of(live.model)) != value:
             cast_weights(live.model, value)
-            yield f"weights were {before} and are {value}"
+            yield f"weights were {before} and are now {value}"
 
     def script(self, value: str | None, context: ScriptContext) -> dict[str, Any]:
         """Return the dtype as an argument of `from_pretrained`, and a cast of inputs if no autocast does

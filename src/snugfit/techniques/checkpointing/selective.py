@@ -56,7 +56,7 @@ class Selective(Technique):
         yield from dropped_prefix(job)
         if self.what == "attention" and recipe[Slot.ATTENTION].value == "eager":
             yield (
-                f"{recipe[Slot.ATTENTION]} attention is many operators, of which nothing would be kept. Try "
+                f"{recipe[Slot.ATTENTION]} attention is many operators, none of which would be kept. Try "
                 "'sdpa', or 'selective(products)'."
             )
 

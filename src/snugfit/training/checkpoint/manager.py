@@ -349,7 +349,7 @@ def differences(
         return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
     return [
-        f"{prefix}{name} was {short(before.get(name))} and is {short(now.get(name))}"
+        f"{prefix}{name} was {short(before.get(name))} and is now {short(now.get(name))}"
         for name in names or dict.fromkeys((*now, *before))
         if before.get(name) != now.get(name)
     ]

@@ -152,7 +152,7 @@ class ActiveRun:
             self._is_told = True
             self._journal.tell(
                 "warning",
-                text=(f"Steps run as they are written: {runner.why_not}. To record them, remove the cause."),
+                text=(f"Steps run without CUDA graphs: {runner.why_not}. To record them, remove the cause."),
             )
 
     def _count(self, updated: bool) -> None:
@@ -177,7 +177,7 @@ class ActiveRun:
         self.save()
         self._checkpoints.wait()
         text = (
-            f"Step {step + 1}: {fault} The samples of its batch are in {file}. Look at them, use a smaller "
+            f"Step {step + 1}: {fault} The samples of its batch are in {file}. Inspect them, use a smaller "
             f"learning rate or another precision, or skip such steps: {fault.option}='skip'."
         )
         raise self._run.ranks.alike(SnugfitError(text))

@@ -276,7 +276,9 @@ def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, An
     if shared == recipe:
         return before, []
     changed = [
-        f"{slot} was {recipe[slot]} and is {shared[slot]}" for slot in Slot if recipe[slot] != shared[slot]
+        f"{slot} was {recipe[slot]} and is now {shared[slot]}"
+        for slot in Slot
+        if recipe[slot] != shared[slot]
     ]
     return {**before, "asked": str(shared)}, changed
 
@@ -316,7 +318,7 @@ def moved_model(before: Mapping[str, Any], run: Run) -> str:
 def _folder_change(model: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if model.get("origin") != "path" or model == now or {**model, "name": now["name"]} != now:
         return ""
-    return f"The model's folder was {model['name']} and is {now['name']}; its content is the same."
+    return f"The model's folder was {model['name']} and is now {now['name']}; its content is the same."
 
 
 def _device_name(device: torch.device) -> str:

@@ -102,7 +102,7 @@ def test_a_peer_clips_as_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_that_the_trainer_cannot_do_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def predict(*_: Any, **__: Any) -> Any:
-        raise RecipeError("The trainer loop cannot do this:\nadapters: made up")
+        raise RecipeError("The trainer loop does not support this part of the recipe:\nadapters: made up")
 
     monkeypatch.setattr(peers, "predict", predict)
     found = measure_peers(job(), H200, Recipe())
@@ -110,7 +110,8 @@ def test_a_job_that_the_trainer_cannot_do_has_no_peer(monkeypatch: pytest.Monkey
     verified = Verification(gpu="h200", device="H200", runs=(a_run(1, 1, 1),), versions={}, peers=found)
     assert (
         report.peer_line(verified)
-        == "The plain Trainer was not measured: The trainer loop cannot do this: adapters: made up"
+        == "The plain Trainer was not measured: The trainer loop does not support this part of the "
+        "recipe: adapters: made up"
     )
 
 

@@ -187,7 +187,7 @@ def test_what_a_graph_reads_and_gives_back_is_its_own_copy() -> None:
     [
         ("compiled(mode=reduce-overhead) + micro_batches(2)", "would not add up"),
         ("compiled(backend=cudagraphs) + every_layer", "runs programs again"),
-        ("compiled(mode=max-autotune) + chunked_loss", "not tried with CUDA graphs"),
+        ("compiled(mode=max-autotune) + chunked_loss", "not tested with CUDA graphs"),
         ("compiled(backend=aot_eager) + budget(0.5)", "cuts the programs of Inductor"),
     ],
 )

@@ -104,7 +104,7 @@ def test_what_transformers_compiled_is_its_own_again() -> None:
         (small_job("bert", 2), "flex", r"drops no scores.*attention_probs_dropout_prob = 0\.1"),
         (small_job("gpt2", 2), "flex", "no flex_attention for GPT2LMHeadModel"),
         (small_job("t5", 2), "flex", "adds its positions"),
-        (a_job(), "flex + compiled", "flex was not tried"),
+        (a_job(), "flex + compiled", "flex was not tested"),
         (a_job(), "flex + selective(products)", "does not know its kernel"),
     ],
 )

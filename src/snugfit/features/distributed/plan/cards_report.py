@@ -107,7 +107,7 @@ def _nearest(plans: CardPlans) -> str:
 def _about_the_run(plans: CardPlans, prices: Prices) -> Iterator[str]:
     if plans.uneven:
         counts = some_of([f"{count:,}" for count in plans.uneven], FEW)
-        yield f"Not looked at: {counts} GPUs, which cannot share a batch of {plans.job.batch_size:,} evenly."
+        yield f"Skipped: {counts} GPUs, which cannot share a batch of {plans.job.batch_size:,} evenly."
     yield from kept_line(plans.kept_slots)
     if plans.steps:
         samples = plans.steps * plans.job.batch_size
@@ -125,7 +125,7 @@ def _what_more_bring(plans: CardPlans) -> Iterator[str]:
         if one is None or one.gpus == plans.gpus[-1]:
             continue
         counts = [f"{count:,}" for count in kind.dearer]
-        beyond = "" if kind.dearer[-1:] == plans.gpus[-1:] else " More were not looked at."
+        beyond = "" if kind.dearer[-1:] == plans.gpus[-1:] else " Larger numbers were not simulated."
         yield (
             f"{kind.key}: {' and '.join(counts)} GPUs cost no less a step than {one.gpus:,}, at whatever "
             f"price.{beyond}"

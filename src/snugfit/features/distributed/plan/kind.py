@@ -176,7 +176,7 @@ class SearchOfKind:
         shared = next(_all_ways(job, gpus, fixed), None)
         if shared is None:
             raise UsageError(
-                f"No technique shares this job among {gpus} GPUs. Try another number of GPUs, or a "
+                f"No technique can divide this job over {gpus} GPUs. Try another number of GPUs, or a "
                 "larger batch."
             )
         base = shared.cut(cuts(job, shared, fixed)[-1]) if shared.stages > 1 else shared.recipe
@@ -256,7 +256,7 @@ def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float
     if job.batch_size % shared.gpus:
         why = f"a batch of {job.batch_size:,} cannot be shared evenly by {shared.gpus:,} GPUs"
     elif alone_seconds is None:
-        why = "nothing fits in which GPUs share the batch alone"
+        why = "nothing fits with data parallelism alone"
     else:
-        why = f"sharing the batch alone takes at least {alone_seconds / step_seconds:.1f} times as long"
+        why = f"data parallelism alone takes at least {alone_seconds / step_seconds:.1f} times as long"
     return f"{what}, because {why}."

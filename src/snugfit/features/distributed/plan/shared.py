@@ -182,9 +182,9 @@ class Shared:
             experts = f", each GPU with 1/{wish.experts} of its experts" if wish.experts > 1 else ""
             yield f"groups of {wish.tensor} GPUs compute each layer together{experts}"
         if wish.context > 1:
-            yield f"groups of {wish.context} GPUs take each sequence together"
+            yield f"groups of {wish.context} GPUs split each sequence"
         if wish.stages > 1:
-            yield f"the layers are put in {wish.stages} stages, one after the other"
+            yield f"the layers are divided into {wish.stages} stages, one after the other"
 
 
 def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> bool:

@@ -140,7 +140,7 @@ def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = 
     doubts = []
     # A calibration of this machine's own exchanges leaves no such doubt.
     if gpu.key not in devices("bus_share") and not (rates and rates.bus):
-        how = "PCIe, of which a guess is taken" if connected.is_pcie else "their link's data sheet"
+        how = "PCIe, whose data rate is a guess" if connected.is_pcie else "their link's data sheet"
         doubts.append(
             f"No exchanges between {gpu.name}s were measured. Their seconds follow {how}, and NCCL's "
             "memory is an H200's. snugfit calibrate --gpus on such GPUs measures them."

@@ -78,14 +78,18 @@ class ContextParallel(Technique):
         wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, context=self.n))
         if SHARDING.of(setup) is not None:
-            yield f"it does not go with {recipe[Slot.SHARDING]}, which is DeepSpeed's. Take 'fsdp' or 'ddp'."
+            yield (
+                f"it cannot be combined with {recipe[Slot.SHARDING]}, which is DeepSpeed's. Take "
+                f"'fsdp' or 'ddp'."
+            )
         if wish.ranks_of_one_part > 1 or wish.experts > 1:
             yield "it is not simulated together with tensor, pipeline or expert parallelism. Leave them out."
         if setup.attention != "sdpa":
             yield f"torch's ring attention is SDPA's, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
         if job.padding:
             yield (
-                f"{job.padding:.0%} of each sequence is padding, and ring attention knows no masks. Fill "
+                f"{job.padding:.0%} of each sequence is padding, and ring attention does not "
+                f"support masks. Fill "
                 "sequences (--padding 0; pack: true when training)."
             )
         # Gathered weights are cast first, then autocast decides, then the weights' own dtype.

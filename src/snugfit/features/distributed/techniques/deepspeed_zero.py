@@ -149,12 +149,12 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
     """Yield the reasons why DeepSpeed's engine cannot run this job or recipe."""
     setup = recipe[Slot.PRECISION].alone
     if not job.trains:
-        yield "it is about training only. Leave it out."
+        yield "it supports training only. Leave it out."
     if job.model.module is not None:
         yield "models of your own are not simulated with it. Leave it out."
     if setup.weights_dtype is not None or setup.scale_gradients or job.dtype != "float32":
         yield (
-            f"it updates weights in fp32 and computes in bf16 or fp32, so it does not go with "
+            f"it updates weights in fp32 and computes in bf16 or fp32, so it cannot be combined with "
             f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
         )
     for technique in untried_techniques(recipe):
@@ -165,4 +165,4 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
         update = (
             "its update on the host is DeepSpeed's AdamW" if on_host else "only AdamW's update is simulated"
         )
-        yield f"{update}, so it does not go with {recipe[Slot.OPTIMIZER]}. Try 'adamw'."
+        yield f"{update}, so it cannot be combined with {recipe[Slot.OPTIMIZER]}. Try 'adamw'."

@@ -101,7 +101,8 @@ class Pipeline(Technique):
         if self.schedule == "zero_bubble" and by_fsdp:
             yield (
                 "schedule=zero_bubble computes gradients of weights where torch's FSDP2 does not see them "
-                f"(torch 2.13 trained other weights), so it does not go with {recipe[Slot.SHARDING]} here. "
+                f"(torch 2.13 trained other weights), so it cannot be combined with "
+                f"{recipe[Slot.SHARDING]} here. "
                 "Try schedule=interleaved."
             )
         # With a data axis, its own technique yields these.

@@ -80,14 +80,14 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     """Yield the reasons why several GPUs cannot train this job under this recipe."""
     setup = setup_of(recipe[Slot.PRECISION], recipe[Slot.OPTIMIZER])
     if not job.trains:
-        yield "it is about training only. Leave it out."
+        yield "it supports training only. Leave it out."
     if job.model.module is not None:
         yield "models of your own are not simulated with it. Leave it out."
     for technique in untried_techniques(recipe):
         yield f"it is not simulated together with {technique}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
         yield (
-            "weights are gathered in bf16 or as they are, so it does not go with "
+            "weights are gathered in bf16 or as they are, so it cannot be combined with "
             f"{recipe[Slot.PRECISION]}. Try 'bf16'."
         )
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
@@ -108,7 +108,7 @@ def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWi
     if wish.bucket_views:
         yield "ddp averages parts of matrices layer by layer, without buckets. Leave bucket_views out."
     if wish.weights != "sharded" and setup.scale_gradients:
-        yield f"it does not go with {recipe[Slot.PRECISION]}. Try 'bf16'."
+        yield f"it cannot be combined with {recipe[Slot.PRECISION]}. Try 'bf16'."
     if wish.weights != "sharded" and setup.optimizer_path not in KNOW_SHARDS:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on parts of matrices. Try 'adamw' or 'adamw_fused'."
 

@@ -236,14 +236,14 @@ def test_the_report_says_how_many_and_whether_more_are_cheaper() -> None:
         "The cheapest: 2 x H200-SXM",
         "H200-SXM: 4 and 8 GPUs cost no less a step than 2, at whatever price.",
         "L4: 8 GPUs cost no less a step than 4, at whatever price.",
-        "Not looked at: 3 GPUs, which cannot share a batch of 64 evenly.",
+        "Skipped: 3 GPUs, which cannot share a batch of 64 evenly.",
         "not a CUDA GPU",
         "~20,000.0",
     ):
         assert line in text
-    assert "More were not looked at" not in text
+    assert "Larger numbers were not simulated" not in text
     wider = render(replace(cards(), gpus=(1, 2, 4, 8, 16)), Prices()).markdown()
-    assert "at whatever price. More were not looked at." in wider
+    assert "at whatever price. Larger numbers were not simulated." in wider
     assert "USD" not in wider
 
 

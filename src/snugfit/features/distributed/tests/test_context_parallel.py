@@ -57,7 +57,7 @@ def kernels(trace: Trace, operator: str) -> list[Kernel]:
         ({"sequence_length": 264}, "fp32", "a multiple of 32 tokens, as attention in float32.*256 or 512"),
         ({"padding": 0.25}, "bf16", "25% of each sequence is padding"),
         ({}, "bf16 + eager", "eager is another. Take 'sdpa'"),
-        ({}, "bf16 + zero2", "does not go with zero2, which is DeepSpeed's"),
+        ({}, "bf16 + zero2", "cannot be combined with zero2, which is DeepSpeed's"),
         ({}, "bf16 + lora", "is not simulated together with lora"),
         ({"phase": "evaluate"}, "bf16", "training only"),
     ],

@@ -310,7 +310,7 @@ def test_what_is_not_kept_under_fsdp_is_refused_by_name(
     trainer = told_of_fsdp(tmp_path, monkeypatch)
     trainer_parts(trainer).refuse_settings()
     for text, optimizer, why in (
-        ("fp16", None, "fp16 does not go with FSDP2"),
+        ("fp16", None, "fp16 cannot be combined with FSDP2"),
         ("lion", None, "and Lion is not known to update parts of weights"),
         ("plain", "adafactor", "optim='adafactor' is not known"),
     ):

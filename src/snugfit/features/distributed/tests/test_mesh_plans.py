@@ -321,7 +321,7 @@ def test_a_mixture_of_experts_is_planned_on_more_gpus_than_samples() -> None:
 def test_reasons_name_the_mesh_in_plain_words() -> None:
     shared = by_name(16, 1)["fsdp + tensor(4)"]
     assert why_mesh(JOB, shared, 2.0, 3.0) == (
-        "groups of 4 GPUs compute each layer together, because sharing the batch alone takes at least 1.5 "
+        "groups of 4 GPUs compute each layer together, because data parallelism alone takes at least 1.5 "
         "times as long."
     )
     experts = by_name(16, 1, EXPERTS)["fsdp + tensor(4) + expert(4)"]
@@ -330,8 +330,9 @@ def test_reasons_name_the_mesh_in_plain_words() -> None:
     )
     stages = by_name(16, 2)["fsdp + tensor(2) + pipeline(2)"]
     assert why_mesh(JOB, stages, 2.0, None) == (
-        "groups of 2 GPUs compute each layer together and the layers are put in 2 stages, one after the "
-        "other, because nothing fits in which GPUs share the batch alone."
+        "groups of 2 GPUs compute each layer together and the layers are divided into 2 stages, one "
+        "after the "
+        "other, because nothing fits with data parallelism alone."
     )
     assert why_mesh(JOB, by_name(16, 0)["fsdp"], 2.0, None) == ""
 

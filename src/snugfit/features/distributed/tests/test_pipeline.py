@@ -205,11 +205,12 @@ def sent(trace: Trace) -> dict[tuple[str, int], int]:
         ("pipeline(2, schedule=zero_bubble)", "2 stages need at least 2 micro-batches"),
         (
             "pipeline(2, schedule=zero_bubble) + fsdp + micro_batches(2)",
-            "where torch's FSDP2 does not see them .* does not go with fsdp here. Try schedule=interleaved",
+            "where torch's FSDP2 does not see them .* cannot be combined with fsdp here. Try "
+            "schedule=interleaved",
         ),
         (
             "pipeline(2, schedule=zero_bubble) + ddp + tensor(2) + micro_batches(2)",
-            "where torch's FSDP2 does not see them .* does not go with ddp here",
+            "where torch's FSDP2 does not see them .* cannot be combined with ddp here",
         ),
         ("pipeline(2, chunks=4) + micro_batches(2)", "schedule=1f1b has one part of the layers on each GPU"),
         (

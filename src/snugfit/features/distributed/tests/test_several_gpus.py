@@ -68,7 +68,7 @@ def exchanges(trace: Trace, operator: str) -> list[Kernel]:
         ("fsdp", 3, "cannot be shared evenly by 3 GPUs. Try 6 or 9"),
         ("tensor(2)", 4, "Add fsdp or ddp, which share the batch among 2 such groups"),
         ("expert(2)", 2, r"Write 'tensor\(2\) \+ expert\(2\)'"),
-        ("fsdp + tensor(2)", 2, "nothing is left to share the batch among"),
+        ("fsdp + tensor(2)", 2, "nothing is left to divide the batch over"),
         ("fsdp + tensor(2)", 3, r"takes 2 GPUs \(2 for tensor\) or a multiple"),
     ],
 )
@@ -89,7 +89,7 @@ def test_gpus_that_do_not_go_with_the_recipe_or_the_batch(recipe: str, gpus: int
         ("tensor(2) + expert(4)", r"makes no groups of 4. Write 'tensor\(4\) \+ expert\(4\)'"),
         ("tensor(2) + expert(2)", "transformers has no expert-parallel plan for llama"),
         ("tensor(2) + adafactor", "is not simulated on parts of matrices. Try 'adamw'"),
-        ("tensor(2) + fp16", "it does not go with fp16. Try 'bf16'"),
+        ("tensor(2) + fp16", "it cannot be combined with fp16. Try 'bf16'"),
         ("tensor(2) + compiled", "is not simulated together with compiled"),
     ],
 )

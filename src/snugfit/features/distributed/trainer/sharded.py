@@ -157,7 +157,8 @@ class ShardedTrainer(DdpTrainer):
         """
         if setup.scale_gradients:
             raise UsageError(
-                "fp16 does not go with FSDP2 in fit: weights are gathered in bf16 or as they are. Try 'bf16'."
+                "fp16 cannot be combined with FSDP2 in fit: weights are gathered in bf16 or as they "
+                "are. Try 'bf16'."
             )
         if optimizer is None:
             refuse_optimizer_of_parts(setup.optimizer_path)

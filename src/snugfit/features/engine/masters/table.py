@@ -152,7 +152,8 @@ def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:
     widths = {lower_bits(state.get(RESIDUAL)) for state in states}
     if len(widths) > 1:
         raise RecipeError(
-            f"The second halves of some masters have {min(widths)} bits and of others {max(widths)}: states "
+            f"The low halves of some master weights have {min(widths)} bits and of others "
+            f"{max(widths)}: states "
             "of two optimizers were mixed. Load those of one."
         )
     return widths.pop()

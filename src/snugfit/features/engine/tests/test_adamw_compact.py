@@ -178,8 +178,8 @@ def test_the_kernel_does_what_the_reference_does(device: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        ("bf16_pure + adamw_compact", r"bfloat16 and have no masters.*'bf16_master'"),
-        ("bf16_pure + adamw_compact(master_bits=24)", r"bfloat16 and have no masters.*'bf16_master'"),
+        ("bf16_pure + adamw_compact", r"bfloat16 and have no 32-bit masters.*'bf16_master'"),
+        ("bf16_pure + adamw_compact(master_bits=24)", r"bfloat16 and have no 32-bit masters.*'bf16_master'"),
         ("bf16 + adamw_compact(master_bits=24)", r"no masters that could have 24 bits.*'bf16_master'"),
         ("bf16_master + adamw_compact(master_bits=16)", "master_bits.*32 or 24"),
         ("adamw_compact + ddp", "several processes"),

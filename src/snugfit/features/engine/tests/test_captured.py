@@ -127,7 +127,7 @@ def test_a_step_that_cannot_be_recorded_is_told_once(tmp_path: Path) -> None:
     with captured_on_cpu(1):
         train(small_run(tmp_path, "captured(multiple=16)"))
     told = [one["text"] for one in events(tmp_path, "warning")]
-    assert told == ["Steps run as they are written: it waits. To record them, remove the cause."]
+    assert told == ["Steps run without CUDA graphs: it waits. To record them, remove the cause."]
 
 
 @pytest.mark.whole

@@ -284,7 +284,7 @@ def test_a_weight_takes_two_bytes_less_and_a_second_pass_takes_its_time() -> Non
         ("released + ddp", "several processes average"),
         ("released + zero2", "several processes average"),
         ("released + adamw_8bit", "does not update one weight at a time"),
-        ("released + compiled", "was not tried with it"),
+        ("released + compiled", "was not tested with it"),
         ("adamw_fused + released + captured", "reads its learning rate on the host"),
     ],
 )

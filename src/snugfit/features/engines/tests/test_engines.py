@@ -83,7 +83,7 @@ MISTAKES = [
     ),
     (
         "measure LLAMA --sequence-length 12 --recipe openvino+eager --phase evaluate",
-        "eager was not tried with it",
+        "eager was not tested with it",
     ),
     ("measure LLAMA --recipe ov --phase generate --beams 2", "Leave --beams out"),
     (
@@ -175,7 +175,7 @@ EXPORTS = [
 def test_another_cache_of_a_recipe_is_refused() -> None:
     pytest.importorskip("snugfit.features.inference", reason="the feature inference is not there")
     job = replace(small_job("llama"), phase="generate", phase_settings={"new_tokens": 4})
-    with pytest.raises(RecipeError, match=r"kv_cache\(static\) was not tried with it"):
+    with pytest.raises(RecipeError, match=r"kv_cache\(static\) was not tested with it"):
         Recipe.parse("onnxruntime + kv_cache(static)").check(job, installed=False)
 
 

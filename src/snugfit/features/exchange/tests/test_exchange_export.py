@@ -328,7 +328,7 @@ def test_what_a_technique_says_of_itself_reads_back(technique: Any, tmp_path: Pa
     each = each or technique(**({"parts": ("norm",)} if technique.name == "frozen" else {}))
     recipe = Recipe((each,))
     if list(each.objections(job, recipe)):
-        pytest.skip(f"{each} does not go with {job.model.name}")
+        pytest.skip(f"{each} cannot be combined with {job.model.name}")
     gpus = 4 if each.needs_several_gpus else 1
     if write_arguments(recipe)[1]:
         with pytest.raises(RecipeError):

@@ -79,7 +79,7 @@ def test_a_phase_uses_its_own_slots_alone() -> None:
 def test_settings_without_effect_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--phase", "generate", "--new-tokens", "2", "--clip", "1", "--recipe", "sgd", "--quiet"]
     assert run(["predict", "gpt2", *words]) == 0
-    assert "clip, sgd: without effect in the phase generate" in capsys.readouterr().err
+    assert "clip, sgd: no effect in the phase generate, so leave it out" in capsys.readouterr().err
 
 
 def test_commands_for_a_generation_have_its_phase_and_settings() -> None:

@@ -183,7 +183,7 @@ def test_what_does_not_go_with_it_is_refused(job: Job, recipe: str, says: str) -
 
 
 def test_compiled_layers_were_not_tried_with_it() -> None:
-    with pytest.raises(RecipeError, match="flash was not tried"):
+    with pytest.raises(RecipeError, match="flash was not tested"):
         Recipe.parse(RECIPE + " + compiled").check(a_job(), installed=False)
 
 

@@ -464,7 +464,7 @@ CLASSIFIED = replace(small_job("modernbert", 2), task=Task.SEQUENCE_CLASSIFICATI
         (CLASSIFIED, RECIPE, "belong to whole sequences.*Try 'sdpa'"),
         (small_job("t5", 2), RECIPE, "belong to whole sequences"),
         (small_job("llama", 2), "padding_free", "computes in 16 bits.*Add 'bf16'"),
-        (small_job("llama", 2), RECIPE + " + compiled", "compiled.*was not tried"),
+        (small_job("llama", 2), RECIPE + " + compiled", "compiled.*was not tested"),
         (small_job("llama", 2, {"head_dim": 12}), RECIPE, "heads of 12 numbers"),
         (replace(small_job("llama", 2), phase=Phase.EVALUATE), RECIPE, "in training alone"),
         (small_job("gemma2", 2), RECIPE, "softcap|cap"),

@@ -164,7 +164,7 @@ def _train_state(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[Tr
     recipes = optimizer_for(live.model, optimizer, live.recipe)
     # The loop may still refer to its own optimizer, so the replacement is announced.
     if recipes is not optimizer:
-        notes.append(f"the optimizer was {_name(optimizer)} and is {_name(recipes)}: run.optimizer")
+        notes.append(f"the optimizer was {_name(optimizer)} and is now {_name(recipes)}: run.optimizer")
     # Gradients of a step before this call would be added to the first one.
     recipes.zero_grad(set_to_none=True)
     set_process(setup, live.device)

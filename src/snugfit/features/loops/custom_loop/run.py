@@ -274,7 +274,7 @@ class HandRun:
             self._checkpoints.wait()
             where = f" The step's batch is in {file}, next to a checkpoint from before the step."
         raise SnugfitError(
-            f"Step {self.steps + 1}: {fault}{where} Look at the batch, or use a smaller learning rate or "
+            f"Step {self.steps + 1}: {fault}{where} Inspect the batch, or use a smaller learning rate or "
             "another precision."
         )
 

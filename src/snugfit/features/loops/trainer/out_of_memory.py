@@ -38,7 +38,7 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
     trainer.model.zero_grad(set_to_none=True)
     number = trainer.state.global_step + 1
     exhausted = Exhausted(cause=cause, phase="gradients", message=message)
-    what = f"Memory ran out in step {number} ({cause}). The step is repeated with"
+    what = f"Memory ran out in step {number} ({cause}). The step is repeated with the recipe"
     _go_on(trainer, run, exhausted, number, what)
     # The repeated step draws the same random numbers as the failed one.
     set_rng_states(run.step.rng_at_step_start, trainer.args.device)
@@ -78,7 +78,7 @@ def update_broke(trainer: Any, cause: str, error: BaseException) -> OutOfMemory:
     """
     plan: FitPlan = trainer.snugfit
     smaller = cut_smaller(plan.job, plan.recipe)
-    cure = f" Resume with a recipe that needs less, such as '{smaller}'." if smaller else ""
+    cure = f" Resume with a recipe that needs less memory, such as '{smaller}'." if smaller else ""
     exhausted = Exhausted(cause=cause, phase="update", message=str(error))
     return out_of_memory(
         exhausted, plan.recipe, trainer.state.global_step, f"The step cannot be repeated.{cure}"

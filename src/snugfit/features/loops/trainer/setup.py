@@ -107,7 +107,9 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     trainer.snugfit_own_forwards = live.own_forwards
     after = {name: _value_of(args, name) for name in changes}
     return [
-        f"{name} was {before[name]} and is {after[name]}" for name in changes if before[name] != after[name]
+        f"{name} was {before[name]} and is now {after[name]}"
+        for name in changes
+        if before[name] != after[name]
     ]
 
 

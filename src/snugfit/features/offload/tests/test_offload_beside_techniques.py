@@ -18,7 +18,7 @@ from test_law_rehearsed_equals_real import hold_to_reports, job
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        ("host(what=all) + captured", "was not tried in a step that is recorded"),
+        ("host(what=all) + captured", "was not tested in a step that is recorded"),
         ("host(what=all) + compiled(what=model)", "not moved"),
         ("hsdp(2) + host(all)", "is not simulated together with host"),
         ("zero3 + host(all)", "is not simulated together"),
