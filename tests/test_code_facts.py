@@ -118,9 +118,9 @@ def test_accelerate_refuses_another_loss_collator_and_seed(tmp_path: Path) -> No
         run.step(next(iter(run)))
         run.save()
     changed: list[tuple[dict[str, Any], str]] = [
-        ({"loss": half}, r"code of loss was 'mean .*and is 'half .*compare_code=False"),
+        ({"loss": half}, r"code of loss was 'mean .*and is now 'half .*compare_code=False"),
         ({"collate": padded_otherwise}, r"code of collate_fn was 'padded"),
-        ({"seed": 6}, r"seed was 5 and is 6"),
+        ({"seed": 6}, r"seed was 5 and is now 6"),
     ]
     for what, named in changed:
         with made(**what) as run, pytest.raises(UsageError, match=named):
@@ -148,7 +148,7 @@ def test_fit_refuses_another_loss_and_collator(tmp_path: Path) -> None:
     named = str(tmp_path / "checkpoint-1")
     for what, text in (
         ({"loss": other_loss}, r"code of compute_loss_func was '.*loss_of"),
-        ({"loss": None}, r"code of compute_loss_func was '.*loss_of .* and is null"),
+        ({"loss": None}, r"code of compute_loss_func was '.*loss_of .* and is now null"),
         ({"collate": padded_otherwise}, r"code of data_collator was 'padded"),
     ):
         with pytest.raises(UsageError, match=text):

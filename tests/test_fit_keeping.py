@@ -176,7 +176,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(whole: Any, tmp_path: Path
     assert not list(tmp_path.iterdir()), "it is refused before anything is written"
     theirs = Path(whole.args.output_dir) / "checkpoint-10"
     other = run_of(tmp_path, per_device_train_batch_size=8)
-    with pytest.raises(UsageError, match="batch_size was 4 and is 8"):
+    with pytest.raises(UsageError, match="batch_size was 4 and is now 8"):
         other.train(resume_from_checkpoint=str(theirs))
 
 

@@ -95,7 +95,7 @@ def test_a_repeated_question_is_answered_alike_and_not_computed(
     code = run([*words, *more])
     first, told = capsys.readouterr()
     assert computed
-    assert "snugfit: predicting " in told or "snugfit: looking for" in told
+    assert "snugfit: predicting " in told or "snugfit: searching" in told
     count = len(computed)
     assert run([*words, *more]) == code
     again, told = capsys.readouterr()

@@ -36,7 +36,7 @@ def test_micro_batches_keep_the_global_batch(tmp_path: Path) -> None:
     fit(trainer, "micro_batches(2)", watch=lambda event: told.append(event["text"]))
     args = trainer.args
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
-    assert "per_device_train_batch_size was 2 and is 4" in told
+    assert "per_device_train_batch_size was 2 and is now 4" in told
     fit(trainer, "plain", watch=quiet)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 1)
 

@@ -95,7 +95,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(forks: Forks, tmp_p
     assert fits(forks, tmp_path / "run", resume=True) == [0, 0]
     steps = [event["step"] for event in events(tmp_path / "run", "step")]
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
-    with pytest.raises(UsageError, match="batch_size was 8 and is 4"):
+    with pytest.raises(UsageError, match="batch_size was 8 and is now 4"):
         fit_of(tmp_path / "run", recipe="plain", resume=True)
 
 

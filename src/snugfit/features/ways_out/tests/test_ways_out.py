@@ -212,7 +212,7 @@ def test_predict_keeps_each_named_technique(searched: list[Any], capsys: pytest.
     out, err = capsys.readouterr()
     assert searched == [{"bf16", "adamw"}]
     assert "fits with    expandable: 6.0 GiB" in out
-    assert "looking for changes of 'bf16' that fit" in err
+    assert "searching changes of 'bf16' that fit" in err
 
 
 def test_json_contains_the_same(searched: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
