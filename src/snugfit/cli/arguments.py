@@ -267,7 +267,7 @@ def _with_dashes(word: str, declared: Collection[str]) -> str:
 
 
 def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
-    """Return the command with the arguments of a job in front of its own.
+    """Return the command with parameters that describe a job, before its own parameters.
 
     It is called with its own arguments, and with their `Request` as the first.
     """

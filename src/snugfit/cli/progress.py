@@ -53,7 +53,7 @@ def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _line_of_a_cell(first: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that replaces a line in the output of a notebook's cell; at the end it is empty."""
+    """Yield a function that replaces a line in the output of a notebook's cell, and clears it at the end."""
     from IPython.display import display
 
     line = display({"text/plain": first}, raw=True, display_id=True)

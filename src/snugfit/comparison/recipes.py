@@ -36,7 +36,8 @@ class RecipeComparison(JsonDocument, Tabular):
         return min(candidates, key=lambda one: one.needed_bytes)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return one row for each recipe, with the bytes of each kind at its own peak.
+        """Return one row for each recipe, with the bytes of each category (weights, activations, ...) at its
+        own peak.
 
         A kind that only other recipes have is 0.
         """

@@ -153,7 +153,9 @@ def _class_reader(folders: Sequence[Path]) -> Callable[[Path], Rows] | None:
 
 
 def _join(files: Sequence[Path], source: str) -> Rows:
-    """Return the rows of one file, or of several files of one kind. Raises `UsageError` for several kinds."""
+    """Return the rows of one file, or of several files of one format. Raises `UsageError` for several
+    formats.
+    """
     forms = sorted({path.suffix.lower() for path in files})
     if len(forms) > 1:
         raise UsageError(

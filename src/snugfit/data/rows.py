@@ -48,8 +48,9 @@ roles of each task."""
 
 
 class Rows(Indexed[Row]):
-    """Base class of a dataset's rows, with the columns that the user has named; one subclass per kind of
-    source."""
+    """Base class of a dataset's rows, with the columns that the user has named; one subclass for each type of
+    source.
+    """
 
     source: str
     """The file or folder, as it was given."""
@@ -184,7 +185,7 @@ class MemoryRows(Rows):
 
 @final
 class JoinedRows(Rows):
-    """Several files of one kind, concatenated to one dataset. Files without a row are left out."""
+    """Several files of one format, concatenated to one dataset. Files without a row are left out."""
 
     def __init__(self, parts: Sequence[Rows], source: str) -> None:
         self.source = source

@@ -96,12 +96,12 @@ class Stopwatch(Observer):
         """Marks of the start-up: this stopwatch is created, the model is built, the first step ends."""
 
     def step_begins(self, index: int) -> None:
-        """Mark the beginning of the first steady step."""
+        """Mark the beginning of the first timed step."""
         if index == self._warmup:
             self._add_boundary()
 
     def step_ends(self, index: int) -> None:
-        """Mark the end of each steady step, and of the very first step, which ends the start-up."""
+        """Mark the end of each timed step, and of the very first step, which ends the start-up."""
         if index == 0:
             self._starting.append(self._mark())
             self._first_step_ended = True
@@ -122,11 +122,11 @@ class Stopwatch(Observer):
         self._starting.append(self._mark())
 
     def seconds(self) -> list[float]:
-        """Return the seconds of each steady step; waits for the device."""
+        """Return the seconds of each timed step; waits for the device."""
         return self._between([boundary.mark for boundary in self._boundaries])
 
     def cpu_seconds(self) -> list[float]:
-        """Return the CPU seconds of each steady step, summed over the threads of this process."""
+        """Return the CPU seconds of each timed step, summed over the threads of this process."""
         return [end.cpu - begin.cpu for begin, end in pairwise(self._boundaries)]
 
     def quiet(self) -> list[bool]:
@@ -185,7 +185,7 @@ class Stopwatch(Observer):
 def timing_of(
     seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] = (), cpu_seconds: Sequence[float] = ()
 ) -> Timing | None:
-    """Return mean, spread and samples per second of steady steps, without those that are False in `quiet`.
+    """Return mean, spread and samples per second of the timed steps, without those that are False in `quiet`.
 
     None when no step was timed. One step alone has no spread, so it cannot be called stable.
     """

@@ -136,7 +136,7 @@ class Exchanges:
         syncs: Sequence[int],
         host: HostLaunchCosts,
     ) -> StreamsRun:
-        """Simulate the steady step of kernels in several streams.
+        """Simulate a step whose kernels run in several CUDA streams.
 
         `device` are their seconds on the device while no other kernel runs, and `launches` those of the host.
         Before the kernels whose numbers are in `syncs`, the host waits for the stream that computes.

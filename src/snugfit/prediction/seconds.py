@@ -115,7 +115,7 @@ def step_seconds(
     workers: int = 0,
     streams: StreamsRun | None = None,
 ) -> StepSeconds:
-    """Return the seconds of the trace's steady step on this GPU.
+    """Return the seconds of a step of this trace on this GPU.
 
     `workers` is the number of processes that make the batches, and `streams` an earlier simulation of the
     step. Raises `GpuError` when the GPU's rates are not known.
@@ -179,7 +179,7 @@ class LaunchQueue(NamedTuple):
 def queue_of(
     trace: Trace, rates: Rates, connected: GpuLink | None = None, *, workers: int = 0
 ) -> LaunchQueue:
-    """Return the queue of the trace's steady step."""
+    """Return the kernels of a step of this trace, as inputs of the simulated queue."""
     kernels = with_worker_batches(workers, trace.kernels)
     device = each_once(KernelClock(rates, connected).seconds, kernels)
     launches = each_once(lambda kernel: launch_seconds(kernel, rates.host), kernels)

@@ -145,7 +145,9 @@ class Timing(JsonFields):
 
 @dataclass(frozen=True, kw_only=True)
 class Startup(JsonFields):
-    """Wall-clock seconds from the start of a process to its steady steps, stage by stage."""
+    """Wall-clock seconds from the start of a process until its steps have their final speed, stage by
+    stage.
+    """
 
     imports_seconds: float
     """Seconds from the start of the process until torch and the model's code are imported."""

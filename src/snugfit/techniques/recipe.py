@@ -118,7 +118,7 @@ class Recipe:
         return self.techniques[_INDICES[Slot(slot)]]
 
     def with_(self, technique: Technique) -> Recipe:
-        """Return a copy of the recipe with `technique` in its slot."""
+        """Return a copy of the recipe with `technique` in its slot (such as precision)."""
         return Recipe(tuple(technique if old.slot is technique.slot else old for old in self))
 
     @property

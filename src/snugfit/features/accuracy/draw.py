@@ -32,7 +32,7 @@ MAX_PROPOSALS = 2_000
 
 
 def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
-    """Yield distinct valid recipes for this job, the plain one first.
+    """Yield random, distinct and valid recipes for this job, the plain one first.
 
     The seed and the job determine the recipes.
     """
@@ -59,9 +59,9 @@ def _is_simulated(technique: type[Technique]) -> bool:
 
 
 def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
-    """Draw a random technique for each slot, with a setting that it proposes for the job. Return None for an
-    invalid combination, or one that does not fit this number of GPUs. Installed packages are not checked: a
-    missing one fails visibly.
+    """Draw a random technique for each slot (such as the optimizer), with a setting that it proposes for the
+    job. Return None for an invalid combination, or one that does not fit this number of GPUs. Installed
+    packages are not checked: a missing one fails visibly.
     """
     drawn = []
     for slot in Slot:

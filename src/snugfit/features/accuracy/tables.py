@@ -155,8 +155,8 @@ def _verdict(result: Accuracy) -> str:
 
 
 def file_name(result: str, kind: str = "drawn", count: int = 0) -> str:
-    """Return the file name of a result of `snugfit accuracy`, made of its seed or its jobs' files, and its
-    kind.
+    """Return the file name of a result of `snugfit accuracy`, made of its seed or its jobs' files, and the
+    type of the runs.
     """
     ending = {"drawn": "", "within-job": "-within-job", "top": f"-top{count}"}[kind]
     return f"accuracy-{result}{ending}.json"

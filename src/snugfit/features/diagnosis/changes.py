@@ -1,4 +1,4 @@
-"""General changes to try after a failure, by its kind."""
+"""General changes to try after a memory failure, by its cause (such as fragmentation)."""
 
 from __future__ import annotations
 

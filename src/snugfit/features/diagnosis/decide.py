@@ -1,5 +1,6 @@
-"""Decision on the kind of a memory failure, from the size of the request and the GPU's memory at that
-moment."""
+"""Decision on the cause of a memory failure (such as fragmentation), from the size of the request and the
+GPU's memory at that moment.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +67,9 @@ def _without_figures(requested: int, ledger: Ledger | None) -> str:
 def _decide_within_limit(
     requested: int, ledger: Ledger, allowed: int
 ) -> tuple[FailureKind, str, tuple[str, ...]]:
-    """Return kind, summary and notes for a process that may use only `allowed` bytes of a GPU with more
-    free."""
+    """Return cause, summary and notes of a failure in a process that may use only `allowed` bytes of a GPU
+    with more free.
+    """
     reserved = (ledger.allocated_bytes or 0) + (ledger.unallocated_bytes or 0)
     within = Ledger(
         total_bytes=allowed,

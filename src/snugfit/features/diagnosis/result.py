@@ -1,5 +1,6 @@
-"""The diagnosis of a failed run: its kind, the GPU's memory at that moment, the request, and changes that
-help."""
+"""The diagnosis of a failed run: its cause, the GPU's memory at that moment, the request, and changes that
+help.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from snugfit.results.ways_out import WaysOut
 
 
 class FailureKind(StrEnum):
-    """Kinds of out-of-memory failures."""
+    """Causes of out-of-memory failures, such as fragmentation."""
 
     SHORTAGE = "shortage"
     """Live tensors and the request need more than the GPU has."""

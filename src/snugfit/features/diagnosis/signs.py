@@ -14,7 +14,7 @@ from snugfit.features.diagnosis.result import FailureKind
 
 @dataclass(frozen=True)
 class Sign:
-    """A text pattern of log messages, and the kind of out-of-memory failure that it means."""
+    """A text pattern of log messages, and the cause of an out-of-memory failure that it indicates."""
 
     words: tuple[str, ...]
     """Words of which one is in each such line. A search for them is much faster than the pattern."""

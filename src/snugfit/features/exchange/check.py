@@ -80,7 +80,7 @@ class Fix:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One problem of a configuration file, such as two keys in conflict or a key without effect."""
+    """One problem of a configuration file, such as two contradicting keys or a key without effect."""
 
     kind: str
     """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""

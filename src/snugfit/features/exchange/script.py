@@ -128,7 +128,7 @@ def folder_or_id(job: Job) -> str:
 
 
 def _config_arguments(job: Job) -> dict[str, str]:
-    """Return keyword arguments, as text, for facts of the job's config that differ from the model's own."""
+    """Return keyword arguments, as text, for values of the job's config that differ from the model's own."""
     from transformers import AutoConfig
 
     config, arguments = job.transformers_config(), dict[str, str]()

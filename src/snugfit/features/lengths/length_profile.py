@@ -158,7 +158,7 @@ class LengthProfiler:
         return self._bytes[BatchShape(length, padded)]
 
     def sample(self, length: int, padded: bool) -> LengthSample:
-        """Return the simulated kernels of a steady step with this sequence length."""
+        """Return the simulated kernels of a step (after the first ones) with this sequence length."""
         key = BatchShape(length, padded)
         if key not in self._samples:
             self.tell(f"simulating {length} tokens{'' if padded else ', unpadded'}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def eight_bit_products(policy: Policy) -> Iterator[None]:
-    """Context in which products with 8-bit weights run on `meta` as on the policy's device.
+    """Context in which products with 8-bit weights run on `meta` as on the simulated device.
 
     Without an imported bitsandbytes the context has no effect.
     """

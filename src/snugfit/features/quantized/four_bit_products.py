@@ -31,7 +31,7 @@ _NESTED_BLOCK = 256
 
 @contextlib.contextmanager
 def four_bit_products(policy: Policy) -> Iterator[None]:
-    """Context in which products with 4-bit weights run on `meta` as on the policy's device.
+    """Context in which products with 4-bit weights run on `meta` as on the simulated device.
 
     Without an imported bitsandbytes the context has no effect. The products are registered as a kernel of
     torch's dispatcher. `torch.ops.bitsandbytes.gemm_4bit.default` must not be replaced. The dispatcher caches

@@ -420,7 +420,7 @@ class LighterRecipes:
         return bool(figures and base and figures.needed_bytes < base.needed_bytes)
 
     def _evaluate(self, recipe: Recipe) -> Figures | None:
-        """Return the exact figures of a recipe; None if it cannot be simulated."""
+        """Return the exact bytes and seconds of a recipe; None if it cannot be simulated."""
         self.costs.judge([[recipe]])
         return self.costs.figures[recipe]
 

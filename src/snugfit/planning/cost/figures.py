@@ -64,7 +64,7 @@ class Figures(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the steady step."""
+        """Seconds of a step, after the first ones."""
         return self.seconds - self.share
 
     @property

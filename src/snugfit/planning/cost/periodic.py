@@ -170,8 +170,8 @@ def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable
 
 
 def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
-    """Return the kernels of each micro-batch of a steady step, the update with the last one. The trace may
-    have fewer than `micro_batches`, if it has more than two.
+    """Return the kernels of each micro-batch of a step, and the update with those of the last one. The trace
+    may have fewer than `micro_batches`, if it has more than two.
     """
     works = [_between(trace, *ends) for ends in pairwise([0, *later_starts(trace), len(trace.kernels)])]
     if len(works) == micro_batches:
@@ -180,8 +180,7 @@ def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
 
 
 def later_starts(trace: Trace) -> list[int]:
-    """Return the indices of the kernels that begin each micro-batch of the steady step, except for the
-    first."""
+    """Return the indices of the kernels that begin each micro-batch of a step, except for the first."""
     return [
         index
         for index, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)

@@ -97,9 +97,9 @@ def merge_inner(segments: Sequence[QueueSegment], wait_s: Any) -> list[QueueSegm
 
 
 def simulate(segments: Sequence[QueueSegment], begin_s: Any, wait_s: Any) -> Any:
-    """Return the seconds (..., GPUs) of a steady step, from its queue segments with waits between them. The
-    model is that of `prediction/seconds.py:simulate_queue`. The host takes `begin_s` to begin a step and
-    `wait_s` at each wait, both (GPUs,).
+    """Return the seconds (..., GPUs) of a step, from its queue segments with waits between them. The model is
+    that of `prediction/seconds.py:simulate_queue`. The host takes `begin_s` to begin a step and `wait_s` at
+    each wait, both (GPUs,).
     """
     now = free = last = length = np.zeros_like(wait_s)
     # In a steady step the device may still run the previous one, so several are simulated.

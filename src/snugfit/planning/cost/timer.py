@@ -62,7 +62,7 @@ class ComposableTimer(Protocol):
         """Return True if this work has copies that run in parallel to kernels."""
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
-        """Return the seconds (..., GPUs) of a steady step with these queue segments."""
+        """Return the seconds (..., GPUs) of a step with these queue segments."""
 
 
 def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
@@ -92,7 +92,7 @@ class SingleGpuTimer:
     seconds: Callable[[Trace], float]
 
     def __call__(self, trace: Trace) -> tuple[float]:
-        """Return seconds of the trace's steady step."""
+        """Return seconds of a step of this trace."""
         return (self.seconds(trace),)
 
 
@@ -103,7 +103,7 @@ class PerGpuTimers:
     timers: tuple[Callable[[Trace], float], ...]
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
-        """Return seconds of the trace's steady step on each GPU."""
+        """Return seconds of a step of this trace on each GPU."""
         return tuple(timer(trace) for timer in self.timers)
 
 
@@ -129,7 +129,7 @@ class GpuTimers:
         self._table: Any = np.empty((3, 0, len(self.rates)))  # device, launch, loader; kernel; GPU
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
-        """Return seconds of the trace's steady step on each GPU."""
+        """Return seconds of a step of this trace on each GPU."""
         if _copies_go(trace.kernels):
             return tuple(map(partial(self._with_copies, trace), self._clocks))
         segments, _ = self._segments(trace.kernels, trace.waits)
@@ -171,8 +171,8 @@ class GpuTimers:
         return known
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
-        """Return the seconds (..., GPUs) of a steady step with these queue segments, or of loading its
-        batches if that takes longer.
+        """Return the seconds (..., GPUs) of a step with these queue segments, or of loading its batches if
+        that takes longer.
         """
         length = simulate(segments, self._begin_s, self._wait_s)
         return np.maximum(length, sum(segment.loader_s for segment in segments))
@@ -242,7 +242,7 @@ class TimersWithGaps:
         return cls(GpuTimers(known), tuple(indices))
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
-        """Return seconds of the trace's steady step on each GPU."""
+        """Return seconds of a step of this trace on each GPU."""
         seconds = self.timers(trace)
         return tuple(0.0 if index is None else seconds[index] for index in self.indices)
 
@@ -259,7 +259,7 @@ class TimersWithGaps:
         return self._on_every(self.timers.device_seconds(work))
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
-        """Return the seconds (..., GPUs) of a steady step with these queue segments; 0 for GPUs with unknown
+        """Return the seconds (..., GPUs) of a step with these queue segments; 0 for GPUs with unknown
         rates.
         """
         return self._on_every(self.timers.simulate(segments))

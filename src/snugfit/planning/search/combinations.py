@@ -60,7 +60,7 @@ class _NotYetFilledError(Exception):
 
 
 class _Beginning:
-    """An incomplete recipe: the techniques of the slots that are chosen so far."""
+    """An incomplete recipe: the techniques of the slots (such as precision) that are chosen so far."""
 
     def __init__(self, techniques: tuple[Technique, ...]) -> None:
         self._techniques = techniques
@@ -117,7 +117,9 @@ class Combinations:
                 )
 
     def _questions(self, technique: Technique, position: int) -> Iterator[_PendingObjection]:
-        """Yield the checks of a technique that depend on the technique in another slot of the recipe."""
+        """Yield the checks of a technique that depend on the technique in another slot of the recipe, such as
+        the optimizer.
+        """
         # Most techniques inherit these methods, which never object.
         if type(technique).objections is not Technique.objections:
             yield _PendingObjection(technique, self._objection, position)
@@ -127,8 +129,8 @@ class Combinations:
     def _still_open(
         self, questions: Sequence[_PendingObjection], techniques: tuple[Technique, ...]
     ) -> tuple[_PendingObjection, ...] | None:
-        """Run the checks whose slots have their techniques. Return the other checks; None after an objection,
-        which is counted.
+        """Run the checks for which all needed slots have their techniques. Return the other checks; None
+        after an objection, which is counted.
         """
         last, recipe = len(techniques) - 1, _Beginning(techniques)
         still_open = []

@@ -186,8 +186,9 @@ def _evaluate_mixtures(
 
 
 def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, tell: Tell) -> None:
-    """Simulate settings of this slot's technique that need less memory, for the fastest recipes without
-    recomputation that do not fit. Add those that fit and are faster than every other recipe that fits.
+    """Simulate settings of the technique in this slot (such as checkpointing) that need less memory, for the
+    fastest recipes without recomputation that do not fit. Add those that fit and are faster than every other
+    recipe that fits.
     """
     smaller = {technique: technique.smaller(job) for technique in state.space.offers(slot)}
     if not any(smaller.values()):

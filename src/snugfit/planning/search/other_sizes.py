@@ -100,8 +100,8 @@ class OtherSizes:
         return float(linear_extrapolate(points, values, 1 / pieces))
 
     def _two_plainer(self, number: int, first: int, slots: tuple[Slot, ...]) -> list[tuple[int, Bound]]:
-        """Return the bounds of the recipe with default techniques in `slots`, for two micro-batch sizes,
-        beginning with that of `first`. Empty if they are unknown.
+        """Return the bounds of the recipe with default techniques in `slots` (choices such as checkpointing),
+        for two micro-batch sizes, beginning with that of `first`. Empty if they are unknown.
         """
         sizes = (first, number, *self.smaller(number))
         plain = {one: self._bounds.get(self._plainer(one, *slots)) for one in sizes}

@@ -51,7 +51,7 @@ class Explanation(NamedTuple):
 
 def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Explanation:
     """Return the explanation of a plan's best recipe, from its full simulation and the alternatives in each
-    slot.
+    slot (such as the optimizer).
 
     Raises `SnugfitError` if the answer cannot be simulated.
     """
@@ -99,8 +99,8 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
 
 
 def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
-    """Yield the recipes with which the best recipe's technique in one slot may be compared. Recipes that
-    would first have to be compiled are replaced by their uncompiled ones.
+    """Yield the recipes with which the best recipe's technique in one slot (such as the optimizer) may be
+    compared. Recipes that would first have to be compiled are replaced by their uncompiled ones.
     """
     for slot in Slot:
         if (plainer := _plainer(state, recipe, slot)) is None:
@@ -129,9 +129,9 @@ def _estimate(state: SearchState, answer: int, number: int) -> Figures | None:
 
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe that shows the gain of the best recipe's technique in this slot; None if the slot has
-    no other technique. It has the slot's default technique, or else the other technique with the least lower
-    bound of seconds.
+    """Return the recipe that shows the gain of the best recipe's technique in this slot (such as the
+    optimizer); None if the slot has no other technique. It has the slot's default technique, or else the
+    other technique with the least lower bound of seconds.
     """
     if (plainer := _plainer(state, recipe, slot)) is not None:
         return plainer
@@ -144,8 +144,8 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
 
 
 def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe with the default technique in this slot; None if that is its own or is not
-    available.
+    """Return the recipe with the default technique in this slot (such as the optimizer); None if that is its
+    own or is not available.
     """
     plain = roster.plain(slot)
     return None if recipe[slot] == plain or plain not in state.space.offers(slot) else recipe.with_(plain)

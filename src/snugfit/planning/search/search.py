@@ -183,7 +183,7 @@ def front_of(state: SearchState) -> list[int]:
 def best_of(
     state: SearchState, pool: WorkerPool, front: Sequence[int], memory_bytes: int | None, *, smallest: bool
 ) -> int | None:
-    """Return the simplest of the fastest recipes of a front that fit, or the `smallest`.
+    """Return the simplest of the fastest recipes of a Pareto front that fit, or the `smallest`.
 
     If none leaves the headroom, return the smallest that fits `memory_bytes`; None if nothing fits.
     """

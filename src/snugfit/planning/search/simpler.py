@@ -82,8 +82,8 @@ def simplest(state: SearchState, fastest: int, fits: Callable[[int], bool]) -> i
 
 
 def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int], bool]) -> list[int]:
-    """Return the front, the fastest first, with each recipe replaced by the simplest equivalent evaluated
-    one.
+    """Return the Pareto front, the fastest first, with each recipe replaced by the simplest equivalent
+    evaluated one.
 
     An equivalent is as fast, as small, and fits if the original fits.
     """
@@ -100,8 +100,8 @@ def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int
 
 
 def simpler_than(space: Space, number: int) -> Sequence[int]:
-    """Return the variants of a recipe that have the default technique in one or more slots, and are otherwise
-    equal.
+    """Return the variants of a recipe that have the default technique in one or more slots (such as the
+    optimizer), and are otherwise equal.
     """
     if number not in space.simpler:
         space.simpler[number] = tuple(_simpler_than(space, number))

@@ -138,18 +138,24 @@ class Space:
         return sum(map(ne, recipe, self.simplest))
 
     def offers(self, slot: Slot) -> tuple[Technique, ...]:
-        """Return the techniques that candidate recipes may have in this slot."""
+        """Return the techniques that candidate recipes may have in this slot (a choice such as the
+        optimizer).
+        """
         return self.choices[_SLOT_INDICES[slot]]
 
     def variants(self, number: int, slot: Slot) -> Iterator[int]:
-        """Yield the numbers of candidates that differ from this candidate only in this slot."""
+        """Yield the numbers of candidates that differ from this candidate only in this slot (a choice such as
+        the optimizer).
+        """
         for technique in self.offers(slot):
             other = self.variant(number, technique)
             if other is not None and other != number:
                 yield other
 
     def others(self, recipe: Recipe, slot: Slot) -> Iterator[int]:
-        """Yield the numbers of candidates that differ from this recipe only in this slot."""
+        """Yield the numbers of candidates that differ from this recipe only in this slot (a choice such as
+        the optimizer).
+        """
         for technique in self.offers(slot):
             number = self.number(recipe.with_(technique))
             if technique != recipe[slot] and number is not None:
@@ -237,8 +243,8 @@ def _offered_in(
     many_gpus: bool,
     front_end: str,
 ) -> tuple[Technique, ...]:
-    """Return the techniques of this slot that a search tries: the fixed ones, or the possible ones and the
-    user's own.
+    """Return the techniques of this slot (a choice such as the optimizer) that a search tries: the fixed
+    ones, or the possible ones and the user's own.
     """
     if slot in fixed.slots:
         first, *family = fixed.slots[slot]

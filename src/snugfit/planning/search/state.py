@@ -1,4 +1,5 @@
-"""The state of a search: lower bounds of each candidate recipe, and exact figures of the evaluated ones.
+"""The state of a search: lower bounds of each candidate recipe, and exact bytes and seconds of the simulated
+ones.
 
 A candidate's lower bound in bytes is its live bytes. The allocator loses some per cent between blocks, which
 only the replay of the whole step shows. Many candidates are as large as a faster one except for that loss.

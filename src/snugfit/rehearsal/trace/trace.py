@@ -172,7 +172,7 @@ class Memory(Enum):
 
 
 class MarkKind(StrEnum):
-    """Kinds of moments that a trace marks, such as the end of a step."""
+    """Types of moments that a trace records, such as the end of a step."""
 
     PHASE = "phase"
     """A phase of a step begins."""
@@ -335,7 +335,7 @@ class Trace:
 
     @property
     def phases(self) -> tuple[Mark, ...]:
-        """The marks of the trace at which phases begin."""
+        """The recorded moments at which phases of the trace begin."""
         return tuple(mark for mark in self.marks if mark.kind is MarkKind.PHASE)
 
     def memory_of(self, index: int) -> Memory:

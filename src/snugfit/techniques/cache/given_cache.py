@@ -12,6 +12,6 @@ from snugfit.techniques.technique import PlainTechnique
 
 @dataclass(frozen=True, kw_only=True)
 class GivenCache(PlainTechnique):
-    """Stores keys and values of earlier tokens in the kind of cache that the job names."""
+    """Stores keys and values of earlier tokens in the type of cache that the job names."""
 
     source: ClassVar = "transformers.GenerationConfig(cache_implementation=...)"

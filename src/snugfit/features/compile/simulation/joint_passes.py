@@ -1,4 +1,5 @@
-"""Inductor's passes over a joint graph (forward and backward), with the decisions of the policy's device.
+"""Inductor's passes over a joint graph (forward and backward), with the decisions that they would make on the
+simulated GPU.
 
 Two passes decide by the device. One replaces explicit attention by a fused kernel. The other pads products
 whose rows are no multiple of 16 bytes, if padding is faster in a benchmark. A simulation runs no benchmark.

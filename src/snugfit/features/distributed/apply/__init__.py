@@ -1,2 +1,3 @@
-"""Code that applies the fields `parallel` and `sharding` to a model: DDP, FSDP2, stages, cut matrices and
-sequences."""
+"""Code that applies the fields `parallel` and `sharding` to a model: DDP, FSDP2, pipeline stages, and split
+matrices and sequences.
+"""

@@ -293,7 +293,7 @@ def _group_of_ends(wish: ParallelWish, all_stages: Any) -> Any:
 
 
 def _times_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Return a micro-batch's mean loss times its share of the batch's counted items."""
+    """Return a micro-batch's mean loss times its fraction of the batch's labels that count."""
     return loss * share.item()
 
 

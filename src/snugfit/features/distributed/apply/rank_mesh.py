@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def device_of(model: torch.nn.Module) -> str:
-    """Return the kind of device that this process computes on, even while the model is on the host."""
+    """Return the device type that this process computes on, even while the model is on the host."""
     import torch.distributed as dist
 
     kind = next(model.parameters()).device.type

@@ -1,4 +1,4 @@
-"""Sequences that are cut over ranks, and attention around them: torch's own `context_parallel`.
+"""Sequences that are split over ranks, and attention across these ranks: torch's own `context_parallel`.
 
 Each rank of a group gets the whole micro-batch. The model's inputs are cut on the device in torch's own
 order, which balances the work of a causal mask. There are 2 n pieces. The rank r has number r from the front

@@ -1,4 +1,5 @@
-"""A decoder cut into stages: each process keeps its layers of the model, and the modules that only they need.
+"""A decoder divided into pipeline stages: each process keeps its layers of the model, and the modules that
+only they need.
 
 The model stays transformers' own, with its own forward pass. A layer of another stage is replaced by a module
 that returns its input. So layers keep their numbers, by which some models look up a layer's mask, and weights

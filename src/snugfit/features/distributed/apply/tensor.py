@@ -1,4 +1,4 @@
-"""Matrices cut over several ranks, which compute each layer together: torch's `parallelize_module`.
+"""Matrices split over several ranks, which compute each layer together: torch's `parallelize_module`.
 
 The model's own plan lists the cut of each matrix. transformers has one for most language models
 (`base_model_tp_plan` of its config, and `_tp_plan` of its head). Here its words are mapped to torch's styles

@@ -56,8 +56,8 @@ def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[tuple[
 
 
 def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
-    """Return tensor, context and pipeline parallelism with each of their group sizes, by slot: axes along
-    which GPUs share the same samples.
+    """Return tensor, context and pipeline parallelism with each of their group sizes, by slot (such as
+    `tensor_parallel`). These are the axes along which GPUs share the same samples.
 
     A technique's planning objections are ignored, since they concern plans without its axis.
     """

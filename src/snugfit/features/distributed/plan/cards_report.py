@@ -1,4 +1,4 @@
-"""Plans by number of GPUs, in a terminal and as Markdown: kinds, numbers and costs of GPUs."""
+"""Plans by number of GPUs, in a terminal and as Markdown: models, numbers and costs of GPUs."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at:
 
 
 def with_a_further_piece(trace: Trace) -> Trace | None:
-    """Return this trace (the recorded kernels) with its steady step extended by one micro-batch.
+    """Return this trace (the recorded kernels) with its last step extended by one micro-batch.
 
     It is a copy of the one between the first and the last, which begins and ends as the next does. This also
     holds if exchanges in other streams reach from one micro-batch into the next. Blocks and events stay

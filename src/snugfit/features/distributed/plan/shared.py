@@ -127,7 +127,9 @@ class Shared:
         return self.by_itself == other.by_itself and self.cuts_as(other)
 
     def differs_only_in(self, other: Shared, *more: Slot) -> bool:
-        """Return True if two layouts differ only in parallelism techniques, and only in these slots."""
+        """Return True if two layouts differ only in parallelism techniques, and only in these slots (choices
+        such as `sharding`).
+        """
         slots = {*roster.slots_of_several_gpus(), *more}
         return all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
 

@@ -266,9 +266,9 @@ class StagesQuestion:
 
 
 def _of_pieces(values: tuple[float, float, float], deeper: float, few: int, pieces: int) -> float:
-    """Return the seconds of a stage of all layers with `pieces` micro-batches, from three values. These are
-    the stage of few layers with few micro-batches, its increase by one more, and the whole stage with few.
-    The constant part (weights that are gathered once for all micro-batches) grows with layers.
+    """Return the seconds of a stage of all layers with `pieces` micro-batches, from three known values. These
+    are the stage of few layers with few micro-batches, its increase by one more, and the whole stage with
+    few. The constant part (weights that are gathered once for all micro-batches) grows with layers.
     """
     shallow, further, deep = values
     once = max(0.0, shallow - few * further) * deeper

@@ -19,8 +19,8 @@ from snugfit.rehearsal.trace.trace import COLLECTIVES, DEFAULT_STREAM, Kernel
 
 
 class SimulatedStreams:
-    """Discrete simulation of CUDA streams and of the host that launches their kernels, until the step's time
-    is steady.
+    """Discrete simulation of CUDA streams and of the host that launches their kernels, until further steps
+    take the same time.
     """
 
     def __init__(

@@ -115,8 +115,9 @@ class ContextParallel(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield settings for groups of GPUs that fit into one host, with pieces for attention in any
-        dtype."""
+        """Yield settings for groups of GPUs that fit into one host, with sequence lengths that attention
+        supports in any dtype.
+        """
         if job.model.module is None and not job.padding and not any(_of_model(job)):
             # Pieces must suit attention in 32 bits, because plans may choose it.
             yield from (cls(n=n) for n in (2, 4, 8) if job.sequence_length % (2 * n * ALIGNED) == 0)

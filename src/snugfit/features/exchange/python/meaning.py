@@ -71,7 +71,7 @@ OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 
 @dataclass
 class Script:
-    """The training arguments and the facts of the job that follow from a user's script."""
+    """The training arguments and the job's settings that follow from a user's script."""
 
     dialect: str
     """`trainer`, `sft`, `accelerate` or `loop`."""
@@ -85,8 +85,8 @@ class Script:
 
 
 def read_meaning(done: Evaluation, where: str, *, bfloat16: bool | None = None) -> Script:
-    """Return the arguments and facts of an evaluated script, on a GPU with or without `bfloat16`. Raises
-    `UsageError` for a script that snugfit cannot read.
+    """Return the training arguments and the job's settings of an evaluated script, on a GPU with or without
+    `bfloat16`. Raises `UsageError` for a script that snugfit cannot read.
     """
     return _Meaning(done, where, bfloat16).read()
 
@@ -360,7 +360,7 @@ class _Meaning:
         return facts
 
     def _of_config(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the facts of the job that a config's arguments in the script change. Other sizes are listed
+        """Return the job's settings that the script changes by arguments of a config. Other sizes are listed
         as not read.
         """
         configs = [one for value in (*call.positional, *call.named.values()) for one in calls_in(value)]

@@ -53,8 +53,8 @@ HOOKS, REENTRANT = "hooks", "reentrant"
 
 
 def checkpoint_around() -> str:
-    """Return which kind of `torch.utils.checkpoint` the current code runs in, during its first or its second
-    run.
+    """Return the type of `torch.utils.checkpoint` around the current code, and whether it is the first run or
+    the recomputation.
 
     One kind saves tensors by hooks (`torch/utils/checkpoint.py`). The reentrant one runs without gradients
     first, and within the backward pass again. An empty string means no checkpoint. If torch does not expose

@@ -91,8 +91,8 @@ class Batches:
         return count_of(getattr(self._loader, "dataset", None))
 
     def facts(self) -> Facts:
-        """Return facts that identify the loader's data and order, such as its sampler, to compare a resumed
-        run with its checkpoint.
+        """Return properties that identify the loader's data and order, such as its sampler, to compare a
+        resumed run with its checkpoint.
         """
         return loader_facts(self._loader)
 

@@ -42,7 +42,7 @@ class TrainerParts:
         """Raise `UsageError` for unsupported settings of the trainer."""
 
     def refuse_recipe(self, setup: Setup, *, optimizer: str | None) -> None:
-        """Raise `UsageError` for a recipe, given without its sharding, that this kind of sharding does not
+        """Raise `UsageError` for a recipe, given without its sharding, that this trainer's sharding does not
         support.
 
         `optimizer` is None for the recipe's own, or a name in `TrainingArguments`. An empty name is the
@@ -91,6 +91,6 @@ class TrainerParts:
 
 
 def trainer_parts(trainer: Any) -> TrainerParts:
-    """Return the operations on model and checkpoints for this trainer's kind of sharding."""
+    """Return the operations on model and checkpoints for this trainer's sharding (none, DDP or FSDP2)."""
     parts: TrainerParts = state_parts().of_trainer(trainer) or TrainerParts(trainer)
     return parts
