@@ -33,7 +33,10 @@ def test_a_misspelt_command_is_still_guessed(capsys: pytest.CaptureFixture[str])
         (["predict", "--model", "gpt2"], "Write the model without a flag: snugfit predict MODEL."),
         (["predict", "gpt2", "--recipe", "deepspeed"], "DeepSpeed on one GPU is 'zero2' or 'zero3'"),
         (["predict", "--mod", "gpt2"], "No such option: --mod."),
-        (["predict", "gpt2", "--headroom", "2GiB"], "--headroom 2GiB needs a limit. Add --gpu NAME or"),
+        (
+            ["predict", "gpt2", "--headroom", "2GiB"],
+            "--headroom 2GiB needs a memory limit. Add --gpu NAME or",
+        ),
         (["predict", "gpt2", "--mesh", "foo=2"], "foo is not an axis along which GPUs share the work. Those"),
         (["predict", "gpt2", "--gpu", "rtx 3060 laptop"], "give its size in place of its name: --memory"),
     ],

@@ -115,7 +115,9 @@ def _check_options(
     if operators and compared:
         raise UsageError("--operators shows one recipe. Leave --compare out.")
     if request.headroom and request.gpu is None and request.memory_bytes is None:
-        raise UsageError(f"--headroom {request.headroom} needs a limit. Add --gpu NAME or --memory 24GiB.")
+        raise UsageError(
+            f"--headroom {request.headroom} needs a memory limit. Add --gpu NAME or --memory 24GiB."
+        )
     if largest:
         from snugfit.planning.largest import field_of
 
@@ -178,7 +180,7 @@ def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Pr
 
 def _largest(request: Request, of: str, *, quiet: bool, fresh: bool) -> Prediction:
     if request.gpu is None and request.memory_bytes is None:
-        raise UsageError("--largest needs a limit. Add --gpu NAME or --memory 24GiB.")
+        raise UsageError("--largest needs a memory limit. Add --gpu NAME or --memory 24GiB.")
     if request.software != "installed":
         raise UsageError("--largest works for the installed software only. Leave --software out.")
     if request.gpus != 1:

@@ -155,8 +155,8 @@ def _on_cpu(count: int) -> tuple[Target, ...]:
     """Return the CPU `count` times. Raises `GpuError` for more than `MAX_ON_CPU` processes."""
     if count > MAX_ON_CPU:
         raise GpuError(
-            f"{count} processes on the CPU, which takes the place of GPUs only to try things out: at "
-            f"most {MAX_ON_CPU} are allowed."
+            f"{count} processes on the CPU, which replaces GPUs only for trials: at "
+            f"most {MAX_ON_CPU} are allowed. Name fewer."
         )
     return (Target(type="cpu"),) * count
 

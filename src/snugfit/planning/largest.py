@@ -65,7 +65,10 @@ def largest(
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     field_of(job, of)
     if gpu is None and memory_bytes is None:
-        raise UsageError("The largest that fits needs a limit: give a GPU, or an amount of memory.")
+        raise UsageError(
+            "The search for the largest size that fits needs a memory limit: give a "
+            "GPU, or an amount of memory."
+        )
     sizes = _Sizes(
         job, recipe, of, {"gpu": gpu, "memory_bytes": memory_bytes, "headroom": headroom, "loop": loop}
     )

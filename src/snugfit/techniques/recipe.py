@@ -199,7 +199,9 @@ def techniques_of(text: str) -> dict[Slot, Technique]:
     for word in parse(text):
         # `plain` next to another technique contradicts it.
         if word.name == PLAIN:
-            word.refuse(f"{PLAIN!r} is the recipe that names nothing, so nothing can be added to it.")
+            word.refuse(
+                f"{PLAIN!r} is the recipe that names nothing, so nothing can be added to it. Leave it out."
+            )
         if word.name == AUTO:
             word.refuse(
                 f"{AUTO!r} starts a search, but here a finished recipe is needed. snugfit predict with "
@@ -222,7 +224,7 @@ def without_auto(text: str) -> str | None:
         return None
     # The comparison excludes `auto(...)`, whose name is the same.
     if len(autos) > 1 or text[autos[0].start : autos[0].end] != AUTO:
-        autos[-1].refuse(f"{AUTO!r} is named once, and has no settings.")
+        autos[-1].refuse(f"{AUTO!r} may be named only once, and has no settings. Remove the rest.")
     rest = " + ".join(text[word.start : word.end] for word in words if word.name != AUTO)
     named = techniques_of(rest)
     for slot in AUTO_SLOTS:

@@ -118,7 +118,8 @@ def accuracy(
     typer.echo(f"Written: {file}", err=form != "terminal")
     if result.outside:
         raise OutsideBand(
-            f"{len(result.outside)} of {len(result.runs)} runs are outside the band. The table marks them."
+            f"{len(result.outside)} of {len(result.runs)} runs have larger errors than allowed. The "
+            f"table marks them."
         )
 
 

@@ -180,7 +180,7 @@ class Accuracy(JsonDocument):
     """Package versions of a rescored draw's first predictions."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "band": (Mapping[str, float], "Largest relative error inside the band, by figure."),
+        "band": (Mapping[str, float], "Largest relative error within the allowed ones, by figure."),
     }
 
     @property
@@ -194,7 +194,7 @@ class Accuracy(JsonDocument):
         return sorted(abs(error) for error in errors if error is not None)
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the largest relative errors inside the band."""
+        """Return the largest relative errors within the allowed ones."""
         return {"band": dict(BAND)}
 
     @classmethod

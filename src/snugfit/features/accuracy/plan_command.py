@@ -92,7 +92,8 @@ def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
     print_as(form, document(plan, verified), render(verified))
     if verified.outside:
         raise OutsideBand(
-            f"{len(verified.outside)} of {len(verified.runs)} runs are outside the band. The table "
+            f"{len(verified.outside)} of {len(verified.runs)} runs have larger errors than allowed. "
+            f"The table "
             "marks them."
         )
 

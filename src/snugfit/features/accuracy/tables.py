@@ -150,8 +150,8 @@ def _verdict(result: Accuracy) -> str:
         return f"Nothing was measured. {failed} of {len(result.runs)} draws could not be predicted."
     outside = len(result.outside)
     if outside:
-        return f"{outside} of {len(result.runs)} runs are outside the band."
-    return f"All {len(result.runs)} runs are inside the band."
+        return f"{outside} of {len(result.runs)} runs have larger errors than allowed."
+    return f"All {len(result.runs)} runs have allowed errors."
 
 
 def file_name(result: str, kind: str = "drawn", count: int = 0) -> str:

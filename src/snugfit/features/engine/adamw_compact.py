@@ -69,7 +69,7 @@ class AdamWCompact(Technique):
             )
         # A kernel updates the weights of one process, whose states no other has.
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
-            yield "several processes do not share its states. Try 'adamw_8bit' or 'adamw_fused'."
+            yield "its states are not supported in several processes. Try 'adamw_8bit' or 'adamw_fused'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning that losses were compared with AdamW's in few runs."""

@@ -65,7 +65,7 @@ class Bf16Master(Technique):
                 f"{recipe[Slot.ADAPTERS]} leaves nothing to split. Try 'bf16' or 'bf16_pure'."
             )
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
-            yield "several processes do not share weights in two halves. Try 'bf16'."
+            yield "weights in two halves are not supported in several processes. Try 'bf16'."
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
         """Return the reason why plans do not combine it with compiled steps, or with another optimizer than

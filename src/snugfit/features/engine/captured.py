@@ -63,7 +63,7 @@ class Captured(Technique):
         again."""
         if not job.trains:
             yield (
-                "only training steps are recorded. Leave it out, or try 'compiled(what=model, "
+                "only training steps are recorded as CUDA graphs. Leave it out, or try 'compiled(what=model, "
                 "mode=reduce-overhead)', by which torch records the forward pass."
             )
         # The host reads the scaler's flag after each step.

@@ -72,7 +72,9 @@ class CapturedParts(StepParts):
         """
         # Work that waits for the device cannot be recorded.
         if waits and CAPTURE.of(setup) is not None:
-            raise UnsupportedStep("it cannot be recorded: its code reads a number from the device")
+            raise UnsupportedStep(
+                "it cannot be recorded as CUDA graphs: its code reads a number from the device"
+            )
 
     def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
         """Simulate the optimizer's update, recorded as a CUDA graph. Raises `UnsupportedStep` if it waits for
@@ -124,7 +126,7 @@ def rehearse_captured_update(
     recording = record_step(step, policy, RECORDED)
     # A recording that failed, or is still repeated, is no steady update.
     if step.runner is None or step.runner.why_not or not recording.settled:
-        raise UnsupportedStep("its update cannot be recorded")
+        raise UnsupportedStep("its update cannot be recorded as a CUDA graph")
     return Part(RelativeTrace.of(recording.trace, recording.marks), gradients, shared=shared)
 
 

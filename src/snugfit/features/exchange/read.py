@@ -244,7 +244,7 @@ class _Reader:
         options.
         """
         for line, text in self.document.unread:
-            self.unread.append(Line(key=f"line {line}", value=text, says="it has no counterpart here"))
+            self.unread.append(Line(key=f"line {line}", value=text, says="snugfit has no counterpart of it"))
         for line, text, why in self.document.refused:
             self.refused.append(Line(key=f"line {line}, {text}", value="", says=why, instead="recipe"))
         given = self.document.values

@@ -91,7 +91,7 @@ class Fused(Technique):
         if recipe[Slot.ATTENTION].value not in ("sdpa", PADDING_FREE):
             yield f"it needs torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
-            yield "several processes do not share weights that lie side by side. Try 'torch_kernels'."
+            yield "its joined weights are not supported in several processes. Try 'torch_kernels'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if the model has fewer layers than the setting recomputes."""

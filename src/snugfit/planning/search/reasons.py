@@ -130,8 +130,8 @@ def _estimate(state: SearchState, answer: int, number: int) -> Figures | None:
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
     """Return the recipe that shows the gain of the best recipe's technique in this slot (such as the
-    optimizer); None if the slot has no other technique. It has the slot's default technique, or else the
-    other technique with the least lower bound of seconds.
+    optimizer). Return None if the slot has no other technique. It has the slot's default technique, or else
+    the other technique with the least lower bound of seconds.
     """
     if (plainer := _plainer(state, recipe, slot)) is not None:
         return plainer

@@ -243,8 +243,8 @@ def _offered_in(
     many_gpus: bool,
     front_end: str,
 ) -> tuple[Technique, ...]:
-    """Return the techniques of this slot (a choice such as the optimizer) that a search tries: the fixed
-    ones, or the possible ones and the user's own.
+    """Return the techniques that a search tries in this slot (a choice such as the optimizer). These are the
+    fixed ones, or the possible ones and the user's own.
     """
     if slot in fixed.slots:
         first, *family = fixed.slots[slot]

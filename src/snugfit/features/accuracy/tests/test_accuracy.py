@@ -255,14 +255,14 @@ def test_the_command_measures_writes_and_judges(
         file.write_text(f"model: bert-base-uncased\ntask: sequence-classification\nbatch_size: {batch}\n")
         arguments += ["--job", str(file)]
     assert command(arguments) == 0
-    assert "All 2 runs are inside the band." in capsys.readouterr().out
+    assert "All 2 runs have allowed errors." in capsys.readouterr().out
     monkeypatch.setattr(
         "snugfit.measurement.measure.measure",
         lambda job, recipe, **how: measurement(8 * GIB, job=job, recipe=recipe),
     )
     assert command([*arguments, "--format", "markdown"]) == 5
     printed = capsys.readouterr()
-    assert "2 of 2 runs are outside the band" in printed.err
+    assert "2 of 2 runs have larger errors than allowed" in printed.err
     assert "- Run 2: allocated" in printed.out
     assert command(["accuracy", "--show", str(tmp_path), "--format", "markdown"]) == 0
     assert capsys.readouterr().out == printed.out
@@ -278,7 +278,7 @@ def test_every_run_is_on_the_page_with_foreign_words_as_data() -> None:
     assert "<b>" not in page
     assert "oom:torch" in page
     assert "| bert-large-uncased: sequence-classification, 4 × 512 |\n| bf16 +" in page
-    assert "1 of 2 runs are outside the band" in as_text(render(result))
+    assert "1 of 2 runs have larger errors than allowed" in as_text(render(result))
     for share in BAND.values():
         assert f"{100 * share:g} %" in page
 

@@ -171,7 +171,7 @@ def test_a_run_that_dies_is_told_with_exit_5(
     out, err = capsys.readouterr()
     assert "bf16: the run ended with oom:torch" in out
     assert "CUDA out of memory" in out
-    assert "1 of 2 runs are outside the band" in err
+    assert "1 of 2 runs have larger errors than allowed" in err
 
 
 def test_nothing_is_measured_where_nothing_fits(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

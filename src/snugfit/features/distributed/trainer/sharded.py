@@ -147,7 +147,8 @@ class ShardedTrainer(DdpTrainer):
         }
         if used := [name for name, is_used in unsaid.items() if is_used]:
             raise UsageError(
-                f"The trainer uses FSDP2 with {'; '.join(used)}. fit keeps no such run. Remove it, or train "
+                f"The trainer uses FSDP2 with {'; '.join(used)}. fit does not support such a run. "
+                f"Remove it, or train "
                 "without fit."
             )
 

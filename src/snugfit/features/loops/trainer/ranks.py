@@ -81,7 +81,7 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
     if used := [name for name, is_used in unsaid.items() if is_used]:
         raise UsageError(
             f"The trainer is one of {processes_of(trainer)} processes and has {', '.join(used)}. {HOW} and "
-            "cannot honour that there. Remove it, train in one process, or train without fit."
+            "does not support this. Remove it, train in one process, or train without fit."
         )
 
 
