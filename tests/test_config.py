@@ -68,7 +68,7 @@ BAD_CONTENT = {
     "no shared heads": (changed(num_key_value_heads=0), '"num_key_value_heads" is 0'),
     "more experts asked than there are": (
         changed(num_local_experts=2, num_experts_per_tok=4),
-        '"num_experts_per_tok" is 4, and "num_local_experts" is 2',
+        '"num_experts_per_tok" is 4, more than "num_local_experts", which is 2',
     ),
     "uneven heads": (changed(num_attention_heads=7), 'does not divide "hidden_size", 768'),
     "negative layers": (changed(num_hidden_layers=-1), "num_hidden_layers"),

@@ -144,7 +144,7 @@ def _import_error(name: str, error: Exception) -> FeatureError:
 
 
 def import_feature(path: str) -> ModuleType:
-    """Import a module of a feature. Raises `FeatureError` where the code of a plugin fails."""
+    """Import a module of a feature. Raises `FeatureError` if the code of a plugin fails."""
     try:
         return importlib.import_module(path)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`snugfit measure`: the figures of `predict`, measured by running the job in a process of its own.
+"""The command `snugfit measure`: the figures of `predict`, measured by running the job in a new process.
 
 Exit code 4 when the run ran out of GPU memory, 1 when it died of anything else.
 """

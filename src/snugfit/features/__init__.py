@@ -1,1 +1,1 @@
-"""Folders that each add something to the core, and can be deleted."""
+"""Folders that each add a feature to the core, and that can be deleted."""

@@ -1,4 +1,4 @@
-"""`snugfit.train`: a job, a recipe and a dataset, trained by our own loop.
+"""The function `snugfit.train`: a job, a recipe and a dataset, trained by snugfit's own loop.
 
     trained = snugfit.train(job, "bf16 + micro_batches(4)", "reviews.jsonl", tokenizer="./bert",
                             output_dir="out", num_train_epochs=1)

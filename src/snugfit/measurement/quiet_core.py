@@ -100,7 +100,7 @@ class QuietCore:
                 os.sched_setaffinity(thread, self._cores)
 
     def disturbed_share(self) -> float | None:
-        """Return the share of the checks in which the core was disturbed; None without a check."""
+        """Return the fraction of the checks in which the core was disturbed; None without a check."""
         if not self._samples:
             return None
         return statistics.fmean(seconds > DISTURBED_RATIO * self._best for seconds in self._samples)

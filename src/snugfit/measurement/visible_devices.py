@@ -93,7 +93,7 @@ def _by_uuid(nvml: Nvml, entries: list[str]) -> list[Card]:
 
 
 def _card_of_uuid(nvml: Nvml, cards: list[Card], entry: str) -> Card | None:
-    """Return the card of one UUID, which may be shortened; None where it matches no card or several."""
+    """Return the card of one UUID, which may be abbreviated; None where it matches no card or several."""
     if entry.startswith("GPU-"):
         matches = [card for card in cards if card.uuid.lower().startswith(entry.lower())]
         return _first_mig_device(matches[0]) if len(matches) == 1 else None

@@ -63,7 +63,7 @@ class Choice:
         return self.reserved_bytes + self.context_bytes
 
     def pace(self, steps: int | None) -> float:
-        """Return the seconds of a step with its share of the start-up of a run of `steps` steps.
+        """Return the seconds of a step plus its part of the start-up of a run of `steps` steps.
 
         Without a run length, return the seconds of the steady step.
         """

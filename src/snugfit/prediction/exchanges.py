@@ -167,8 +167,9 @@ class Exchanges:
         return None
 
     def micro_batches_in_full(self, setup: Setup) -> float:
-        """Return the number of micro-batches to simulate with all layers, as representatives of any
-        number."""
+        """Return the number of micro-batches that a full simulation runs, from which any larger number is
+        extrapolated.
+        """
         return MICRO_BATCHES_IN_FULL
 
 

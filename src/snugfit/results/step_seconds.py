@@ -118,6 +118,7 @@ class StepSeconds(JsonFields):
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation: the seconds of the model's arithmetic at the data sheet's peaks, as a
-        share of the step. Definition: Chowdhery et al., arXiv 2204.02311. It is None without a peak of the
-        data sheet."""
+        fraction of the step. Definition: Chowdhery et al., arXiv 2204.02311. It is None without a peak of the
+        data sheet.
+        """
         return self.peak_seconds / self.step_seconds if self.peak_seconds and self.step_seconds else None

@@ -160,7 +160,7 @@ def is_adapted(setup: Setup) -> bool:
 
 
 def built_on(setup: Setup, job: Job) -> Collection[str]:
-    """Return `host` or `stays` for each setting that needs the model built elsewhere than on its device
+    """Return `host` or `stays` for each setting by which the model is not built on its training device
     (`Handler.built_on`).
     """
     return {handler.built_on(value, job) for handler, value in _used(setup)} - {""}

@@ -1,1 +1,1 @@
-"""Predictions next to measurements: recipes of jobs, and the best recipes of a plan."""
+"""The feature `accuracy`: recipes of jobs, predicted and measured, and the best recipes of a plan."""

@@ -1,4 +1,5 @@
-"""`snugfit accuracy`: recipes of your jobs, predicted and measured, and later work on such results.
+"""The command `snugfit accuracy`: recipes of your jobs, predicted and measured, and later work on such
+results.
 
 It takes several recipes of each job (drawn ones, or the best of the job's plan). It also continues a result
 that was only predicted or was interrupted, predicts one again with today's code, or shows results. Options

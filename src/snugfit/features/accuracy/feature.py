@@ -1,4 +1,6 @@
-"""Predictions next to measurements: recipes of jobs, and the best recipes of a plan."""
+"""Registration of the feature `accuracy`: recipes of jobs, predicted and measured, and the best recipes of a
+plan.
+"""
 
 from __future__ import annotations
 

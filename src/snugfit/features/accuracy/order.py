@@ -56,7 +56,7 @@ def seconds_cells(run: ComparedRun) -> Iterator[str]:
 
 
 def per_cent(share: float | None, *, digits: int = 2, signed: bool = True) -> str:
-    """Return a share as per cent, `+0.12`; empty for None."""
+    """Return a fraction as per cent, `+0.12`; empty for None."""
     if share is None:
         return ""
     return f"{100 * share:+.{digits}f}" if signed else f"{100 * share:.{digits}f}"

@@ -1,4 +1,4 @@
-"""`snugfit plan --verify K`: the plan's best recipes measured on the GPU here.
+"""The option `snugfit plan --verify K`: the plan's best recipes are measured on the GPU of this machine.
 
 A request that cannot be verified is refused before any search: a search takes a minute.
 """

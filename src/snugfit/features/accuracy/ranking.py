@@ -85,7 +85,7 @@ def rank_agreement(runs: Iterable[ComparedRun], *, apart: float = 0.0) -> RankAg
 
 
 def gap(runs: Iterable[ComparedRun]) -> float | None:
-    """Return the slowdown of the predicted fastest run against the fastest measured one, as a share.
+    """Return the slowdown of the predicted fastest run against the fastest measured one, as a fraction.
 
     The first of equal predictions is taken. None when that run died.
     """

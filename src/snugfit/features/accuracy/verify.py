@@ -47,7 +47,7 @@ class Verification(JsonDocument):
 
     @property
     def gap(self) -> float | None:
-        """Slowdown of the predicted fastest run against the measured fastest one, as a share."""
+        """Slowdown of the predicted fastest run against the measured fastest one, as a fraction."""
         return gap(self.runs)
 
     @property

@@ -1,4 +1,4 @@
-"""The feature `adapters`, registered: low-rank adapters by peft on frozen weights."""
+"""Registration of the feature `adapters`: low-rank adapters by peft on frozen weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`snugfit calibrate`: the achieved rates of this GPU and its host, stored for predictions."""
+"""The command `snugfit calibrate`: the achieved rates of this GPU and its host, stored for predictions."""
 
 from __future__ import annotations
 

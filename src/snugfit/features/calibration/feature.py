@@ -1,4 +1,6 @@
-"""Rates of a GPU and its host from small training jobs that run there."""
+"""Registration of the feature `calibration`: rates of a GPU and its host from small training jobs that run
+there.
+"""
 
 from __future__ import annotations
 

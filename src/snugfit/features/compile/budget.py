@@ -1,4 +1,4 @@
-"""Technique by which each compiled layer keeps a share of its activations, and recomputes the rest in the
+"""Technique by which each compiled layer keeps a fraction of its activations, and recomputes the rest in the
 backward pass.
 
 torch cuts a compiled layer into a forward and a backward program. Results that go from one to the other are

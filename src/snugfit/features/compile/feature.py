@@ -1,4 +1,6 @@
-"""Compilation of layers or a whole model by torch.compile, and attention that torch compiles."""
+"""Registration of the feature `compile`: layers or a whole model compiled by torch.compile, and attention
+that torch compiles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`snugfit why-oom`: the reason for a run without enough memory, from its log or a memory snapshot."""
+"""The command `snugfit why-oom`: the reason for a run without enough memory, from its log or a memory
+snapshot.
+"""
 
 from __future__ import annotations
 

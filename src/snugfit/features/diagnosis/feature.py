@@ -1,4 +1,4 @@
-"""The feature `diagnosis`, registered: diagnosis of a run that ended because memory was short."""
+"""Registration of the feature `diagnosis`: diagnosis of a run that ended because memory was short."""
 
 from __future__ import annotations
 

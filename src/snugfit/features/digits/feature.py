@@ -1,4 +1,4 @@
-"""A small real task that ships with snugfit."""
+"""Registration of the feature `digits`: a small real data set and task that ship with snugfit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feature `distributed`, registered: training on several GPUs, and DeepSpeed's engine on one."""
+"""Registration of the feature `distributed`: training on several GPUs, and DeepSpeed's engine on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`snugfit doctor`: the installed packages, and the missing ones with the reason."""
+"""The command `snugfit doctor`: the installed packages, and the missing ones with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examination of a machine: versions, extras, driver and GPUs."""
+"""Registration of the feature `doctor`: the examination of a machine (versions, extras, driver and GPUs)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The feature `engine`, registered: CUDA graphs of steps, master weights in two halves, and released
-gradients."""
+"""Registration of the feature `engine`: CUDA graphs of steps, master weights in two halves, and released
+gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The feature `engines`, registered: libraries and operators that evaluate models faster than eager torch."""
+"""Registration of the feature `engines`: libraries and operators that evaluate models faster than eager
+torch.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Reading:
         return (f"{self.path} was not read in full: {shown}{f'; and {more} more' if more > 0 else ''}.",)
 
     def refuse(self, otherwise: Collection[str] = ()) -> None:
-        """Raise `UsageError` with the keys that have no counterpart.
+        """Raise `UsageError` that lists the keys of a configuration for which snugfit has no setting.
 
         A key is exempt if a flag or a job file sets it: its replacement is in `otherwise`. A key that names
         an unsupported job or method is the whole message.

@@ -1,4 +1,5 @@
-"""`snugfit check` and `snugfit export`, and two options of other commands: `--arguments` and `--export`.
+"""The commands `snugfit check` and `snugfit export`, and the options `--arguments` and `--export` of other
+commands.
 
 `--arguments` takes transformers' arguments. `check` ends with exit code 3 when it finds something, for use in
 scripts.

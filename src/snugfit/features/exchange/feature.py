@@ -1,5 +1,6 @@
-"""The feature `exchange`, registered: configurations of other libraries are read, checked, and written for a
-recipe."""
+"""Registration of the feature `exchange`: configurations of other libraries are read, checked, and written
+for a recipe.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The feature `guide`, registered: the experiments of Hugging Face's single-GPU guide, predicted, measured
-and as published."""
+"""Registration of the feature `guide`: the experiments of Hugging Face's single-GPU guide, predicted,
+measured and as published.
+"""
 
 from __future__ import annotations
 

@@ -149,5 +149,5 @@ def show_share(part: float | None, whole: float | None, places: int = 1) -> str:
 
 
 def show_with_sign(share: float | None, places: int = 1) -> str:
-    """Return a share as text in percent, with its sign; empty where it is not known."""
+    """Return a fraction as text in percent, with its sign; empty where it is not known."""
     return UNKNOWN if share is None else f"{100 * share:+.{places}f} %"

@@ -1,4 +1,4 @@
-"""The feature `inference`, registered: options of the phase `generate` (`phases.py`)."""
+"""Registration of the feature `inference`: options of the phase `generate` (`phases.py`)."""
 
 from __future__ import annotations
 

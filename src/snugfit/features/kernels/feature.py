@@ -1,4 +1,4 @@
-"""The feature `kernels`, registered: its techniques, its fields and the simulation of Liger's kernels."""
+"""Registration of the feature `kernels`: its techniques, its fields and the simulation of Liger's kernels."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Planning for a dataset's sequence lengths: ways of padding, with their memory and speed."""
+"""The feature `lengths`: ways of padding for a dataset's sequence lengths, with their memory and speed."""

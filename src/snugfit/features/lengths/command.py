@@ -1,4 +1,4 @@
-"""`snugfit lengths`: memory and speed by a dataset's lengths, and the best padding.
+"""The command `snugfit lengths`: memory and speed by a dataset's lengths, and the best padding.
 
 Exit code 3 when the longest batch does not fit, for use in scripts.
 """

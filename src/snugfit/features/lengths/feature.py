@@ -1,4 +1,4 @@
-"""Ways of padding for the lengths of a dataset."""
+"""Registration of the feature `lengths`: ways of padding for the lengths of a dataset."""
 
 from __future__ import annotations
 

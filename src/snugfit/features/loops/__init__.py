@@ -1,1 +1,1 @@
-"""Runs in loops of the user: a Trainer of transformers, or a hand-written loop."""
+"""The feature `loops`: training in loops of the user, a Trainer of transformers or a hand-written loop."""

@@ -1,4 +1,4 @@
-"""`snugfit.fit` for a Trainer, and `snugfit.accelerate` for a hand-written loop."""
+"""The functions `snugfit.fit` for a Trainer, and `snugfit.accelerate` for a hand-written loop."""
 
 from __future__ import annotations
 

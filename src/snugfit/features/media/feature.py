@@ -1,4 +1,4 @@
-"""The feature `media`, registered: datasets of pictures and sounds."""
+"""Registration of the feature `media`: datasets of pictures and sounds."""
 
 from __future__ import annotations
 

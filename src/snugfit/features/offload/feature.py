@@ -1,5 +1,6 @@
-"""The feature `offload`, registered: activations are kept in the host's memory until the backward pass uses
-them."""
+"""Registration of the feature `offload`: activations are kept in the host's memory until the backward pass
+uses them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feature `optimizers`, registered: small, paged, projected and orthogonal optimizers."""
+"""Registration of the feature `optimizers`: small, paged, projected and orthogonal optimizers."""
 
 from __future__ import annotations
 

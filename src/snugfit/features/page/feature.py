@@ -1,4 +1,4 @@
-"""The feature `page`, registered: results as HTML pages, pictures and output of notebook cells."""
+"""Registration of the feature `page`: results as HTML pages, pictures and output of notebook cells."""
 
 from __future__ import annotations
 

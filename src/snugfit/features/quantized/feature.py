@@ -1,5 +1,6 @@
-"""The feature `quantized`, registered: products in 8-bit floats by torchao, and frozen weights in 4 or 8 bits
-by bitsandbytes."""
+"""Registration of the feature `quantized`: products in 8-bit floats by torchao, and frozen weights in 4 or 8
+bits by bitsandbytes.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Memory of inference servers at their start."""
+"""The feature `serving`: memory of inference servers at their start."""

@@ -1,4 +1,5 @@
-"""`snugfit serve`: does an inference server start, and how many sequences does it hold?
+"""The command `snugfit serve`: the memory of an inference server at its start, and the sequences that it can
+serve.
 
 Exit code 3 when it does not start, for use in scripts. Options have the spellings of each engine.
 """

@@ -1,4 +1,6 @@
-"""Memory of vLLM, sglang and llama.cpp at their start, and the sequences that their caches hold."""
+"""Registration of the feature `serving`: memory of vLLM, sglang and llama.cpp at their start, and the
+sequences that fit.
+"""
 
 from __future__ import annotations
 

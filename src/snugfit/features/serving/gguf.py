@@ -77,8 +77,9 @@ class GgufHeader:
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of the architecture, the largest of a list. Raises `ModelError` without
-        one."""
+        """Return a whole number from the file's metadata about the architecture, the largest of a list.
+        Raises `ModelError` without one.
+        """
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         value = max(value, default=None) if isinstance(value, list) else value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 32:

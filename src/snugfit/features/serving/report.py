@@ -1,4 +1,4 @@
-"""The report of `snugfit serve`: one screen."""
+"""The report of `snugfit serve`, which fits one screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feature `trackers`, registered: metrics of a run for the trackers of transformers (`report_to`)."""
+"""Registration of the feature `trackers`: metrics of a run for the trackers of transformers (`report_to`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Measurements of a block of the user's own code, in the user's own process."""
+"""Registration of the feature `watch`: measurements of a block of the user's own code, in the user's own
+process.
+"""
 
 from __future__ import annotations
 

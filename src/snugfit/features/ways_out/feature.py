@@ -1,4 +1,4 @@
-"""The feature `ways_out`, registered: the cheapest changes of a recipe with which a step fits."""
+"""Registration of the feature `ways_out`: the cheapest changes of a recipe with which a step fits."""
 
 from __future__ import annotations
 

@@ -119,8 +119,10 @@ def read_result(exited: ChildExit, file: Path) -> ChildResult:
 
 
 def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int) -> dict[str, str]:
-    """Return the variables of one of several processes: those of torchrun except the address, which a file
-    replaces. Each process also gets its share of the host's cores, unless the user set `OMP_NUM_THREADS`."""
+    """Return the environment variables of one of several processes: those of torchrun except the address,
+    which a file replaces. Each process also gets an equal number of the host's cores, unless the user set
+    `OMP_NUM_THREADS`.
+    """
     if ranks == 1:
         return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

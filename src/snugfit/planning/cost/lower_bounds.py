@@ -460,7 +460,9 @@ def few(micro_batches: int) -> tuple[int, ...]:
 def _by_length(
     updates: Sequence[Sequence[QueueSegment] | None],
 ) -> list[dict[int, Sequence[QueueSegment]]]:
-    """Return the queue segments of optimizer updates grouped by their number, each with its index."""
+    """Group the queue segments of several optimizer updates by their number of segments, each with the index
+    of its update.
+    """
     groups: dict[int, dict[int, Sequence[QueueSegment]]] = defaultdict(dict)
     for number, segments in enumerate(updates):
         if segments is not None:

@@ -45,7 +45,7 @@ def write_out(part: Part) -> Part:
 
 
 def second_step_is_redundant(job: Job, setup: Setup, policy: Policy) -> bool:
-    """Record the forward and backward passes of this job in one step and in two. Return whether both
+    """Record the forward and backward passes of this job in one step and in two. Return True if both
     recordings are equivalent.
 
     The job should have few layers.

@@ -74,9 +74,9 @@ _Step = Alloc | _Placed | PhaseStart | Kernel | MarkKind
 
 
 class _Piles:
-    """The live blocks of a trace, on stacks by their properties and in piles. A pile has the temporary blocks
-    of equal size, regardless of operator. In a compiled program, a buffer may reuse the memory of another
-    operator's buffer before its layers repeat.
+    """The live blocks of a trace, on stacks by their properties, and in piles: the temporary blocks of equal
+    size, regardless of operator. Piles exist because a buffer of a compiled program may reuse the memory of
+    another operator's buffer.
     """
 
     def __init__(self) -> None:

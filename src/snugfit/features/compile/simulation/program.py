@@ -216,7 +216,9 @@ class _Torch:
 
 
 class _Operators:
-    """Replacement for torch's operators, with those that save the random state for a recomputation."""
+    """Replacement for torch's operators in a compiled program, including those that save the random state for
+    a recomputation.
+    """
 
     def __getattr__(self, name: str) -> Any:
         import torch

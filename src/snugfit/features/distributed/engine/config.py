@@ -82,7 +82,7 @@ def _own_folder() -> str:
 
 
 def remove_swap_folder() -> None:
-    """Remove this process's folder of swapped files, if it exists."""
+    """Remove this process's folder of files that states were swapped to, if it exists."""
     if _own_folder.cache_info().currsize:
         shutil.rmtree(_own_folder(), ignore_errors=True)
         _own_folder.cache_clear()

@@ -1,1 +1,1 @@
-"""`snugfit.accelerate`: a training loop that the user wrote."""
+"""The function `snugfit.accelerate`: training in a loop that the user wrote."""

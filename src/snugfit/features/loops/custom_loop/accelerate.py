@@ -1,4 +1,4 @@
-"""`snugfit.accelerate`: a hand-written loop, trained under a plan.
+"""The function `snugfit.accelerate`, which prepares a hand-written loop for a recipe or a plan.
 
     run = snugfit.accelerate(model, optimizer, loader, "bf16 + micro_batches(4)", output_dir="out")
     run.resume()

@@ -1,1 +1,1 @@
-"""`snugfit.fit`: a live `transformers.Trainer`."""
+"""The function `snugfit.fit`: training in a live `transformers.Trainer`."""

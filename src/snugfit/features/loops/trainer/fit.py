@@ -1,4 +1,4 @@
-"""`snugfit.fit`: training of a user's live `transformers.Trainer` under a recipe.
+"""The function `snugfit.fit`, which prepares a user's live `transformers.Trainer` for a recipe.
 
     import snugfit
 

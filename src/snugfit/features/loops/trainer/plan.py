@@ -90,8 +90,8 @@ def choose(
 
 
 def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
-    """Return the trainer's own settings as the recipe of several processes. Raises `UsageError` for a
-    requested plan.
+    """Return the trainer's own settings as a recipe for training in several processes. Raises `UsageError`
+    for a requested plan.
     """
     where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
     if gpu is not None:
