@@ -295,7 +295,7 @@ def _on_another_mesh(before: Mapping[str, Any], run: Run) -> list[str]:
         )
     except (KeyError, SnugfitError):
         return []
-    return [f"matrices were cut over {other} GPUs and are over {own}"] if own != other else []
+    return [f"matrices were split over {other} GPUs and are now split over {own}"] if own != other else []
 
 
 def _shared_as(recipe: Recipe, other: Recipe) -> Recipe:

@@ -236,7 +236,7 @@ class MasterAdamW(OwnAdamW):
         """
         if weight.dtype not in (torch.bfloat16, torch.float32):
             raise RecipeError(
-                f"Weights with masters are bfloat16, and others fp32, but one is {weight.dtype}. Try 'bf16'."
+                f"With 32-bit masters weights are bfloat16, others fp32; one is {weight.dtype}. Try 'bf16'."
             )
         state = self.state[weight]
         # An fp32 weight is a whole master.
