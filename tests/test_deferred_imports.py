@@ -11,6 +11,7 @@ import pytest
 
 from clean_forks import forks_of
 from small_models import small_job
+from snugfit.deferred_imports import READS_LIST, of_last_list
 from snugfit.prediction.predict import predict
 from tiers import slow_but
 
@@ -115,6 +116,15 @@ print("FOUND", json.dumps([
 """
 
 
+HASTENED = """
+import json
+from snugfit.deferred_imports import READS_LIST, hasten_import
+hasten_import()
+from transformers.utils import import_utils
+print("FOUND", json.dumps([vars(import_utils)[READS_LIST].__qualname__.partition(".")[0]]))
+"""
+
+
 @pytest.mark.parametrize(
     "wants",
     slow_but(
@@ -131,3 +141,14 @@ print("FOUND", json.dumps([
 def test_whoever_wants_the_real_thing_gets_it(wants: str, tmp_path: Path) -> None:
     expected = [[True, True], False, True, [], True, "module", True]
     assert found(REAL.format(wants=wants), tmp_path) == expected
+
+
+def test_lists_of_transformers_are_the_same_from_their_last_list_on(tmp_path: Path) -> None:
+    """The faster search finds the same names in each of transformers' files, and is in force in commands."""
+    from transformers.utils import import_utils
+
+    read = vars(import_utils)[READS_LIST]
+    texts = [path.read_text() for path in Path(import_utils.__file__).parents[1].glob("models/b*/*.py")]
+    assert sum(map(bool, map(read, texts))) > 50
+    assert [*map(of_last_list(read), texts)] == [*map(read, texts)]
+    assert found(HASTENED, tmp_path) == ["of_last_list"]

@@ -36,6 +36,7 @@ from snugfit.cli.predict import predict
 from snugfit.cli.reference import schema, techniques
 from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
 from snugfit.cli.train import train
+from snugfit.deferred_imports import hasten_import
 from snugfit.documents import only_documents_on_stdout
 from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.feature_folders import use_plugins
@@ -152,6 +153,7 @@ def main() -> None:
     if "--offline" in sys.argv:  # read by huggingface_hub when it is imported
         os.environ["HF_HUB_OFFLINE"] = "1"
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
+    hasten_import()
     open_all()
     code = run(sys.argv[1:])
     with suppress(BrokenPipeError, SnugfitError):  # whose exit code is another one already

@@ -200,7 +200,9 @@ def _check(request: Request, price: float | None) -> Request:
 def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
     """Return the plan, from the cache or from a search; with changes that fit where nothing does."""
     from snugfit.cli.plan_cache import plan as remembered
+    from snugfit.deferred_imports import defer_imports
 
+    defer_imports()  # worker processes simulate; this one reads the model's config
     chosen = remembered(
         request.job,
         fresh=fresh,

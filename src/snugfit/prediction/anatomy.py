@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from snugfit.job.job import Job
@@ -156,39 +156,30 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
     marks = [mark for mark in trace.marks if mark.step == last]
     if not marks:
         return
-    start, live = marks[0].event, list(trace.live())
+    import numpy as np
+
+    changes = trace.changes()
+    start, live = marks[0].event, changes.cumsum()
     # At least one event per stretch, for steps with fewer events than points.
     stretch = max(1, (len(live) - start) // POINTS)
-    tops = [
-        max(range(low, min(low + stretch, len(live))), key=live.__getitem__)
-        for low in range(start, len(live), stretch)
-    ]
+    tops = [low + int(live[low : low + stretch].argmax()) for low in range(start, len(live), stretch)]
+    kinds = list(dict.fromkeys(block.kind for block in trace.blocks))
+    numbers = dict(zip(kinds, range(len(kinds)), strict=True))
+    kind_of_block = np.array([numbers[block.kind] for block in trace.blocks], np.int8)
+    kind_of = kind_of_block[abs(np.array(trace.events, np.int64)) - 1]
+    by_kind = [np.where(kind_of == one, changes, 0).cumsum()[tops].tolist() for one in numbers.values()]
     current = 0
-    for top, kinds in zip(tops, _kinds_after(trace, tops), strict=True):
+    for top, *sizes in zip(tops, *by_kind, strict=True):
         # The phase at a point is that of the last mark before it.
         while current + 1 < len(marks) and marks[current + 1].event <= top:
             current += 1
         yield CurvePoint(
             position=(top - start) / max(1, len(live) - start),
             phase=marks[current].phase,
-            live_bytes=live[top],
+            live_bytes=int(live[top]),
             reserved_bytes=reserved[top],
-            kinds=kinds,
+            kinds={str(kind): nbytes for kind, nbytes in zip(kinds, sizes, strict=True) if nbytes},
         )
-
-
-def _kinds_after(trace: Trace, positions: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Yield the live bytes by category (weights, activations, ...) after each of these events, which are in
-    ascending order.
-    """
-    live: dict[str, int] = {}
-    begin = 0
-    for position in positions:
-        for event in trace.events[begin : position + 1]:
-            block = trace.blocks[abs(event) - 1]
-            live[block.kind] = live.get(block.kind, 0) + (block.nbytes if event > 0 else -block.nbytes)
-        begin = position + 1
-        yield {str(kind): nbytes for kind, nbytes in live.items() if nbytes}
 
 
 def _operators(trace: Trace) -> Iterable[OperatorLine]:
@@ -196,12 +187,14 @@ def _operators(trace: Trace) -> Iterable[OperatorLine]:
     from snugfit.rehearsal.record.kernels import GROUPS, group_of
 
     totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for kernel in trace.kernels:
-        line = totals[(group_of(kernel.operator), kernel.phase)]
-        line[0] += 1
-        line[1] += kernel.flops
-        line[2] += kernel.nbytes
-    order = list(dict.fromkeys((*PHASES, *(kernel.phase for kernel in trace.kernels))))
+    # Repeated micro-batches refer to the same kernel objects.
+    counts = Counter(map(id, trace.kernels))
+    for kernel in {id(kernel): kernel for kernel in trace.kernels}.values():
+        line, count = totals[(group_of(kernel.operator), kernel.phase)], counts[id(kernel)]
+        line[0] += count
+        line[1] += count * kernel.flops
+        line[2] += count * kernel.nbytes
+    order = list(dict.fromkeys((*PHASES, *(phase for _, phase in totals))))
     for (group, phase), (kernels, flops, nbytes) in sorted(
         totals.items(), key=lambda item: (GROUPS.index(item[0][0]), order.index(item[0][1]))
     ):

@@ -66,13 +66,11 @@ def ways_out(
         )
     if prediction.fits or prediction.gpus > 1:
         return WaysOut()
-    from snugfit.deferred_imports import complete_imports
     from snugfit.planning.cost.parts_pool import load_ahead, parts_pool
 
     job, gpu = prediction.job, prediction.gpu
     timer = timer_of(gpu)
     load_ahead(job, [gpu], timer, workers)
-    complete_imports()  # an import within a later simulation would change its trace
     named = (
         {one.slot for one in prediction.recipe if not one.plain} if keep is None else techniques_named(keep)
     )

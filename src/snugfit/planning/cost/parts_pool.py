@@ -59,8 +59,10 @@ def _parts(job: Job, gpus: Sequence[Gpu | None], timer: Timer, *, shallow: bool,
     """Return a new `Parts` object, created in the worker process, so that the parent imports none of its
     modules.
     """
+    from snugfit.deferred_imports import complete_imports
     from snugfit.planning.cost.parts import Parts
 
+    complete_imports()  # an import within a later simulation would change its trace
     return Parts(job, gpus, timer, shallow=shallow, run=run)
 
 

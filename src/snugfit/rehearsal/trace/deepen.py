@@ -194,6 +194,24 @@ def _sizeless(move: Any) -> Any:
     return move._replace(nbytes=0)
 
 
+class _CopiedProperties(NamedTuple):
+    """Properties that an event of a small model has in common with its copies in the deep one."""
+
+    sized: bool
+    """True if its sizes count as numbers."""
+    pile: Alloc | None
+    """Pile of the allocated block, unless sizes count as numbers."""
+    is_open: bool
+
+    @classmethod
+    def of(cls, move: Alloc | Kernel, grows: set[Hashable]) -> _CopiedProperties:
+        """Return the properties of this event; sizes of the kinds in `grows` count as numbers."""
+        kind = _kind(move)
+        if type(move) is Alloc:
+            return cls(kind in grows, _pile_of(move), _is_open(move))
+        return cls(kind in grows, None, is_open=False)
+
+
 class _Written:
     """Builder of the full model's trace from copies of a small model's events. Sizes of blocks of the
     categories in `grows` count as numbers.
@@ -201,8 +219,8 @@ class _Written:
 
     def __init__(self, grows: set[Hashable]) -> None:
         self.grows = grows
-        self._sized: dict[int, bool] = {}
-        """True for the events, by id, whose sizes count as numbers."""
+        self._shared: dict[int, _CopiedProperties] = {}
+        """Properties of the small model's events, by id."""
         self._written: list[int | Move] = []
         """Moves, and the numbers of freed blocks."""
         self._allocs: list[int] = []
@@ -217,11 +235,12 @@ class _Written:
         """
         if type(like) is _Placed:
             return self._free(like, grown)
+        shared: Any = None
         if isinstance(like, (Alloc, Kernel)):
-            # The same move is copied once per period, so its kind is computed once.
-            if (sized := self._sized.get(id(like))) is None:
-                sized = self._sized[id(like)] = _kind(like) in self.grows
-            like = _with_numbers(like, iter(grown.numbers), sized=sized)
+            # Each event is copied once per period, and hashing one is slow.
+            if (shared := self._shared.get(id(like))) is None:
+                shared = self._shared[id(like)] = _CopiedProperties.of(like, self.grows)
+            like = _with_numbers(like, iter(grown.numbers), sized=shared.sized)
         if type(like) is PhaseStart:
             # Blocks that live until the next phase are activations, as in `Allocations`.
             for number in self._made_forward:
@@ -230,8 +249,8 @@ class _Written:
         if type(like) is Alloc:
             number = len(self._allocs)
             self._allocs.append(len(self._written))
-            self._piles[_pile_of(like)].append(number)
-            if _is_open(like):
+            self._piles[_pile_of(like) if shared.sized else shared.pile].append(number)
+            if shared.is_open:
                 self._made_forward.add(number)
         self._written.append(like)  # type: ignore[arg-type]
         return True
@@ -281,6 +300,10 @@ class _Written:
             yield move
 
 
+_MODULE_AT = {kind: kind._fields.index("module") for kind in (Alloc, Kernel)}
+"""Position of the module's name among the fields of an event."""
+
+
 @functools.cache
 def _around_numbers(module: str) -> tuple[str, ...]:
     """Return the parts of a dotted name around its layer numbers."""
@@ -290,7 +313,10 @@ def _around_numbers(module: str) -> tuple[str, ...]:
 def _with_numbers(move: Alloc | Kernel, ahead: Iterator[int], *, sized: bool) -> Alloc | Kernel:
     first, *parts = _around_numbers(move.module)
     if parts:
-        move = move._replace(module=first + "".join(f"{next(ahead)}{part}" for part in parts))
+        module = first + "".join([f"{next(ahead)}{part}" for part in parts])
+        kind, at = type(move), _MODULE_AT[type(move)]
+        # `tuple.__new__` skips `_replace`, which is slow: there is one call per event of the deep model.
+        move = tuple.__new__(kind, (*move[:at], module, *move[at + 1 :]))
     if not sized:
         return move
     if type(move) is Kernel:

@@ -8,10 +8,14 @@ lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 COPY_IN = "Memcpy HtoD"
 """Name of a kernel that copies from host memory, as in CUDA's profiler."""
@@ -347,20 +351,22 @@ class Trace:
         """Number of times the last step of a trace waits for the device."""
         return len(self.waits)
 
-    def live(self) -> Iterator[int]:
-        """Yield the allocated bytes that are live after each allocation or free."""
-        current = 0
-        for event in self.events:
-            current += self.blocks[event - 1].nbytes if event > 0 else -self.blocks[-event - 1].nbytes
-            yield current
+    def live(self) -> list[int]:
+        """Return the allocated bytes that are live after each allocation or free."""
+        live: list[int] = self.changes().cumsum().tolist()
+        return live
 
-    def peak(self) -> Peak:
-        """Return the first moment with the most allocated bytes live."""
+    def changes(self) -> NDArray[np.int64]:
+        """Return the bytes that each event allocates, negative if it frees them; of shape (events,)."""
         import numpy as np
 
         events = np.array(self.events, np.int64)
         sizes = np.array([block.nbytes for block in self.blocks], np.int64)
-        live = np.cumsum(np.sign(events) * sizes[abs(events) - 1])
+        return np.sign(events) * sizes[abs(events) - 1]
+
+    def peak(self) -> Peak:
+        """Return the first moment with the most allocated bytes live."""
+        live = self.changes().cumsum()
         position = int(live.argmax()) if len(live) else -1
         return Peak(int(live[position]), position) if len(live) and live[position] > 0 else Peak(0, -1)
 
