@@ -254,7 +254,7 @@ MISTAKES = {
     "cost without prices": ([*ASK, "--objective", "cost"], "--price"),
     "two lengths of a run": ([*ASK, "--steps", "1", "--samples", "1"], "both"),
     "no steps": ([*ASK, "--steps", "0"], "steps"),
-    "a recipe and what to keep": ([*ASK, "--set", "recipe=bf16", "--keep", "sgd"], "sets every slot"),
+    "a recipe and what to keep": ([*ASK, "--set", "recipe=bf16", "--keep", "sgd"], "sets every technique"),
     "a gpu of a job file": ([*ASK, "--set", "gpu=h200"], "after `snugfit gpus`"),
     "another loop": ([*ASK, "--set", "loop=trainer"], "plain loop"),
     "unknown fidelity": ([*ASK, "--fidelity", "round"], "fidelity"),

@@ -179,7 +179,7 @@ def test_nothing_less_exact_than_allowed(fidelity: Fidelity) -> None:
     assert ("bf16" in refused) == (fidelity is Fidelity.SAME)
 
 
-@pytest.mark.parametrize(("many_gpus", "why"), [(False, "finer steps"), (True, "only on request")])
+@pytest.mark.parametrize(("many_gpus", "why"), [(False, "finer settings"), (True, "only on request")])
 def test_each_nth_layer_is_left_out_with_the_reason_that_holds(many_gpus: bool, why: str) -> None:
     """Plans for many GPUs search no grades, so nothing finer takes its place there."""
     job = small_job("bert", 2, batch_size=2)
