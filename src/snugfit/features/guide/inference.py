@@ -92,11 +92,13 @@ class MeasuredEngines:
     source: str
     """File of the repository with all figures."""
     machine: str
+    """Processor, number of its cores, and threads in use."""
     date: str
     """Day of the measurement, as in 2026-11-30."""
     versions: Mapping[str, str]
     """Versions of the engines' packages."""
     rows: tuple[EngineRatio, ...]
+    """Each engine on each of its jobs, with eager torch."""
 
     def of(self, engine: str) -> Sequence[EngineRatio]:
         """Return the rows of one engine, one for each of its jobs."""
