@@ -21,8 +21,9 @@ dropout are recorded. Models with dropout are recorded if `selective` keeps atte
 each other dropout. For optimizers that compute on the host (bitsandbytes', Adafactor, Muon) only the forward
 and backward passes are replayed.
 
-In text generation with a static cache, each decode step is a graph (`replay/decode.py`). The host still
-chooses the token by transformers' own code. A CPU records nothing, and such a generation is refused there.
+In text generation, each decode step is a graph (`replay/decode.py`). Its cache is static, in place of a
+dynamic one. The host still chooses the token by transformers' own code. A CPU records nothing, and such a
+generation is refused there.
 
 Plans for one GPU search it for training. Its passes are the eager ones, so they need no second simulation
 (`parts.py`), except for padded batches.
@@ -101,8 +102,10 @@ def _objections_without_training(job: Job, recipe: TechniqueBySlot) -> Iterator[
         return
     from snugfit.features.engine.replay.decode import objections_to_decoding
 
-    cache = getattr(recipe[Slot.CACHE].alone, "cache", "") or job.phase_settings.get("cache", "dynamic")
-    yield from objections_to_decoding(job, cache)
+    if recipe[Slot.CACHE].plain:
+        yield from objections_to_decoding(job, job.phase_settings.get("cache", "dynamic"))
+    else:
+        yield f"it has a static cache already. Leave {recipe[Slot.CACHE]} out."
     if recipe[Slot.PRECISION].alone.autocast:
         yield (
             f"{recipe[Slot.PRECISION]} keeps cast weights outside of the graph. Try 'fp32' or 'bf16_pure'."

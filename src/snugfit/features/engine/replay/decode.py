@@ -149,8 +149,8 @@ def objections_to_decoding(job: Job, cache: str) -> Iterator[str]:
         return
     if job.phase_settings.get("beams", 1) != 1:
         yield "beams move the cache to other addresses in each step. Leave --beams out."
-    if cache != "static":
-        yield f"a recorded decode step needs a cache of fixed size, not {cache}. Add --cache static."
+    if cache not in ("static", "dynamic"):
+        yield f"a recorded decode step has a static cache, and the job a {cache} one. Leave --cache out."
         return
     if lack := _lack_of_fixed_sizes(job):
         yield f"{lack}. Leave it out."

@@ -5,6 +5,7 @@ A GPU compares them with eager decoding: `lab/measure_generation.py --captured`.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ CALLS, NEW_TOKENS = 2, 6
 
 
 def job_of(config: dict[str, Any], *, new_tokens: int = NEW_TOKENS, **more: Any) -> Job:
-    settings = {"new_tokens": new_tokens, "cache": "static", **more.pop("settings", {})}
+    settings = {"new_tokens": new_tokens, **more.pop("settings", {})}
     model = Model.from_config(config, name=config["model_type"])
     sizes = {"task": "causal-lm", "batch_size": 2, "sequence_length": 12, "phase": "generate", **more}
     return Job(model=model, phase_settings=settings, **sizes)
@@ -126,7 +127,7 @@ def test_all_replays_are_simulated_without_windows(monkeypatch: pytest.MonkeyPat
     ("config", "more", "message"),
     [
         (LLAMA, {"phase": "evaluate"}, "only training steps and decode steps are recorded"),
-        (LLAMA, {"settings": {"cache": "dynamic"}}, r"fixed size, not dynamic\. Add --cache static\."),
+        (LLAMA, {"settings": {"cache": "quantized"}}, r"the job a quantized one\. Leave --cache out\."),
         (LLAMA, {"settings": {"beams": 2}}, r"Leave --beams out\."),
         (T5, {"task": "seq2seq-lm"}, "the task is seq2seq-lm"),
         (MISTRAL, {"new_tokens": 30}, r"its 41 tokens fill a sliding window of 32\. Leave it out\."),
@@ -143,9 +144,9 @@ def test_a_generation_that_cannot_be_recorded_is_one_error(
         Recipe.parse(CAPTURED).check(job)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "eager"])
+@pytest.mark.parametrize("recipe", ["bf16", "eager", "kv_cache(static)"])
 def test_techniques_that_were_not_recorded_are_one_error(recipe: str) -> None:
-    with pytest.raises(RecipeError, match=recipe):
+    with pytest.raises(RecipeError, match=re.escape(recipe)):
         Recipe.parse(f"{recipe} + captured").check(job_of(LLAMA))
 
 
