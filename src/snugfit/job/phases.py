@@ -7,9 +7,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 from snugfit.feature_folders import feature_objects
+
+
+class PhaseWords(NamedTuple):
+    """Words of reports on jobs of a phase."""
+
+    verb: str
+    """Verb before the model, as in `can train this`."""
+    turn: str
+    """Noun for a repetition, whose seconds are predicted, such as `step`."""
+    turns: str
+    """Its plural."""
+    item: str = "samples"
+    """Noun for the parts of a batch."""
+    rate: str = "samples"
+    """Noun of the throughput in a table that has only one."""
 
 
 class AddedPhase:
@@ -20,6 +36,9 @@ class AddedPhase:
 
     title: ClassVar[str]
     """The word for the phase in the head of a report, such as `evaluation`."""
+
+    words: ClassVar[PhaseWords] = PhaseWords("run", "step", "steps")
+    """Words of reports."""
 
     note: ClassVar[str] = ""
     """A sentence for reports on such a job."""
@@ -70,6 +89,16 @@ class AddedPhase:
 def added_phases() -> Mapping[str, AddedPhase]:
     """Return the phases that all features add, by name."""
     return {one.name: one for one in feature_objects("phases", AddedPhase)}
+
+
+@functools.cache
+def words_by_phase() -> Mapping[str, PhaseWords]:
+    """Return the words of reports by phase."""
+    core = {
+        "train": PhaseWords("train", "step", "steps"),
+        "evaluate": PhaseWords("evaluate", "pass", "passes"),
+    }
+    return core | dict(map(attrgetter("name", "words"), added_phases().values()))
 
 
 def phase_keys() -> dict[str, type]:
