@@ -26,6 +26,8 @@ class PhaseWords(NamedTuple):
     """Noun for the parts of a batch."""
     rate: str = "samples"
     """Noun of the throughput in a table that has only one."""
+    savings: str = "bf16_pure, low_bits"
+    """Ways to save memory, for an error."""
 
 
 class AddedPhase:
@@ -95,7 +97,7 @@ def added_phases() -> Mapping[str, AddedPhase]:
 def words_by_phase() -> Mapping[str, PhaseWords]:
     """Return the words of reports by phase."""
     core = {
-        "train": PhaseWords("train", "step", "steps"),
+        "train": PhaseWords("train", "step", "steps", savings="checkpointing, a smaller optimizer state"),
         "evaluate": PhaseWords("evaluate", "pass", "passes"),
     }
     return core | dict(map(attrgetter("name", "words"), added_phases().values()))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from snugfit.job.phases import PhaseWords
 from snugfit.report.prediction import footprint_table
 from snugfit.report.text.answer import show_gib, subject
 from snugfit.report.text.facts import LABEL, Facts
@@ -29,7 +30,7 @@ def render(measurement: Measurement) -> RenderableType:
     if measurement.ranks and measurement.footprint:
         parts.append(ranks_table(measurement))
     if measurement.timing:
-        parts.append(timing_table(measurement.timing, fabric_rows(measurement)))
+        parts.append(timing_table(measurement.timing, measurement.job.words, fabric_rows(measurement)))
     if measurement.startup and measurement.timing:
         parts.append(startup_table(measurement.startup, measurement.timing, several=measurement.gpus > 1))
     if calls := list(_calls(measurement)):
@@ -152,13 +153,13 @@ def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
     return [("exchange", show_seconds(seconds), about)]
 
 
-def timing_table(timing: Timing, more: Sequence[tuple[str, str, str]] = ()) -> PlainTable:
+def timing_table(timing: Timing, terms: PhaseWords, more: Sequence[tuple[str, str, str]] = ()) -> PlainTable:
     """Return a table of the seconds of a step with the figures derived from them."""
     rows = [
-        ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
+        (terms.turn, show_seconds(timing.step_seconds), f"mean of {timing.steps} steady {terms.turns}"),
         *_with_disturbed(timing),
         ("spread", f"{100 * timing.spread:.1f} %", "(90th - 10th percentile) / mean"),
-        ("samples/s", f"{timing.samples_per_second:.2f}", ""),
+        (f"{terms.item}/s", f"{timing.samples_per_second:.2f}", ""),
         *more,
     ]
     return table(("Time", ">", ""), rows)

@@ -110,6 +110,6 @@ def _objections_without_training(job: Job, recipe: TechniqueBySlot) -> Iterator[
         yield (
             f"{recipe[Slot.PRECISION]} keeps cast weights outside of the graph. Try 'fp32' or 'bf16_pure'."
         )
-    for slot in (Slot.ADAPTERS, Slot.ATTENTION, Slot.MATMUL):
+    for slot in (Slot.ADAPTERS, Slot.ATTENTION):
         if not recipe[slot].plain:
             yield f"{recipe[slot]} was not tried in a recorded decode step. Leave one of them out."

@@ -66,6 +66,10 @@ MISTAKES = [
     ("predict gpt2 --phase generate --software published-2022", "installed software only"),
     ("predict gpt2 --phase generate --largest width --gpu h200", "batch, sequence-length, context, beams"),
     ("plan gpt2 --phase generate --gpu h200 --gpus 2", "for one GPU"),
+    (
+        "plan gpt2 --phase generate --gpu h200 --largest context",
+        "snugfit predict MODEL --recipe RECIPE --largest",
+    ),
 ]
 
 
