@@ -27,6 +27,7 @@ from snugfit.report.text.job import job_line
 from snugfit.results.footprint import Kind
 from snugfit.results.speed import StepSpeed
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import first_sentence
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -227,7 +228,7 @@ def _backends(
         if isinstance(answer, str):
             # An objection begins with the technique, which the row has already.
             why = answer.strip().rpartition("\n")[2].removeprefix(f"{row.recipe}: ")
-            row = replace(row, refused=why)
+            row = replace(row, refused=first_sentence(why) or why)
         elif answer is not None:
             row = replace(row, needed_bytes=answer.needed_bytes, speed=answer.speed)
         yield row
