@@ -91,8 +91,8 @@ class CaptureHandler(Handler):
         make_graphs = REHEARSED.get()
         if make_graphs is None and loop.device.type != "cuda":
             raise UsageError(
-                "captured records decode steps as CUDA graphs, and a CPU has none. Leave it out, or take a "
-                "GPU."
+                "captured records decode steps as CUDA graphs, and a CPU has none. Leave it out, or run it "
+                "on a GPU."
             )
         from snugfit.features.engine.replay.decode import record_decoding
 

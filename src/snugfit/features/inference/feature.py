@@ -25,6 +25,13 @@ class Inference(Feature):
             "predict MODEL --recipe RECIPE --largest SIZE."
         )
         for command in ("plan", "gpus", "measure")
+    } | {
+        (command, option): advice
+        for command in ("predict", "plan", "gpus", "measure")
+        for option, advice in {
+            "--temperature": "A temperature changes no bytes and no seconds. Leave it out.",
+            "--generate": "Generation is a phase: --phase generate.",
+        }.items()
     }
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:

@@ -152,5 +152,5 @@ def test_techniques_that_were_not_recorded_are_one_error(recipe: str) -> None:
 
 def test_a_cpu_is_refused() -> None:
     step = open_step(job_of(LLAMA), Recipe.parse(CAPTURED).setup(), "plain", torch.device("cpu"))
-    with pytest.raises(UsageError, match=r"a CPU has none\. Leave it out, or take a GPU"):
+    with pytest.raises(UsageError, match=r"a CPU has none\. Leave it out, or run it on a GPU"):
         step.run(1, Observer())

@@ -98,10 +98,7 @@ MISTAKES = [
         "predict LLAMA --sequence-length 12 --recipe onnxruntime --phase evaluate",
         "in a session of its own, so it has no prediction. To measure it: snugfit measure",
     ),
-    (
-        "predict LLAMA --phase generate --prompt 4 --new-tokens 4 --recipe openvino",
-        "--new-tokens 4 --recipe openvino --device cpu.",
-    ),
+    ("predict LLAMA --phase generate --recipe openvino", "--new-tokens 4 --recipe openvino --device cpu."),
     (
         "predict LLAMA --sequence-length 12 --recipe fastpath --phase evaluate",
         "temporary memory is not simulated",
