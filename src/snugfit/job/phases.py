@@ -61,6 +61,10 @@ class AddedPhase:
         """Return the complete settings of a job in this phase. Raises `JobError` for unusable ones."""
         return given
 
+    def arguments(self, job: Any) -> list[str]:
+        """Return arguments of a command for the job's settings that are not the default."""
+        return []
+
     def tokens(self, job: Any) -> int:
         """Return the number of tokens that a step makes, for tokens per second."""
         return int(job.batch_size * job.sequence_length)

@@ -38,6 +38,18 @@ class Generation(AddedPhase):
 
         return GenerationSettings.complete(job, given)
 
+    def arguments(self, job: Any) -> list[str]:
+        """Return options for the settings of a generation that are not the default; `--sample` has no
+        value.
+        """
+        from snugfit.features.inference.settings import GenerationSettings
+
+        usual, words = vars(GenerationSettings()), list[str]()
+        for name, value in job.phase_settings.items():
+            if value != usual[name]:
+                words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return words
+
     def tokens(self, job: Any) -> int:
         """Return the number of new tokens of all sequences in a call of `generate`."""
         return int(job.batch_size * job.phase_settings["new_tokens"])

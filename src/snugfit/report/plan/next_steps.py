@@ -64,9 +64,7 @@ def job_words(job: Job) -> str:
     if job.dtype != (job.model.dtype or "float32"):
         words += ["--dtype", job.dtype]
     words += [] if job.trains else ["--phase", str(job.phase)]
-    usual = job.added_phase.settings(job, {}) if job.added_phase else {}
-    for name, value in job.phase_settings.items():
-        words += [f"--{name.replace('_', '-')}", str(value)] if value != usual[name] else []
+    words += job.added_phase.arguments(job) if job.added_phase else []
     words += ["--vocab-size", str(job.model.vocabulary)] if job.model.resized else []
     for name in BY_SET:
         if (value := getattr(job, name)) != defaults[name]:
