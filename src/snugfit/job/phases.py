@@ -21,12 +21,12 @@ class PhaseWords(NamedTuple):
     turn: str
     """Noun for a repetition, whose seconds are predicted, such as `step`."""
     turns: str
-    """Its plural."""
+    """Plural of that noun, such as `steps`."""
     item: str = "samples"
     """Noun for the parts of a batch."""
     rate: str = "samples"
     """Noun of the throughput in a table that has only one."""
-    savings: str = "bf16_pure, low_bits"
+    savings: str = "weights of fewer bits"
     """Ways to save memory, for an error."""
 
 
@@ -40,7 +40,7 @@ class AddedPhase:
     """The word for the phase in the head of a report, such as `evaluation`."""
 
     words: ClassVar[PhaseWords] = PhaseWords("run", "step", "steps")
-    """Words of reports."""
+    """Words of reports on jobs of this phase."""
 
     note: ClassVar[str] = ""
     """A sentence for reports on such a job."""
