@@ -1,6 +1,9 @@
 """Measure the engines of evaluation and generation by turns, on small models on the CPU.
 
     OMP_NUM_THREADS=1 python lab/engine_speed.py OUT.json [--rounds N] [--only WORD]
+    python lab/engine_speed.py results/cpu-2026-11-30/engines.json --guide
+
+With `--guide` it measures nothing, and copies the file's ratios to the table of `snugfit guide --inference`.
 
 In each round every engine has a turn: one call that is not timed, then `CALLS` timed ones. So a load of the
 machine that lasts for seconds is shared by all. CPU seconds are those of all threads of the process, and
@@ -34,6 +37,12 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.versions import version_of, versions
 
 CALLS, ROUNDS = 5, 12
+
+GUIDE = Path(__file__).parent.parent / "src/snugfit/features/guide/measured_engines.json"
+"""The measured engines of `snugfit guide --inference`, which are part of the wheel."""
+
+COPIED = ("job", "engine", "times_faster_cpu", "times_faster_wall", "largest_error", "ids_equal")
+LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino")
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
@@ -194,13 +203,31 @@ def rows_of(name: str, runners: dict[str, Runner], base: str) -> list[dict[str, 
     return rows
 
 
+def guide_table(path: Path) -> dict[str, Any]:
+    """Return the guide's table of measured engines from a written file, whose folder ends with its date."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    threads, cores = document["threads"], document["cores"]
+    cpu = document.get("cpu", "a shared CPU")
+    return {
+        "source": "/".join(path.parts[-3:]),
+        "machine": f"{cpu} with {cores} cores, {threads} thread{'s' * (threads != 1)}",
+        "date": "-".join(path.parent.name.split("-")[-3:]),
+        "versions": {name: document["versions"][name] for name in LIBRARIES},
+        "rows": [{key: row[key] for key in COPIED if key in row} for row in document["rows"]],
+    }
+
+
 def main() -> None:
     """Measure all jobs, and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", default="", help="jobs whose name contains this word")
+    parser.add_argument("--guide", action="store_true", help="copy the ratios of OUT.json to the guide")
     given = parser.parse_args()
+    if given.guide:
+        GUIDE.write_text(json.dumps(guide_table(given.output.resolve()), indent=1) + "\n", encoding="utf-8")
+        return
     before, rows = os.getloadavg(), []
     for name in (name for name in JOBS if given.only in name):
         rows += measure_job(name, given.rounds)

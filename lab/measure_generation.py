@@ -1,6 +1,7 @@
 """Measure `generate` on one GPU beside its prediction, for eight models, and a checkpoint's load.
 
     python lab/measure_generation.py OUT.json [--only NAME ...] [--steps N] [--device cuda:0]
+    python lab/measure_generation.py OUT.json --captured
     python lab/measure_generation.py OUT.json --beside RECORDED.json
 
 All predictions come first, in parallel, and are written before a GPU runs. Then each configuration runs in a
@@ -13,6 +14,10 @@ With `--beside`, the configurations of a recorded file are predicted again besid
 
 A configuration that this transformers does not support has the reason in place of figures. With `--device
 cpu` small versions run, whose measured bytes are left out: a check of the script.
+
+Configurations of `RECIPES` are compared with the plain recipe after the same seed, in the same dtype: their
+tokens, and their logits. `--captured` measures decode steps as CUDA graphs alone, beside eager ones with the
+same cache.
 
 The configuration `LOADED` writes a checkpoint to a temporary folder and loads it with a device map. Then it
 loads it in 4 bits, if bitsandbytes is installed. The files are in the page cache.
@@ -82,11 +87,26 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """Model, fields of the job, and settings of the phase, by name."""
 
+STATIC = {"new_tokens": 128, "cache": "static"}
+RECIPES: dict[str, str] = {}
+"""Recipe by name of a configuration; the others have the plain one."""
+
+for _name, _model, _sizes in (
+    ("gpt2", "gpt2", {"batch_size": 16, "sequence_length": 512}),
+    ("qwen", "Qwen3-0.6B", {"batch_size": 16, "sequence_length": 256}),
+    ("llama", "Llama-3.1-8B", LLAMA),
+):
+    CONFIGURATIONS[f"{_name}, static"] = (_model, _sizes, STATIC)
+    CONFIGURATIONS[f"{_name}, captured"] = (_model, _sizes, STATIC)
+    RECIPES[f"{_name}, captured"] = "captured"
+
 LOADED = "smollm, loaded"
 CONFIGURATIONS[LOADED] = ("SmolLM2-1.7B", {"batch_size": 1, "sequence_length": 16}, {"new_tokens": 2})
 
 SELECTED = "rows of a cache, selected"
 """Name of the row with the seconds of a beam search's copies of a cache."""
+
+SEED = 1234
 
 LAUNCHES = 2000
 """Small kernels whose launches are timed."""
@@ -133,10 +153,14 @@ def job_of(name: str, *, small: bool) -> Job:
     return Job(model=found, task=task, phase="generate", phase_settings=settings, **sizes)  # type: ignore[arg-type]
 
 
-def predicted(job: Job, gpu: str) -> dict[str, Any]:
+def recipe_of(name: str) -> Recipe:
+    return Recipe.parse(RECIPES.get(name, "plain"))
+
+
+def predicted(job: Job, recipe: Recipe, gpu: str) -> dict[str, Any]:
     from snugfit.prediction.predict import predict
 
-    prediction = predict(job, gpu=gpu)
+    prediction = predict(job, recipe, gpu=gpu)
     seconds = {one.phase: one.seconds for one in prediction.phase_results.passes}
     footprint = prediction.footprint
     return {
@@ -144,6 +168,7 @@ def predicted(job: Job, gpu: str) -> dict[str, Any]:
         "reserved_bytes": footprint.reserved_bytes,
         "requested_bytes": footprint.requested_bytes,
         "page_locked_bytes": footprint.pinned_bytes,
+        "context_bytes": footprint.context_bytes,
         **{f"{phase}_seconds": value for phase, value in seconds.items()},
         "doubts": prediction.doubts,
     }
@@ -162,9 +187,10 @@ def launch_seconds(device: torch.device) -> float:
     return (time.perf_counter() - begin) / LAUNCHES
 
 
-def measured(job: Job, device: torch.device, steps: int) -> dict[str, Any]:
+def measured(job: Job, recipe: Recipe, device: torch.device, steps: int) -> dict[str, Any]:
     clock, launches = Clock(device), [launch_seconds(device)]
-    step = open_step(job, Recipe().setup(), "plain", device)
+    torch.manual_seed(SEED)
+    step: Any = open_step(job, recipe.setup(), "plain", device)
     step.run(steps + 1, clock)
     # The first call loads kernels.
     means = {name: statistics.fmean(values[1:]) for name, values in clock.seconds.items()}
@@ -183,7 +209,33 @@ def measured(job: Job, device: torch.device, steps: int) -> dict[str, Any]:
             "requested_bytes": stats["requested_bytes.all.peak"],
             "page_locked_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.peak"),
         }
-    return row
+    return row | (agreement(step, device) if recipe != Recipe() else {})
+
+
+def agreement(step: Any, device: torch.device) -> dict[str, Any]:
+    """Return the comparison of a built step's outputs with those of the plain recipe in the same dtype."""
+    torch.manual_seed(SEED)
+    ours = step.outputs()
+    row = {"used_bytes": used_bytes(device), "results": step.results}
+    step.model = None
+    gc.collect()
+    torch.manual_seed(SEED)
+    plain: Any = open_step(step.job, Recipe().setup(), "plain", device)
+    plain.run(1, Observer())
+    torch.manual_seed(SEED)
+    eager = plain.outputs()
+    return row | {
+        "ids_equal": bool((ours.ids == eager.ids).all()),
+        "largest_error": float((ours.values - eager.values).abs().max()),
+    }
+
+
+def used_bytes(device: torch.device) -> int | None:
+    """Return the used bytes of the whole GPU, of which a lone process has all but the driver's own."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def predicted_loading(job: Job, gpu: str) -> dict[str, Any]:
@@ -245,7 +297,9 @@ def predict_one(name: str, small: bool, gpu: str) -> dict[str, Any]:
     try:
         job = job_of(name, small=small)
         row = {"name": name, "job": job.to_json(), "gpu": gpu}
-        row["predicted"] = predicted_loading(job, gpu) if name == LOADED else predicted(job, gpu)
+        row["predicted"] = (
+            predicted_loading(job, gpu) if name == LOADED else predicted(job, recipe_of(name), gpu)
+        )
     except SnugfitError as error:
         return {"name": name, "refused": str(error)}
     return row | {"predicted_in_seconds": time.perf_counter() - begin}
@@ -256,7 +310,7 @@ def measure_one(name: str, device: str, steps: int) -> dict[str, Any]:
     target = torch.device(device)
     job = job_of(name, small=target.type == "cpu")
     begin = time.perf_counter()
-    found = measured_loading(job, target) if name == LOADED else measured(job, target, steps)
+    found = measured_loading(job, target) if name == LOADED else measured(job, recipe_of(name), target, steps)
     return {
         "versions": _versions(),
         "measured": found,
@@ -314,11 +368,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", action="append", choices=list(CONFIGURATIONS))
+    parser.add_argument("--captured", action="store_true", help="decode steps as CUDA graphs, and eager ones")
     parser.add_argument("--steps", type=int, default=2, help="timed calls")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--beside", type=Path, help="a file with measured figures")
     given = parser.parse_args()
     recorded = [row for row in _read(given.beside) if "measured" in row]
+    given.only = given.only or [name for name in CONFIGURATIONS if given.captured and _is_static(name)]
     names = [row["name"] for row in recorded] or given.only or list(CONFIGURATIONS)
     is_small = given.device == "cpu" and not recorded
     gpu = recorded[0]["gpu"] if recorded else alone(name_of, given.device)
@@ -355,6 +411,10 @@ def beside(row: dict[str, Any], real: dict[str, Any]) -> dict[str, Any]:
         "versions": _versions(),
         "measured_with": real["versions"],
     }
+
+
+def _is_static(name: str) -> bool:
+    return f"{name.partition(',')[0]}, captured" in RECIPES and CONFIGURATIONS[name][2] == STATIC
 
 
 def _versions() -> dict[str, str]:

@@ -53,9 +53,10 @@ def test_the_spread_is_that_of_the_errors(bound: str, measured: bool, error: flo
 
 
 def test_a_pace_in_words() -> None:
-    text = pace(speed_of(0.8, job(), measured_rates=False, mfu=0.4))
+    text = pace(speed_of(0.8, job(), measured_rates=False, mfu=0.4), job().words)
     assert text == "about 800.0 ms, 590 ms to 1.2 s; 5.0 samples/s, 2,560 tokens/s, 40 % MFU"
-    assert pace(StepSpeed(step_seconds=0.8, samples_per_second=5.0)) == "about 800.0 ms; 5.0 samples/s"
+    other = StepSpeed(step_seconds=0.8, samples_per_second=5.0)
+    assert pace(other, job().words) == "about 800.0 ms; 5.0 samples/s"
 
 
 def test_a_prediction_and_a_comparison_say_the_pace() -> None:

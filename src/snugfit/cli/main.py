@@ -183,7 +183,7 @@ NO_COMMANDS = {
 """Words that people write as a command, with advice for each."""
 
 REMOVED_OPTIONS = {option: advice for one in features() for option, advice in one.removed_options.items()}
-"""Options of earlier versions, with what to use instead."""
+"""Options of earlier versions and of other commands, each with advice."""
 
 
 def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:

@@ -68,7 +68,10 @@ def measure(
     # An error of the prediction is raised before minutes are spent on the run.
     count = request.gpus if gpus is None else gpus
     predicted = _predict(request, device, count) if predict else None
-    typer.echo(f"snugfit: measuring {warmup + steps} steps, for at most {deadline:g} s ...", err=True)
+    typer.echo(
+        f"snugfit: measuring {warmup + steps} {request.job.words.turns}, for at most {deadline:g} s ...",
+        err=True,
+    )
     measured = run(
         request.job,
         request.recipe,

@@ -21,7 +21,7 @@ from snugfit.job.dtype import DTYPES, dtype_name
 from snugfit.job.inputs import added_tasks, has_sequence, has_target
 from snugfit.job.limits import length_problem
 from snugfit.job.model import Model
-from snugfit.job.phases import AddedPhase, added_phases
+from snugfit.job.phases import AddedPhase, PhaseWords, added_phases, words_by_phase
 
 LARGEST_BATCH = 1 << 20
 LARGEST_LENGTH = 1 << 24
@@ -230,6 +230,11 @@ class Job:
             # A module from Python has no config that could limit its positions.
             refuse_lengths(self, self.model.config)
         object.__setattr__(self, "phase_settings", _complete_settings(self))
+
+    @property
+    def words(self) -> PhaseWords:
+        """Words of reports for the job's phase."""
+        return words_by_phase()[self.phase]
 
     @property
     def added_phase(self) -> AddedPhase | None:

@@ -7,9 +7,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 from snugfit.feature_folders import feature_objects
+
+
+class PhaseWords(NamedTuple):
+    """Words of reports on jobs of a phase."""
+
+    verb: str
+    """Verb before the model, as in `can train this`."""
+    turn: str
+    """Noun for a repetition, whose seconds are predicted, such as `step`."""
+    turns: str
+    """Plural of that noun, such as `steps`."""
+    item: str = "samples"
+    """Noun for the parts of a batch."""
+    rate: str = "samples"
+    """Noun of the throughput in a table that has only one."""
+    savings: str = "weights of fewer bits"
+    """Ways to save memory, for an error."""
 
 
 class AddedPhase:
@@ -22,6 +40,9 @@ class AddedPhase:
 
     title: ClassVar[str]
     """The word for the phase in the head of a report, such as `evaluation`."""
+
+    words: ClassVar[PhaseWords] = PhaseWords("run", "step", "steps")
+    """Words of reports on jobs of this phase."""
 
     note: ClassVar[str] = ""
     """A sentence for reports on such a job."""
@@ -41,6 +62,10 @@ class AddedPhase:
     def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the complete settings of a job in this phase. Raises `JobError` for unusable ones."""
         return given
+
+    def arguments(self, job: Any) -> list[str]:
+        """Return arguments of a command for the job's settings that are not the default."""
+        return []
 
     def tokens(self, job: Any) -> int:
         """Return the number of tokens that a step makes, for tokens per second."""
@@ -72,6 +97,16 @@ class AddedPhase:
 def added_phases() -> Mapping[str, AddedPhase]:
     """Return the phases that all features add, by name."""
     return {one.name: one for one in feature_objects("phases", AddedPhase)}
+
+
+@functools.cache
+def words_by_phase() -> Mapping[str, PhaseWords]:
+    """Return the words of reports by phase."""
+    core = {
+        "train": PhaseWords("train", "step", "steps", savings="checkpointing, a smaller optimizer state"),
+        "evaluate": PhaseWords("evaluate", "pass", "passes"),
+    }
+    return core | dict(map(attrgetter("name", "words"), added_phases().values()))
 
 
 def phase_keys() -> dict[str, type]:

@@ -78,7 +78,7 @@ def largest(
         free = f" and a headroom of {show_bytes(margin)}" if margin else ""
         raise NothingFits(
             f"Not even a {of.replace('-', ' ')} of {sizes.size(low)} fits: {show_bytes(-sizes.spare(low))} "
-            f"are missing with {recipe}{free}. Try checkpointing, a smaller optimizer state, or a larger GPU."
+            f"are missing with {recipe}{free}. Try {job.words.savings}, or a larger GPU."
         )
     rounds = 0
     while high - low > 1:

@@ -6,6 +6,7 @@ Every difference is shown in bytes and in per cent. Per cent show if it matters,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from rich.console import Group, RenderableType
 
@@ -16,7 +17,7 @@ from snugfit.report.short import verdict, widest
 from snugfit.report.text.answer import subject, uncertain
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
-from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
+from snugfit.report.text.pace import show_mfu, show_rate, show_spread, show_tokens
 from snugfit.report.text.page import Page, Sentence, with_commands
 from snugfit.report.text.table import table
 from snugfit.report.text.terminal import words
@@ -72,15 +73,19 @@ def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterat
 def _totals(predictions: Sequence[Prediction], best: Prediction | None, *, details: bool) -> Grid:
     base = predictions[0].needed_bytes
     timed = any(prediction.timing for prediction in predictions)
-    # Every second column: seconds, samples and MFU.
-    pace = _PACE if details else _PACE[::2]
+    words = predictions[0].job.words
+    # A short report has seconds, one throughput, and MFU.
+    columns = itemgetter(0, 1, 2, 3, 4) if details else itemgetter(0, 5, 4)
+    pace = columns(
+        (f"ms a {words.turn}>", "likely>", f"{words.item}/s>", "tokens/s>", "MFU>", f"{words.rate}/s>")
+    )
     rows = tuple(
         (
             str(prediction.recipe),
             ("best" if best.fits else "smallest") if prediction is best else _fit(prediction),
             show_mib(prediction.needed_bytes),
             *_difference(prediction.needed_bytes, base),
-            *(_pace(prediction)[:: 1 if details else 2] if timed else ()),
+            *(columns(_pace(prediction)) if timed else ()),
             *((str(prediction.footprint.at or ""),) if details else ()),
         )
         for prediction in predictions
@@ -89,22 +94,20 @@ def _totals(predictions: Sequence[Prediction], best: Prediction | None, *, detai
     return Grid(title="", heads=(*heads, "Peak") if details else heads, rows=rows)
 
 
-_PACE = ("ms a step>", "likely>", "samples/s>", "tokens/s>", "MFU>")
-
-
 def _pace(prediction: Prediction) -> tuple[str, ...]:
-    """Return seconds per step and throughput of a prediction as table cells; empty cells if they are not
+    """Return seconds per step and throughput of a prediction as six table cells; empty cells if they are not
     predicted.
     """
     speed = prediction.speed
     if speed is None:
-        return ("",) * len(_PACE)
+        return ("",) * 6
     return (
         f"{1e3 * speed.step_seconds:,.1f}",
         show_spread(speed),
         f"{speed.samples_per_second:,.1f}",
         show_tokens(speed.tokens_per_second),
         show_mfu(speed.mfu),
+        show_rate(speed, prediction.job.words),
     )
 
 
@@ -158,4 +161,7 @@ def beside(comparison: Comparison) -> RenderableType:
     if pace is None:
         return bytes_table
     figures = f"{show_seconds(pace.predicted)} predicted, {show_seconds(pace.measured)} measured"
-    return Group(bytes_table, words(f"A step: {figures} ({100 * pace.error:+.1f} %)."))
+    return Group(
+        bytes_table,
+        words(f"A {comparison.prediction.job.words.turn}: {figures} ({100 * pace.error:+.1f} %)."),
+    )

@@ -19,9 +19,12 @@ NARROWEST_NUMBER = 3
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[RenderableType]:
-    """Return the live bytes during a step as lines of text, with the phases below. Micro-batches get numbers
-    if they are too short for names.
+def draw_curve(
+    curve: Sequence[CurvePoint], *, micro_batches: int = 1, turn: str = "step"
+) -> list[RenderableType]:
+    """Return the live bytes during one `turn` (a step or a call) as lines of text, with the phases below.
+
+    Micro-batches get numbers if they are too short for names.
     """
     top = max(point.live_bytes for point in curve) or 1
     heights = sample([(point.position, point.live_bytes / top) for point in curve], COLUMNS)
@@ -33,7 +36,7 @@ def draw_curve(curve: Sequence[CurvePoint], *, micro_batches: int = 1) -> list[R
         passages = [*rounds, *(one for one in passages if one.start >= rounds[-1].end)]
         note = ", the numbers are micro-batches" if len(rounds) > 1 else ""
     spans = [(one.name, round(one.start * COLUMNS), round(one.end * COLUMNS)) for one in passages]
-    head = words(f"Live bytes through one steady step (top {show_bytes(top)}{note})", "bold")
+    head = words(f"Live bytes through one steady {turn} (top {show_bytes(top)}{note})", "bold")
     return [head, words("\n".join([*bars(heights), legend(spans, COLUMNS)])), Text()]
 
 

@@ -7,15 +7,18 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from snugfit.job.phases import PhaseWords
 from snugfit.report.prediction import footprint_table
 from snugfit.report.text.answer import show_gib, subject
 from snugfit.report.text.facts import LABEL, Facts
 from snugfit.report.text.job import job_line
+from snugfit.report.text.pace import show_rate
 from snugfit.report.text.page import Page, Sentence
 from snugfit.report.text.table import PlainTable, table
 from snugfit.report.text.terminal import words
 from snugfit.results.footprint import Footprint, Startup, Timing
 from snugfit.results.measurement import HIGH_DISTURBANCE, Measurement
+from snugfit.results.speed import speed_of
 from snugfit.units import MIB, show_bytes, show_mib, show_seconds
 
 
@@ -27,7 +30,7 @@ def render(measurement: Measurement) -> RenderableType:
     if measurement.ranks and measurement.footprint:
         parts.append(ranks_table(measurement))
     if measurement.timing:
-        parts.append(timing_table(measurement.timing, fabric_rows(measurement)))
+        parts.append(timing_table(measurement.timing, measurement.job.words, fabric_rows(measurement)))
     if measurement.startup and measurement.timing:
         parts.append(startup_table(measurement.startup, measurement.timing, several=measurement.gpus > 1))
     if calls := list(_calls(measurement)):
@@ -46,11 +49,11 @@ def short(measurement: Measurement) -> Page:
         about += f"the run ended with {measurement.outcome}"
     else:
         about += f"measured {show_gib(size)}"
-        about += f", {show_seconds(timing.step_seconds)} a step" if timing else ""
+        about += f", {show_seconds(timing.step_seconds)} a {measurement.job.words.turn}" if timing else ""
     role = "good" if measurement.ok else "bad"
     return Page(
         [Sentence(about, role), Sentence(f"{'recipe':{LABEL}}  {measurement.recipe}", "recipe")],
-        [Facts((*_bytes(footprint), *_seconds(timing), *_calls(measurement)))],
+        [Facts((*_bytes(footprint), *_seconds(measurement), *_calls(measurement)))],
         (
             Sentence(note, "uncertain" if style else "")
             # The first note of a failed run is its outcome, which the first line has already.
@@ -69,11 +72,13 @@ def _bytes(footprint: Footprint | None) -> Iterator[tuple[str, str]]:
     yield from ((name, show_gib(size)) for name, size in known.items() if size)
 
 
-def _seconds(timing: Timing | None) -> Iterator[tuple[str, str]]:
+def _seconds(measurement: Measurement) -> Iterator[tuple[str, str]]:
+    timing, job = measurement.timing, measurement.job
     if timing:
-        spread = f"spread {100 * timing.spread:.1f} % over {timing.steps} steps"
-        yield "step time", f"{show_seconds(timing.step_seconds)}, {spread}"
-        yield "throughput", f"{timing.samples_per_second:,.1f} samples/s"
+        spread = f"spread {100 * timing.spread:.1f} % over {timing.steps} {job.words.turns}"
+        yield f"{job.words.turn} time", f"{show_seconds(timing.step_seconds)}, {spread}"
+        rate = show_rate(speed_of(timing.step_seconds, job, measured_rates=True), job.words)
+        yield "throughput", f"{rate} {job.words.rate}/s"
 
 
 def _calls(measurement: Measurement) -> Iterator[tuple[str, str]]:
@@ -148,13 +153,13 @@ def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
     return [("exchange", show_seconds(seconds), about)]
 
 
-def timing_table(timing: Timing, more: Sequence[tuple[str, str, str]] = ()) -> PlainTable:
+def timing_table(timing: Timing, terms: PhaseWords, more: Sequence[tuple[str, str, str]] = ()) -> PlainTable:
     """Return a table of the seconds of a step with the figures derived from them."""
     rows = [
-        ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
+        (terms.turn, show_seconds(timing.step_seconds), f"mean of {timing.steps} steady {terms.turns}"),
         *_with_disturbed(timing),
         ("spread", f"{100 * timing.spread:.1f} %", "(90th - 10th percentile) / mean"),
-        ("samples/s", f"{timing.samples_per_second:.2f}", ""),
+        (f"{terms.item}/s", f"{timing.samples_per_second:.2f}", ""),
         *more,
     ]
     return table(("Time", ">", ""), rows)

@@ -45,7 +45,9 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
     parts += [kinds_table(prediction)]
     parts += [_largest_table(anatomy)] if anatomy.largest else []
     if anatomy.curve:
-        parts += draw_curve(anatomy.curve, micro_batches=prediction.recipe.pieces)
+        parts += draw_curve(
+            anatomy.curve, micro_batches=prediction.recipe.pieces, turn=prediction.job.words.turn
+        )
     parts += [operators_table(anatomy, prediction.timing)] if operators else []
     parts += [words(f"Uncertain: {doubt}", "yellow") for doubt in prediction.doubts]
     parts += [Page(with_commands(of_prediction(prediction)))]
@@ -106,7 +108,7 @@ def ranks_table(prediction: Prediction) -> PlainTable:
 
 def about_pace(prediction: Prediction) -> list[Text]:
     """Return sentences on the seconds of a step and on the hardware limit of its speed."""
-    timing, speed = prediction.timing, prediction.speed
+    timing, speed, terms = prediction.timing, prediction.speed, prediction.job.words
     if timing is None or speed is None:
         return []
     roofline = sum(line.roofline_seconds for line in timing.phases)
@@ -116,7 +118,7 @@ def about_pace(prediction: Prediction) -> list[Text]:
     )
     return [
         words(
-            f"A step takes {pace(speed)}. It is bound by {bound}: the GPU is busy for "
+            f"A {terms.turn} takes {pace(speed, terms)}. It is bound by {bound}: the GPU is busy for "
             f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
             f"rates of its data sheet{travels}."
         ),
@@ -163,7 +165,7 @@ def _startup(prediction: Prediction) -> list[RenderableType]:
         words(
             f"Start-up takes about {show_seconds(start.total_seconds(timing.step_seconds))}: "
             f"{show_seconds(before)} for imports and the CUDA context, {show_seconds(start.build_seconds)} "
-            f"to build the model, and {show_seconds(longer)} more in the first step."
+            f"to build the model, and {show_seconds(longer)} more in the first {prediction.job.words.turn}."
         )
     ]
 
@@ -172,7 +174,8 @@ def _peak(prediction: Prediction) -> list[RenderableType]:
     moment = prediction.footprint.at
     if moment is None:
         return []
-    when = f"in step {moment.step}" if moment.step else "before the first step"
+    turn = prediction.job.words.turn
+    when = f"in {turn} {moment.step}" if moment.step else f"before the first {turn}"
     return [words(f"The peak is {when}: {moment}."), *map(words, about_build(prediction))]
 
 

@@ -66,6 +66,7 @@ def verdict(prediction: Prediction) -> Sentence:
             speed=prediction.speed,
             condition="" if prediction.read_in_full else UNREAD,
             limit=_limit(prediction),
+            turn=prediction.job.words.turn,
         ),
         _role(prediction),
     )
@@ -102,9 +103,8 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
         (footprint.communication_bytes, "NCCL"),
     ]
     needed, memory = prediction.needed_bytes, prediction.memory_bytes
-    yield from four_numbers(
-        needed, memory, parts, None if prediction.fits is False else prediction.speed, per_gpu
-    )
+    speed = None if prediction.fits is False else prediction.speed
+    yield from four_numbers(needed, memory, parts, speed, prediction.job.words, per_gpu)
     if footprint.pinned_bytes and footprint.host_bytes:
         yield (
             "host memory",
@@ -149,7 +149,7 @@ def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
     if (timing := prediction.timing) and timing.step_seconds:
         busy = 100 * timing.device_seconds / timing.step_seconds
         bound = BOUND_BY.get(timing.bound, timing.bound)
-        yield "bound by", f"{bound}; the GPU is busy for {busy:.0f} % of the step"
+        yield "bound by", f"{bound}; the GPU is busy for {busy:.0f} % of the {prediction.job.words.turn}"
 
 
 def show_phases(prediction: Prediction) -> Iterator[tuple[str, str]]:

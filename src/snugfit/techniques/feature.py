@@ -80,7 +80,7 @@ class Feature:
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Names of the package `snugfit`, by the module that defines them."""
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}
-    """Replacement text by command and removed option of earlier versions."""
+    """Advice by command and option, for options of earlier versions and of other commands."""
 
     def commands(self) -> Sequence[Callable[..., Any]]:
         """Return functions that the command line offers as subcommands."""

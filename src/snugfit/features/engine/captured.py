@@ -21,8 +21,12 @@ dropout are recorded. Models with dropout are recorded if `selective` keeps atte
 each other dropout. For optimizers that compute on the host (bitsandbytes', Adafactor, Muon) only the forward
 and backward passes are replayed.
 
-Plans for one GPU search it. Its passes are the eager ones, so they need no second simulation (`parts.py`),
-except for padded batches.
+In text generation, each decode step is a graph (`replay/decode.py`). Its cache is static, in place of a
+dynamic one. The host still chooses the token by transformers' own code. A CPU records nothing, and such a
+generation is refused there.
+
+Plans for one GPU search it for training. Its passes are the eager ones, so they need no second simulation
+(`parts.py`), except for padded batches.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Captured(Technique):
-    """Records the optimizer step as CUDA graphs, and replays it."""
+    """Records the optimizer step, or the decode step of text generation, as CUDA graphs, and replays them."""
 
     fidelity: ClassVar = Fidelity.SAME
     source: ClassVar = "torch.cuda.CUDAGraph; NVIDIA, CUDA C++ Programming Guide, CUDA Graphs"
@@ -62,10 +66,8 @@ class Captured(Technique):
         """Yield objections to techniques that read the device, use another stream, or draw random numbers
         again."""
         if not job.trains:
-            yield (
-                "only training steps are recorded as CUDA graphs. Leave it out, or try 'compiled(what=model, "
-                "mode=reduce-overhead)', by which torch records the forward pass."
-            )
+            yield from _objections_without_training(job, recipe)
+            return
         # The host reads the scaler's flag after each step.
         if recipe[Slot.PRECISION].alone.scale_gradients:
             yield (
@@ -88,3 +90,26 @@ class Captured(Technique):
                 )
                 + "."
             )
+
+
+def _objections_without_training(job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+    """Yield objections to an evaluation, and to decode steps that cannot be recorded."""
+    if job.added_phase is None:
+        yield (
+            "only training steps and decode steps are recorded. Leave it out, or try 'compiled(what=model, "
+            "mode=reduce-overhead)', by which torch records the forward pass."
+        )
+        return
+    from snugfit.features.engine.replay.decode import objections_to_decoding
+
+    if recipe[Slot.CACHE].plain:
+        yield from objections_to_decoding(job, job.phase_settings.get("cache", "dynamic"))
+    else:
+        yield f"it has a static cache already. Leave {recipe[Slot.CACHE]} out."
+    if recipe[Slot.PRECISION].alone.autocast:
+        yield (
+            f"{recipe[Slot.PRECISION]} keeps cast weights outside of the graph. Try 'fp32' or 'bf16_pure'."
+        )
+    for slot in (Slot.ADAPTERS, Slot.ATTENTION):
+        if not recipe[slot].plain:
+            yield f"{recipe[slot]} was not tried in a recorded decode step. Leave one of them out."

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.errors import UsageError
 from snugfit.features.engine.fields import CAPTURE, FILLED, MASTERS, RELEASE
 from snugfit.features.engine.replay.graphs import REHEARSED, CudaGraphs
 from snugfit.step.wishes.handler import Context, Handler
@@ -85,6 +86,21 @@ class CaptureHandler(Handler):
         make_graphs = REHEARSED.get()
         graphs = CudaGraphs(loop.device) if make_graphs is None else make_graphs()
         return CapturedStep(loop, graphs, value.multiple)
+
+    def evaluated_model(self, value: CaptureWish | None, loop: Any, build: Callable[[], Any]) -> Any:
+        """Return the usual model, whose decode steps are recorded. Raises `UsageError` on a CPU."""
+        make_graphs = REHEARSED.get()
+        if make_graphs is None and loop.device.type != "cuda":
+            raise UsageError(
+                "captured records decode steps as CUDA graphs, and a CPU has none. Leave it out, or run it "
+                "on a GPU."
+            )
+        from snugfit.features.engine.replay.decode import record_decoding
+
+        model = build()
+        graphs = CudaGraphs(loop.device) if make_graphs is None else make_graphs()
+        record_decoding(model, graphs, lambda note: loop.results.update(note=note))
+        return model
 
     def around_rehearsal(self, value: CaptureWish | None, *, on_gpu: bool) -> Context | None:
         """Return a context in which torch's optimizers treat `meta` as a device that records, if a GPU is

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 from unittest.mock import patch
 
 from snugfit.features.engine.replay.graphs import REHEARSED, Graphs, NotRecorded
-from snugfit.rehearsal.trace.trace import GENERATOR_BYTES, Memory
+from snugfit.rehearsal.trace.trace import GENERATOR_BYTES, Kernel, Memory
 from snugfit.step.batches import place
 
 if TYPE_CHECKING:
@@ -84,6 +84,23 @@ class RehearsedGraphs(Graphs):
                 work()
 
         return play
+
+    def record_equal(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record work like `record`, and run it for the first replay of the last step alone. Later replays
+        repeat its kernels.
+        """
+        play, recorder = self.record(work), self._recorder
+        kernels: list[Kernel] = []
+
+        def play_equal() -> None:
+            if kernels or not recorder.is_last_step:
+                recorder.add_kernels(kernels)
+                return
+            begin = len(recorder.kernels)
+            play()
+            kernels.extend(recorder.kernels[begin:])
+
+        return play_equal
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Return a copy of the batch on the device without an allocation; shadow values are copied too."""

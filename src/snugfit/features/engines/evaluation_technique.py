@@ -26,7 +26,7 @@ class EvaluationTechnique(Technique):
     """Runs the forward passes of an evaluation by other code than the model's own."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
-    unplanned: ClassVar = "it only evaluates, and is not simulated"
+    unplanned: ClassVar = "its memory is not simulated. Only snugfit measure runs it"
     searched: ClassVar = False
 
     def is_searched(self) -> bool:

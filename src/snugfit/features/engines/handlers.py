@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 
 TRAINS = "other engines evaluate and generate, and a front-end of training does neither"
 
+NOT_SIMULATED = {
+    "onnxruntime": "allocates weights and activations in a session of its own",
+    "openvino": "runs on the CPU, and allocates weights and activations itself",
+    "tensorrt": "allocates weights and activations in an engine of its own",
+    "fastpath": "computes a layer by one operator, whose temporary memory is not simulated",
+}
+"""Reason against a prediction of the memory, as a predicate, by technique."""
+
 
 class _EvaluationHandler(Handler):
     """Base class of handlers whose field can be measured in an evaluation, and nowhere else."""
@@ -24,11 +32,14 @@ class _EvaluationHandler(Handler):
     refused = dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop", "script"), TRAINS)
 
     def refuse_rehearsal(self, value: Any, job: Job) -> None:
-        """Raise `UsageError`: the memory of the engine's activations is not torch's."""
+        """Raise `UsageError`: the engine's own memory is not simulated."""
+        from snugfit.report.plan.next_steps import job_words
+
         word = value if isinstance(value, str) else "fastpath"
+        device = " --device cpu" if word == "openvino" else ""
         raise UsageError(
-            f"{word} allocates its activations itself, so there is no prediction of them. To measure "
-            f"them, run snugfit measure {job.model.name} --phase {job.phase} --recipe {word}."
+            f"{word} {NOT_SIMULATED[word]}, so it has no prediction. To measure it: snugfit measure "
+            f"{job_words(job)} --recipe {word}{device}."
         )
 
 

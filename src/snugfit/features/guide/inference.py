@@ -1,6 +1,9 @@
 """The guide's backends of `torch.compile` for inference in the installed torch, and its six categories of GPU
 memory.
 
+Engines were measured on a CPU. `lab/engine_speed.py --guide` copies their ratios from a file under `results/`
+to `measured_engines.json`, since a wheel has no such files.
+
 The backends are predicted on an evaluation of the guide's own job. The kinds of memory are those of a
 training step of that job, and of text generation with one beam and with several. The cache and the logits of
 the generation are the guide's functionality-specific memory.
@@ -9,8 +12,10 @@ the generation are the guide's functionality-specific memory.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.documents import JsonDocument
@@ -23,6 +28,7 @@ from snugfit.report.text.job import job_line
 from snugfit.results.footprint import Kind
 from snugfit.results.speed import StepSpeed
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import first_sentence
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -61,6 +67,46 @@ class BackendRow:
     """Predicted speed of the evaluation."""
     refused: str = ""
     """Reason for a missing prediction."""
+    measured_engine: str = ""
+    """Engine of `MeasuredEngines` with the same effect; empty for a backend that was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRatio:
+    """One engine on one job, compared with eager torch."""
+
+    job: str
+    """Model, phase and sizes."""
+    engine: str
+    """Recipe of the engine, or torch's own `eager` and `fastpath`."""
+    times_faster_cpu: float
+    """Median CPU seconds of eager torch divided by those of the engine."""
+    times_faster_wall: float
+    """Median wall seconds of eager torch divided by those of the engine."""
+    largest_error: float | None = None
+    """Largest difference to eager outputs in fp32; None for eager torch itself."""
+    ids_equal: bool | None = None
+    """True if the engine chose the same tokens or classes; None where not compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredEngines:
+    """Engines that took turns on one machine."""
+
+    source: str
+    """File of the repository with all figures."""
+    machine: str
+    """Processor, number of its cores, and threads in use."""
+    date: str
+    """Day of the measurement, as in 2026-11-30."""
+    versions: Mapping[str, str]
+    """Versions of the engines' packages."""
+    rows: tuple[EngineRatio, ...]
+    """Each engine on each of its jobs, with eager torch."""
+
+    def of(self, engine: str) -> Sequence[EngineRatio]:
+        """Return the rows of one engine, one for each of its jobs."""
+        return [row for row in self.rows if row.engine == engine]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +137,26 @@ class InferenceGuide(JsonDocument):
     """The backends in the guide's order, then further ones."""
     memory: tuple[MemoryOfJob, ...]
     """A training step, and generations with few and many beams."""
+    measured: MeasuredEngines
+    """Ratios of engines to eager torch on a CPU."""
     versions: Mapping[str, str]
     """Versions of the packages that predicted."""
     doubts: tuple[str, ...] = ()
     """Uncertainties of the predictions, as sentences."""
 
 
+def measured_engines() -> MeasuredEngines:
+    """Return the packaged ratios of engines to eager torch."""
+    text = files("snugfit.features.guide").joinpath("measured_engines.json").read_text(encoding="utf-8")
+    facts = json.loads(text)
+    return MeasuredEngines(**{**facts, "rows": tuple(EngineRatio(**row) for row in facts["rows"])})
+
+
 def run_inference(
     gpu: Gpu, *, workers: int = 1, tell: Callable[[str], None] = lambda line: None
 ) -> InferenceGuide:
     """Return the backends and the categories of memory, predicted for this GPU by `workers` processes."""
-    facts = inference()
+    facts, measured = inference(), measured_engines()
     vanilla = next(one for one in suite() if one.name == VANILLA)
     job = replace(vanilla.job(), phase=Phase.EVALUATE)
     recipes = [recipe for one in facts["backends"] if (recipe := _known_recipe(one))]
@@ -134,8 +189,9 @@ def run_inference(
     return InferenceGuide(
         gpu=gpu.name,
         job=job_line(job),
-        backends=tuple(_backends(facts["backends"], by_recipe)),
+        backends=tuple(_backends(facts["backends"], by_recipe, measured)),
         memory=tuple(jobs),
+        measured=measured,
         versions=installed_versions(),
         doubts=tuple(dict.fromkeys(doubts)),
     )
@@ -150,7 +206,9 @@ def _known_recipe(line: Mapping[str, str]) -> str:
     return recipe
 
 
-def _backends(lines: list[dict[str, Any]], answers: Mapping[str, Prediction | str]) -> Iterator[BackendRow]:
+def _backends(
+    lines: list[dict[str, Any]], answers: Mapping[str, Prediction | str], measured: MeasuredEngines
+) -> Iterator[BackendRow]:
     """Yield a row for each backend of the guide's data."""
     import torch._dynamo
 
@@ -166,12 +224,14 @@ def _backends(lines: list[dict[str, Any]], answers: Mapping[str, Prediction | st
             state=f"{in_torch}; needs {package}" if lacks else in_torch,
             today=line["today"],
             recipe=_known_recipe(line),
+            # The figures were measured with the recipe of this name, also if its feature is missing here.
+            measured_engine=line["recipe"] if measured.of(line.get("recipe", "")) else "",
         )
         answer = answers.get(row.recipe)
         if isinstance(answer, str):
             # An objection begins with the technique, which the row has already.
             why = answer.strip().rpartition("\n")[2].removeprefix(f"{row.recipe}: ")
-            row = replace(row, refused=why)
+            row = replace(row, refused=first_sentence(why) or why)
         elif answer is not None:
             row = replace(row, needed_bytes=answer.needed_bytes, speed=answer.speed)
         yield row

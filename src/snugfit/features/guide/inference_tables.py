@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from snugfit.features.guide.inference import KINDS, InferenceGuide
+from snugfit.features.guide.inference import KINDS, EngineRatio, InferenceGuide, MeasuredEngines
 from snugfit.features.guide.methods import show_rate, show_size
 from snugfit.report.text.grid import Grid, escape
 from snugfit.report.text.page import Page, Sentence
 
 
 def render(result: InferenceGuide) -> Page:
-    """Return both tables and the first uncertainty for a terminal."""
+    """Return the tables and the first uncertainty for a terminal."""
     doubts = result.doubts[:1]
     return Page(_grids(result), (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in doubts))
 
 
 def markdown(result: InferenceGuide, *, plot: str = "") -> str:
-    """Return both tables as Markdown; `plot` is the picture's file name in the same folder."""
+    """Return the tables as Markdown; `plot` is the picture's file name in the same folder."""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     title = f"## The guide's backends for inference on {escape(result.gpu)}"
     picture = f"![Kinds of memory and speed of backends]({plot})\n" if plot else ""
@@ -38,6 +38,7 @@ def _grids(result: InferenceGuide) -> Iterator[Grid]:
             row.today,
             show_size(row.needed_bytes),
             show_rate(row.speed.samples_per_second if row.speed else None),
+            show_ratios(result.measured.of(row.measured_engine)),
         )
         for row in result.backends
     )
@@ -46,10 +47,15 @@ def _grids(result: InferenceGuide) -> Iterator[Grid]:
     names = {why: ", ".join(row.name for row in refused if row.refused == why) for why in reasons}
     yield Grid(
         title=f"Backends of the guide for inference, {result.gpu}",
-        heads=("Named", "In torch", "Today", "MiB>", "Samples/s>"),
+        heads=("Named", "In torch", "Today", "MiB>", "Samples/s>", "On a CPU>"),
         rows=rows,
-        note=" ".join([f"{result.job}."] + [f"Not predicted: {names[why]} ({why})" for why in reasons]),
+        note=" ".join(
+            [f"MiB and samples/s: {result.job}."]
+            + [f"Not predicted: {names[why]} ({why})" for why in reasons]
+            + ["On a CPU: measured speed as a multiple of eager torch; the next table has each job."]
+        ),
     )
+    yield _engines_grid(result.measured)
     known = [one for one in result.memory if one.kinds]
     yield Grid(
         title=f"The guide's six kinds of memory at the peak, in MiB on {result.gpu}",
@@ -57,3 +63,35 @@ def _grids(result: InferenceGuide) -> Iterator[Grid]:
         rows=tuple((name, *(show_size(one.kinds[name]) for one in known)) for name in KINDS),
         note=" ".join(dict.fromkeys(one.refused or f"{one.name}: {one.job}." for one in result.memory)),
     )
+
+
+def _engines_grid(measured: MeasuredEngines) -> Grid:
+    """Return the table of measured engines, a row for each job and engine except eager torch."""
+    versions = ", ".join(f"{name} {version}" for name, version in measured.versions.items())
+    return Grid(
+        title="Speed of engines on a CPU, as a multiple of eager torch",
+        heads=("Job", "Engine", "CPU seconds>", "Wall seconds>", "Largest error>"),
+        rows=tuple(
+            (
+                row.job,
+                row.engine,
+                f"{row.times_faster_cpu:.2f}",
+                f"{row.times_faster_wall:.2f}",
+                f"{row.largest_error:.0e}",
+            )
+            for row in measured.rows
+            if row.largest_error is not None
+        ),
+        note=(
+            f"Measured on {measured.machine}, on {measured.date}, with {versions} ({measured.source}). Other "
+            "work shared the machine, so compare CPU seconds. They were not measured on a GPU."
+        ),
+    )
+
+
+def show_ratios(rows: Sequence[EngineRatio]) -> str:
+    """Return the ratios of CPU seconds of one engine, from least to largest, or `not measured`."""
+    if not rows:
+        return "not measured"
+    ratios = [f"{one:.2f}" for one in sorted(row.times_faster_cpu for row in rows)]
+    return " to ".join(dict.fromkeys((ratios[0], ratios[-1])))

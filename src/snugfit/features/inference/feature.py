@@ -19,6 +19,20 @@ class Inference(Feature):
     """The feature that predicts the generation of text."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.CACHE: ("kv_cache",)}
+    removed_options: ClassVar[Mapping[tuple[str, str], str]] = {
+        (command, "--largest"): (
+            f"snugfit {command} keeps the sizes of the job. For the largest size of one recipe: snugfit "
+            "predict MODEL --recipe RECIPE --largest SIZE."
+        )
+        for command in ("plan", "gpus", "measure")
+    } | {
+        (command, option): advice
+        for command in ("predict", "plan", "gpus", "measure")
+        for option, advice in {
+            "--temperature": "A temperature changes no bytes and no seconds. Leave it out.",
+            "--generate": "Generation is a phase: --phase generate.",
+        }.items()
+    }
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
         """Return the command-line options of text generation, such as the number of new tokens, as

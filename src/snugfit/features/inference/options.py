@@ -20,17 +20,22 @@ def _option(name: str, kind: Any, sentence: str, *flags: str) -> inspect.Paramet
 
 OPTIONS = (
     _option("prompt", int | None, "tokens of each prompt; the same as --sequence-length. [512]"),
-    _option("new_tokens", int | None, "tokens that each sequence gets. [128]"),
-    _option("beams", int | None, "beams of each sequence. [1]"),
+    _option(
+        "new_tokens", int | None, "tokens that each sequence gets. [128]", "--new-tokens", "--max-new-tokens"
+    ),
+    _option("beams", int | None, "beams of each sequence. [1]", "--beams", "--num-beams"),
     _option(
         "cache",
         Literal["dynamic", "static", "quantized", "offloaded", "offloaded_static"] | None,
         "kind of transformers' cache. \\[dynamic]",
+        "--cache",
+        "--cache-implementation",
     ),
-    _option("sample", bool | None, "draw tokens by their probabilities.", "--sample"),
+    _option("sample", bool | None, "draw tokens by their probabilities.", "--sample", "--do-sample"),
     _option("top_k", int | None, "draw one of this many tokens; 0 for all. [50]"),
     _option("top_p", float | None, "draw a token of those with this probability together. [1]"),
 )
+"""The options, some also by transformers' own names of the settings."""
 
 
 def add_prompt(flags: Mapping[str, Any], settings: dict[str, Any]) -> None:

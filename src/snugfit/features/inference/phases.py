@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from snugfit.job.phases import AddedPhase
+from snugfit.job.phases import AddedPhase, PhaseWords
 
 MOST_CONTEXT, MOST_BEAMS = 1 << 24, 1 << 10
 """Limits of a search for the largest prompt and the largest number of beams."""
@@ -16,9 +16,10 @@ class Generation(AddedPhase):
 
     name: ClassVar[str] = "generate"
     title: ClassVar[str] = "generation"
+    words: ClassVar[PhaseWords] = PhaseWords("generate with", "call", "calls", "sequences", "tokens")
     note: ClassVar[str] = (
-        "A step is one call of generate. On two H200s, seconds of prefill differed by 6 to 9 %, and those of "
-        "decoding by 16 to 20 % (medians). "
+        "A call of generate makes all new tokens of the batch. On two H200s, seconds of prefill differed by "
+        "6 to 9 %, and those of decoding by 16 to 20 % (medians). "
         "Loading assumes from_pretrained and its warm-up, which is not measured."
     )
     setting_types: ClassVar[Mapping[str, type]] = {
@@ -36,6 +37,18 @@ class Generation(AddedPhase):
         from snugfit.features.inference.settings import GenerationSettings
 
         return GenerationSettings.complete(job, given)
+
+    def arguments(self, job: Any) -> list[str]:
+        """Return options for the settings of a generation that are not the default; `--sample` has no
+        value.
+        """
+        from snugfit.features.inference.settings import GenerationSettings
+
+        usual, words = vars(GenerationSettings()), list[str]()
+        for name, value in job.phase_settings.items():
+            if value != usual[name]:
+                words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return words
 
     def tokens(self, job: Any) -> int:
         """Return the number of new tokens of all sequences in a call of `generate`."""

@@ -202,17 +202,27 @@ def is_line(left: StepWindow, middle: StepWindow, right: StepWindow, period: int
     extrapolated.
     """
     offset, apart = middle.step - left.step, right.step - left.step
+    # All three windows may touch the line of a staircase, whose steps are longer than this period.
+    if period == 1 and not _is_on_line(left.steps[0], left.steps[1], right.steps[0], 1, apart):
+        return False
     for steps in zip(left.steps[:period], middle.steps[:period], right.steps[:period], strict=True):
-        if not _alike(steps[0], steps[1]) or not _alike(steps[0], steps[2]):
-            return False
-        sizes = ([block.nbytes for block in step.blocks] for step in steps)
-        if any((b - a) * apart != (c - a) * offset for a, b, c in zip(*sizes, strict=True)):
+        if not _is_on_line(*steps, offset, apart):
             return False
         for first, other, last in zip(*map(_work, steps), strict=True):
             line = first + (last - first) * offset / apart
             if abs(other - line) > WORK_OFF_LINE * line:
                 return False
     return True
+
+
+def _is_on_line(first: Stretch, middle: Stretch, last: Stretch, offset: int, apart: int) -> bool:
+    """Return True if the sizes of `middle`, `offset` steps after `first`, are on the line to `last`, `apart`
+    steps after it.
+    """
+    if not _alike(first, middle) or not _alike(first, last):
+        return False
+    sizes = ([block.nbytes for block in step.blocks] for step in (first, middle, last))
+    return all((b - a) * apart == (c - a) * offset for a, b, c in zip(*sizes, strict=True))
 
 
 WORK_OFF_LINE = 0.002

@@ -135,6 +135,8 @@ class Front:
 
     points: Sequence[RecipePoint]
     limit: int | None
+    item: str = "samples"
+    """Noun for the parts of a batch, whose number a second is the speed."""
 
     @property
     def meanings(self) -> list[str]:

@@ -16,12 +16,13 @@ def draw_front(plan: Plan) -> Chart:
         _recipe_point(plan, choice, number, speed)
         for number, (choice, speed) in enumerate(zip(front, speeds, strict=True), 1)
     ]
-    unit = "Samples per second" + (", start-up included" if plan.steps else "")
+    words = plan.job.words
+    unit = f"{words.item.capitalize()} per second" + (", start-up included" if plan.steps else "")
     return Chart(
         title="Memory and speed of the best recipes (Pareto front)",
         about=f"{len(front)} recipes, memory against speed.",
-        drawing=Front(points=points, limit=plan.memory_bytes),
-        heads=("No.>", "Recipe", "MiB>", f"{unit}>", "A step>", "Verdict"),
+        drawing=Front(points=points, limit=plan.memory_bytes, item=words.item),
+        heads=("No.>", "Recipe", "MiB>", f"{unit}>", f"A {words.turn}>", "Verdict"),
         rows=[
             (
                 str(number),
@@ -48,7 +49,9 @@ def _recipe_point(plan: Plan, choice: Choice, number: int, speed: float) -> Reci
         speed=speed,
         fits=plan.fitting(choice),
         best=choice == plan.best,
-        label=", ".join(filter(None, (show_bytes(choice.needed_bytes), f"{speed:.2f} samples/s", verdict))),
+        label=", ".join(
+            filter(None, (show_bytes(choice.needed_bytes), f"{speed:.2f} {plan.job.words.item}/s", verdict))
+        ),
     )
 
 

@@ -10,15 +10,16 @@ from snugfit.comparison.recipes import RecipeComparison
 from snugfit.features.page.chart import Figure
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
+from snugfit.job.phases import PhaseWords
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.plan import Plan
 from snugfit.report import short
 from snugfit.report.plan import short as short_plan
-from snugfit.report.text.pace import show_spread, show_tokens
+from snugfit.report.text.pace import show_rate, show_spread, show_tokens
 from snugfit.report.text.page import Sentence
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
-from snugfit.results.speed import StepSpeed
+from snugfit.results.speed import StepSpeed, speed_of
 from snugfit.units import show_bytes, show_seconds
 
 EXACT = 0.005
@@ -85,7 +86,9 @@ def of_gpu_plans(several: GpuPlans) -> Headline:
     """Return the headline for plans on many GPUs: a sentence on how many GPUs fit a recipe."""
     fitting, whole = len(several.fitting), len(several.answers)
     count = f"{fitting} of {whole} GPUs" if fitting else "None of these GPUs"
-    return Headline(f"{count} can train {_model(several.job)}", "good" if fitting else "bad")
+    return Headline(
+        f"{count} can {several.job.words.verb} {_model(several.job)}", "good" if fitting else "bad"
+    )
 
 
 def figures_of_prediction(one: Prediction) -> list[Figure]:
@@ -95,7 +98,7 @@ def figures_of_prediction(one: Prediction) -> list[Figure]:
     per_gpu = ", on each GPU" if one.gpus > 1 else ""
     return [
         *_memory(one.needed_bytes, one.memory_bytes, tone, f"predicted{per_gpu}", one.headroom_bytes),
-        *_speed(one.speed),
+        *_speed(one.speed, one.job.words),
     ]
 
 
@@ -105,7 +108,7 @@ def figures_of_plan(plan: Plan) -> list[Figure]:
     shown = plan.best_or_nearest
     source = "predicted" if plan.best else "predicted, of the nearest miss"
     memory = _memory(shown.needed_bytes, plan.memory_bytes, of_plan(plan).tone, source, plan.headroom_bytes)
-    return [*memory, *_speed(plan.timed(shown))]
+    return [*memory, *_speed(plan.timed(shown), plan.job.words)]
 
 
 def figures_of_recipes(compared: RecipeComparison) -> list[Figure]:
@@ -113,9 +116,10 @@ def figures_of_recipes(compared: RecipeComparison) -> list[Figure]:
     smallest = min(compared.predictions, key=attrgetter("needed_bytes"))
     figures = [Figure("Least memory", show_bytes(smallest.needed_bytes), f"predicted, {smallest.recipe}")]
     if (best := compared.best) and (speed := best.speed):
-        samples = f"{speed.samples_per_second:,.1f} samples/s"
+        words = best.job.words
+        samples = f"{show_rate(speed, words)} {words.rate}/s"
         figures += [
-            Figure("Fastest step", show_seconds(speed.step_seconds), f"estimate, {best.recipe}"),
+            Figure(f"Fastest {words.turn}", show_seconds(speed.step_seconds), f"estimate, {best.recipe}"),
             Figure("Speed", samples, "estimate, of the fastest"),
         ]
     return figures
@@ -123,14 +127,14 @@ def figures_of_recipes(compared: RecipeComparison) -> list[Figure]:
 
 def figures_of_gpu_plans(several: GpuPlans) -> list[Figure]:
     """Return the smallest and the fastest GPU on which a recipe fits."""
-    figures = []
+    figures, words = [], several.job.words
     if (smallest := several.smallest) and smallest.choice:
         figures.append(
             Figure("Smallest GPU", smallest.key, f"needs {show_bytes(smallest.choice.needed_bytes)}")
         )
     if (fastest := several.fastest) and (speed := several.speed(fastest)):
         figures.append(
-            Figure("Fastest GPU", fastest.key, f"estimate, {speed.samples_per_second:,.1f} samples/s")
+            Figure("Fastest GPU", fastest.key, f"estimate, {show_rate(speed, words)} {words.rate}/s")
         )
     return figures
 
@@ -140,9 +144,15 @@ def figures_of_measurement(one: Measurement) -> list[Figure]:
     size, whole = measured_bytes(one), one.device.total_bytes
     figures = _memory(size, whole, "", "measured", 0) if size and whole else []
     if timing := one.timing:
+        words = one.job.words
+        rate = show_rate(speed_of(timing.step_seconds, one.job, measured_rates=True), words)
         figures += [
-            Figure("Time per step", show_seconds(timing.step_seconds), f"measured, {timing.steps:,} steps"),
-            Figure("Speed", f"{timing.samples_per_second:,.1f} samples/s", "measured"),
+            Figure(
+                f"Time per {words.turn}",
+                show_seconds(timing.step_seconds),
+                f"measured, {timing.steps:,} {words.turns}",
+            ),
+            Figure("Speed", f"{rate} {words.rate}/s", "measured"),
         ]
     return figures
 
@@ -157,9 +167,10 @@ def figures_of_comparison(one: Comparison) -> list[Figure]:
             Figure("Memory, measured", show_bytes(int(line.measured)), "at the peak"),
         ]
     if pace := one.pace:
+        turn = one.prediction.job.words.turn.capitalize()
         figures += [
-            Figure("Step, predicted", show_seconds(pace.predicted), _error(pace.error)),
-            Figure("Step, measured", show_seconds(pace.measured), "mean of the steady steps"),
+            Figure(f"{turn}, predicted", show_seconds(pace.predicted), _error(pace.error)),
+            Figure(f"{turn}, measured", show_seconds(pace.measured), "mean of the steady ones"),
         ]
     return figures
 
@@ -205,18 +216,20 @@ def _memory(needed: int, limit: int | None, tone: str, source: str, headroom: in
     ]
 
 
-def _speed(speed: StepSpeed | None) -> list[Figure]:
+def _speed(speed: StepSpeed | None, words: PhaseWords) -> list[Figure]:
     if speed is None or not speed.step_seconds:
-        return [Figure("Time per step", "-", "not predicted: it needs a GPU with known rates")]
+        return [Figure(f"Time per {words.turn}", "-", "not predicted: it needs a GPU with known rates")]
     spread = show_spread(speed)
     tokens = speed.tokens_per_second
     return [
         Figure(
-            "Time per step", show_seconds(speed.step_seconds), f"estimate{f', {spread}' if spread else ''}"
+            f"Time per {words.turn}",
+            show_seconds(speed.step_seconds),
+            f"estimate{f', {spread}' if spread else ''}",
         ),
         Figure(
             "Speed",
-            f"{speed.samples_per_second:,.1f} samples/s",
+            f"{speed.samples_per_second:,.1f} {words.item}/s",
             f"estimate{f', {show_tokens(tokens)} tokens/s' if tokens else ''}",
         ),
     ]

@@ -26,10 +26,12 @@ def memory_over_step(
     memory_bytes: int | None = None,
     micro_batches: int = 1,
     moment: Moment | None = None,
+    turn: str = "step",
 ) -> Chart:
     """Return the chart of bytes by category during a step, of reserved bytes, and of the memory limit.
 
     `moment` is that of the whole run's peak. It names the curve's peak if both are in the same phase.
+    `turn` is the noun for a step.
     """
     stacks = [{str(Kind.CONTEXT): context_bytes, **point.kinds} for point in curve]
     present = [str(kind) for kind in KINDS if any(stack.get(kind) for stack in stacks)]
@@ -54,9 +56,9 @@ def memory_over_step(
     batches = "Grey bands are backward passes; the numbers below are micro-batches."
     far = f"The memory limit, {show_bytes(memory_bytes or 0)}, is far above the top of this picture."
     return Chart(
-        title="Memory through one training step",
+        title=f"Memory through one {turn}",
         about=(
-            f"Bytes by kind through one steady step. The highest is {show_bytes(totals[peak])}, in {where}."
+            f"Bytes by kind through one steady {turn}. The highest is {show_bytes(totals[peak])}, in {where}."
         ),
         drawing=drawing,
         heads=("Phase", "Highest MiB>", *(f"{kind}>" for kind in present), "Reserved>"),

@@ -38,13 +38,13 @@ def modules_at_peak(modules: Sequence[ModuleLine]) -> Chart:
     )
 
 
-def timeline(spans: Sequence[PhaseSpan], step_seconds: float) -> Chart:
-    """Return the chart of a step's phases over time: when the host launches them and when the device runs
-    them.
+def timeline(spans: Sequence[PhaseSpan], step_seconds: float, turn: str = "step") -> Chart:
+    """Return the chart of a steady step's phases in time: when the host launches them and when the device
+    runs them.
     """
     return Chart(
-        title=f"Host and GPU in one step, {show_seconds(step_seconds)} from step to step",
-        about="The times at which the host and the GPU work in one steady step.",
+        title=f"Host and GPU in one {turn}, {show_seconds(step_seconds)} from {turn} to {turn}",
+        about=f"The times at which the host and the GPU work in one steady {turn}.",
         drawing=Timeline(spans=spans, end_seconds=max([step_seconds, *(span.end_seconds for span in spans)])),
         heads=("Where", "Phase", "From>", "To>", "Of that busy>"),
         rows=[

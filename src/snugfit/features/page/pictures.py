@@ -79,12 +79,13 @@ def draw_prediction(one: Prediction) -> list[Chart]:
             memory_bytes=one.memory_bytes,
             micro_batches=one.recipe.pieces,
             moment=one.footprint.at,
+            turn=one.job.words.turn,
         )
         charts.append(over_step)
     if anatomy.modules:
         charts.append(modules_at_peak(anatomy.modules))
     if one.timing and one.timeline:
-        charts.append(timeline(one.timeline, one.timing.step_seconds))
+        charts.append(timeline(one.timeline, one.timing.step_seconds, one.job.words.turn))
     return charts
 
 
@@ -116,7 +117,11 @@ def _of_recipes(compared: RecipeComparison) -> PageParts:
     charts = [draw_bars("GPU memory needed, by recipe", groups, [PREDICTED], several[0].memory_bytes)]
     timed = [(str(one.recipe), one.speed) for one in several]
     steps = [BarGroup(name, [_seconds(speed.step_seconds, speed)]) for name, speed in timed if speed]
-    charts += [draw_bars("Seconds of a step, by recipe", steps, [PREDICTED])] if steps else []
+    charts += (
+        [draw_bars(f"Seconds of a {several[0].job.words.turn}, by recipe", steps, [PREDICTED])]
+        if steps
+        else []
+    )
     for one in several:
         named = draw_prediction(one)[:1]
         charts += [replace(chart, title=f"{chart.title}: {one.recipe}") for chart in named]
@@ -191,7 +196,9 @@ def _of_gpu_plans(several: GpuPlans) -> PageParts:
     timed = [(answer.key, several.speed(answer)) for answer in several.fitting]
     speeds = [BarGroup(key, [_samples(speed)]) for key, speed in timed if speed]
     if speeds:
-        charts.append(draw_bars("Samples per second where it fits", speeds, [PREDICTED]))
+        charts.append(
+            draw_bars(f"{several.job.words.item.capitalize()} per second where it fits", speeds, [PREDICTED])
+        )
     title, tone = headlines.of_gpu_plans(several)
     figures = headlines.figures_of_gpu_plans(several)
     report, doubts = gpu_plans.render(several), [*gpu_plans.doubts(several)]

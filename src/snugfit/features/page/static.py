@@ -367,7 +367,7 @@ def _front(axes: Axes, shape: Front) -> None:
     # Without seconds all speeds are 0, and the axis still needs a length.
     fastest = 1.08 * max(point.speed for point in shape.points) or 1.0
     axes.set_xlim(0.0, fastest)
-    axes.set_xlabel("samples per second", fontsize=SIZE)
+    axes.set_xlabel(f"{shape.item} per second", fontsize=SIZE)
     stairs = sorted((point.speed, point.bytes / unit) for point in shape.points)
     axes.step(*zip(*stairs, strict=True), where="pre", color=PAPER["rule"], linewidth=1)
     if shape.limit:

@@ -20,6 +20,8 @@ def as_serve(words: Sequence[str]) -> Sequence[str]:
 
     The new command is printed on stderr. Raises `UsageError` for a command without the phase.
     """
+    if words[:1] == ["serve"]:
+        words = _with_engine_version(words)
     if "--phase=serve" not in words and ("--phase", "serve") not in pairwise(words):
         return words
     command, *rest = words
@@ -34,6 +36,14 @@ def as_serve(words: Sequence[str]) -> Sequence[str]:
     served = ["serve", *(rest if command == "predict" else _comparison(rest))]
     print(escape_controls(f"Same as: {shlex.join(['snugfit', *served])}"), file=sys.stderr)
     return served
+
+
+def _with_engine_version(words: Sequence[str]) -> list[str]:
+    """Return the words with `--engine-version` for `--version` and a number. Alone, that is snugfit's own."""
+    return [
+        "--engine-version" if word == "--version" and after[:1].isdigit() else word
+        for word, after in zip(words, [*words[1:], ""], strict=True)
+    ]
 
 
 def _without_phase(words: Sequence[str]) -> list[str]:

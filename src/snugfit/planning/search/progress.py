@@ -47,15 +47,15 @@ def _to_fives(seconds: float) -> int:
     return round(seconds) if seconds < 10 else 5 * round(seconds / 5)
 
 
-def with_best(tell: Tell, best_so_far: Callable[[], Choice | None]) -> Tell:
+def with_best(tell: Tell, best_so_far: Callable[[], Choice | None], item: str) -> Tell:
     """Return a callback that appends the best known recipe that fits to every message.
 
-    Its figures come first, since the line may be cut.
+    Its figures come first, since the line may be cut. `item` is the noun for parts of a batch.
     """
 
     def tell_both(what: str) -> None:
         if best := best_so_far():
-            figures = f"{best.samples_per_second:,.1f} samples/s, {show_bytes(best.needed_bytes)}"
+            figures = f"{best.samples_per_second:,.1f} {item}/s, {show_bytes(best.needed_bytes)}"
             what += f"; best so far {figures}: {best.recipe}"
         tell(what)
 

@@ -120,7 +120,7 @@ def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     # The answer may be a simpler recipe that is slower by up to this share.
     slowest = asked.slowest * (1 + AS_FAST)
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
-    tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size))
+    tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size), job.words.item)
     grade = partial(find_recomputed, state, pool, job, tell, link_of(gpu))
     search(state, pool, tell, smallest=smallest, every_bound=asked.ranked > 0, grade=grade)
     looked_at = _try_outside_space(asked, state, pool, tell)

@@ -213,7 +213,7 @@ def space_of(
             )
         )
     if not candidates:
-        raise RecipeError(_no_candidate(combinations.objections, fixed))
+        raise RecipeError(_no_candidate(combinations.objections, fixed, job.words.verb))
     excluded += _by_reason(combinations.objections)
     return Space(
         candidates=tuple(candidates), excluded=tuple(excluded), choices=choices, fixed=fixed, numbers=numbers,
@@ -278,10 +278,10 @@ def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -
     return True
 
 
-def _no_candidate(objections: Counter[Objection], fixed: Kept) -> str:
+def _no_candidate(objections: Counter[Objection], fixed: Kept, verb: str) -> str:
     [(objection, _)] = objections.most_common(1)
     freed = ",".join(fixed.slots)
-    return f"No recipe can train this. {objection.technique}: {objection.why}" + (
+    return f"No recipe can {verb} this. {objection.technique}: {objection.why}" + (
         f" Other techniques are allowed with --free {freed}." if freed else ""
     )
 

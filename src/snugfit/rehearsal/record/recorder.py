@@ -354,7 +354,7 @@ class Recorder(TorchDispatchMode, Observer):
         scratch = self._scratch.of(operator, None if in_place else call, args, result)
         name = name_of_call(operator.name, args, kwargs)
         self.memory.add_kernel(name, out, scratch, self.policy.workspaces(name, args))
-        last_step = self._step == self.steps - 1
+        last_step = self.is_last_step
         # In the last step, `_run` records the wait with its position.
         self.times_waited += not last_step and reads_groups(operator.func, args, self.policy)
         # Earlier steps need kernels only until the first one that releases the context's address space.
@@ -515,20 +515,31 @@ class Recorder(TorchDispatchMode, Observer):
             self._released = True
             self._mark(MarkKind.CONTEXT_RELEASED)
         # Outside of a compiled program, a launch is a library's own Triton kernel.
-        if self._step == self.steps - 1:
+        if self.is_last_step:
             origin = GENERATED if self._compiled else TRITON
             self._add_kernel(f"{origin}{name}", cost_of_generated(reads, writes, layout))
 
     def _add_to_last_step(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
-        if self._step == self.steps - 1:
+        if self.is_last_step:
             self._add_kernel(operator, cost, peers)
 
     def wait(self) -> None:
         """Record that the host waits for the device."""
         self.times_waited += 1
-        if self._step == self.steps - 1:
+        if self.is_last_step:
             self._waits.append(len(self.kernels))
             self._mark(MarkKind.WAIT)
+
+    @property
+    def is_last_step(self) -> bool:
+        """True in the last step, whose kernels are recorded."""
+        return self._step == self.steps - 1
+
+    def add_kernels(self, kernels: Sequence[Kernel]) -> None:
+        """Record kernels that run again, such as those of a replayed CUDA graph."""
+        mark = Mark(len(self.memory.events), self._step, self._phase, MarkKind.KERNEL)
+        self._marks += [mark] * len(kernels)
+        self.kernels += kernels
 
     def count_function(self) -> None:
         """Count a library's Python function that runs before the next kernel."""

@@ -52,10 +52,10 @@ def question(plans: GpuPlans) -> str:
 def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
     """Yield sentences with the results: the smallest GPU, the fastest, the cheapest."""
     if not plans.fitting:
-        yield f"None of these GPUs can train this. {_nearest(plans)}".strip()
+        yield f"None of these GPUs can {plans.job.words.verb} this. {_nearest(plans)}".strip()
         return
     named = {
-        "The smallest GPU that can train this": plans.smallest,
+        f"The smallest GPU that can {plans.job.words.verb} this": plans.smallest,
         "The fastest": plans.fastest,
         "The cheapest": cheapest(plans, prices),
     }
@@ -113,7 +113,11 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
 def _figures(plans: GpuPlans, answer: OnGpu, choice: Choice) -> str:
     spread = show_spread(plans.speed(answer))
     scaled = SCALED if answer.measured_rates is False else ""
-    seconds = f", {scaled}{show_seconds(choice.step_seconds)} a step" if choice.step_seconds else ""
+    seconds = (
+        f", {scaled}{show_seconds(choice.step_seconds)} a {plans.job.words.turn}"
+        if choice.step_seconds
+        else ""
+    )
     likely = f" ({spread})" if spread else ""
     return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}{likely}"
 
@@ -177,8 +181,11 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
         ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
         ("needs GiB>", lambda answer, choice, cost: f"{choice.needed_bytes / GIB:,.2f}"),
         ("", lambda answer, choice, cost: _verdict(answer)),
-        ("ms a step>", lambda answer, choice, cost: show_ms(answer, choice) if choice.step_seconds else "?"),
-        ("samples/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
+        (
+            f"ms a {plans.job.words.turn}>",
+            lambda answer, choice, cost: show_ms(answer, choice) if choice.step_seconds else "?",
+        ),
+        (f"{plans.job.words.item}/s>", lambda answer, choice, cost: _number(choice.samples_per_second)),
         ("tokens/s>", lambda answer, choice, cost: _tokens(plans, answer)),
         ("MFU>", lambda answer, choice, cost: show_mfu(answer.mfu)),
     ]

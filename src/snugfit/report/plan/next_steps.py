@@ -30,13 +30,16 @@ BY_SET = ("decay_groups", "build_on", "learning_rate")
 def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterator[str]:
     """Yield commands and calls that use a plan's best recipe.
 
-    None follow if nothing fits, or if the job only evaluates. A model that exists only in Python has none
-    either: the user's own script trains it.
+    None follow if nothing fits. A model that exists only in Python has none either: the user's own script
+    trains it.
     """
     job = plan.job
-    if plan.best is None or job.model.module is not None or not job.trains:
+    if plan.best is None or job.model.module is not None:
         return
     recipe = plan.best.recipe
+    if not job.trains:
+        yield f"Measure it: snugfit measure {job_words(job)} --recipe {shlex.quote(recipe)}"
+        return
     train = f"snugfit train {job_words(job)} --recipe {shlex.quote(recipe)} --dataset DATA"
     steps = {"Train it": f"{train} --output-dir FOLDER"}
     # An existing Trainer may not support this recipe.
@@ -61,9 +64,7 @@ def job_words(job: Job) -> str:
     if job.dtype != (job.model.dtype or "float32"):
         words += ["--dtype", job.dtype]
     words += [] if job.trains else ["--phase", str(job.phase)]
-    usual = job.added_phase.settings(job, {}) if job.added_phase else {}
-    for name, value in job.phase_settings.items():
-        words += [f"--{name.replace('_', '-')}", str(value)] if value != usual[name] else []
+    words += job.added_phase.arguments(job) if job.added_phase else []
     words += ["--vocab-size", str(job.model.vocabulary)] if job.model.resized else []
     for name in BY_SET:
         if (value := getattr(job, name)) != defaults[name]:

@@ -31,7 +31,7 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
     """
     return Page(
         [verdict(plan, configuration), Sentence(plan.best_or_nearest.recipe, "recipe")],
-        [question(plan), f"A step takes {pace(plan.timed(plan.best_or_nearest))}."],
+        [question(plan), f"A {_turn(plan)} takes {_pace(plan)}."],
         headroom(plan),
         (Sentence(sentence, "bullet") for sentence in because(plan)),
         about_run(plan),
@@ -45,6 +45,14 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
     )
 
 
+def _turn(plan: Plan) -> str:
+    return plan.job.words.turn
+
+
+def _pace(plan: Plan) -> str:
+    return pace(plan.timed(plan.best_or_nearest), plan.job.words)
+
+
 def question(plan: Plan) -> str:
     """Return the report's first line: the job, the GPU, its memory and the fidelity."""
     where = plan.gpu.name if plan.gpu else "no GPU named"
@@ -55,7 +63,7 @@ def question(plan: Plan) -> str:
 def answer(plan: Plan) -> str:
     """Return the line with the plan's best recipe, its memory and its speed."""
     shown = plan.best_or_nearest
-    figures = f"{show_bytes(shown.needed_bytes)}, a step takes {pace(plan.timed(shown))}"
+    figures = f"{show_bytes(shown.needed_bytes)}, a {_turn(plan)} takes {_pace(plan)}"
     if plan.best is None:
         short = show_bytes(shown.needed_bytes - (plan.memory_bytes or 0))
         return f"Nothing fits. The nearest miss is short by {short}: {shown.recipe} ({figures})."
@@ -78,10 +86,10 @@ def because(plan: Plan) -> Iterator[str]:
     its bytes and seconds against another's.
     """
     for reason in plan.reasons:
-        yield _sentence(plan.best_or_nearest, reason)
+        yield _sentence(plan.best_or_nearest, reason, _turn(plan))
 
 
-def _sentence(shown: Choice, reason: Reason) -> str:
+def _sentence(shown: Choice, reason: Reason, turn: str) -> str:
     chosen = f"{reason.chosen}, {reason.kept}" if reason.kept else reason.chosen
     if not reason.against:
         return f"{reason.slot}: {chosen}."
@@ -92,7 +100,7 @@ def _sentence(shown: Choice, reason: Reason) -> str:
     size = f"{'+' if more > 0 else '-'}{show_bytes(abs(more))} ({share})" if more else "same memory"
     slower = show_per_cent(reason.step_seconds, shown.step_seconds)
     text = f"{reason.slot}: {chosen}. With {reason.against}: {size}, "
-    text += f"{show_seconds(reason.step_seconds)} a step ({slower})"
+    text += f"{show_seconds(reason.step_seconds)} a {turn} ({slower})"
     apart = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
     if abs(apart) >= LEAST_STARTUP:
         text += f", {'+' if apart > 0 else '-'}{show_seconds(abs(apart))} start-up"
@@ -146,7 +154,7 @@ def changes(plan: Plan) -> list[Grid]:
     return [
         Grid(
             title=what,
-            heads=("Slot", "GiB on the GPU>", "ms a step>", "Yours<", "The plan's<"),
+            heads=("Slot", "GiB on the GPU>", f"ms a {_turn(plan)}>", "Yours<", "The plan's<"),
             rows=tuple(rows if start.changes else rows[:1]),
             note=f"{note}Figures are for the plain loop.",
         )
@@ -186,8 +194,8 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
         "No.",
         "GiB on the GPU>",
         "reserved>",
-        "ms a step>",
-        "samples/s>",
+        f"ms a {_turn(plan)}>",
+        f"{plan.job.words.item}/s>",
         "tokens/s>",
         "start-up s>",
     )

@@ -23,7 +23,7 @@ from snugfit.report.text.answer import (
 )
 from snugfit.report.text.facts import Facts
 from snugfit.report.text.grid import Grid
-from snugfit.report.text.pace import roughly
+from snugfit.report.text.pace import roughly, show_rate
 from snugfit.report.text.page import Page, Sentence
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -72,6 +72,7 @@ def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
         speed=plan.timed(shown),
         condition=UNREAD if unread else "",
         limit="the limit is" if is_limited else "the card has",
+        turn=plan.job.words.turn,
     )
     # The verdict replaces the words of `show_fit` before the colon.
     fit = fit if plan.fits else f"no recipe fits. The nearest {fit.partition(': ')[2]}"
@@ -87,7 +88,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
         (shown.reserved_bytes - shown.requested_bytes, "allocator's reserve"),
         (shown.context_bytes, "CUDA context"),
     ]
-    return four_numbers(shown.needed_bytes, plan.memory_bytes, parts, plan.timed(shown))
+    return four_numbers(shown.needed_bytes, plan.memory_bytes, parts, plan.timed(shown), plan.job.words)
 
 
 def ways_out(plan: Plan) -> Iterator[Facts | Sentence | str]:
@@ -103,6 +104,8 @@ class Gain(NamedTuple):
     saved_seconds: float
     needed_bytes: int
     step_seconds: float
+    turn: str
+    """Noun for a step."""
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -116,7 +119,7 @@ class Gain(NamedTuple):
             parts.append(f"{show_gib(abs(self.saved_bytes))} {sign} memory")
         if abs(seconds_share) >= LEAST_GAIN:
             sign = "faster" if self.saved_seconds > 0 else "slower"
-            parts.append(f"{roughly(abs(self.saved_seconds))} a step {sign}")
+            parts.append(f"{roughly(abs(self.saved_seconds))} a {self.turn} {sign}")
         return f"{self.text}: {', '.join(parts)}"
 
 
@@ -132,7 +135,7 @@ def _gains(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _all_gains(plan: Plan) -> Iterator[Gain]:
-    shown, start = plan.best_or_nearest, plan.start
+    shown, start, turn = plan.best_or_nearest, plan.start, plan.job.words.turn
     if start and start.needed_bytes and start.step_seconds:
         for change in start.changes:
             if change.needed_bytes and change.step_seconds:
@@ -141,7 +144,7 @@ def _all_gains(plan: Plan) -> Iterator[Gain]:
                     start.step_seconds - change.step_seconds,
                 )
                 text = f"{change.ours} in place of your {change.theirs}"
-                yield Gain(text, less, faster, start.needed_bytes, start.step_seconds)
+                yield Gain(text, less, faster, start.needed_bytes, start.step_seconds, turn)
         return
     for reason in plan.reasons:
         is_plain = reason.chosen == str(roster.plain(Slot(reason.slot)))
@@ -150,7 +153,7 @@ def _all_gains(plan: Plan) -> Iterator[Gain]:
             text = f"{reason.chosen} in place of {reason.against}"
             if reason.is_estimated:
                 text += " (estimated)"
-            yield Gain(text, less, faster, shown.needed_bytes, shown.step_seconds)
+            yield Gain(text, less, faster, shown.needed_bytes, shown.step_seconds, turn)
 
 
 def _alternatives(plan: Plan) -> Grid:
@@ -161,11 +164,11 @@ def _alternatives(plan: Plan) -> Grid:
             _mark(plan, choice),
             f"{choice.needed_bytes / GIB:,.2f}",
             f"{choice.step_seconds * 1e3:,.1f}",
-            f"{choice.samples_per_second:,.1f}",
+            show_rate(plan.timed(choice), plan.job.words),
         )
         for choice in shown_front(plan, most=ROWS)
     )
-    heads = ("Recipe<", "Fits", "GiB>", "ms a step>", "samples/s>")
+    heads = ("Recipe<", "Fits", "GiB>", f"ms a {plan.job.words.turn}>", f"{plan.job.words.rate}/s>")
     return Grid(title="Memory against speed", heads=heads, rows=rows)
 
 

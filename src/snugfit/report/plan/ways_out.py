@@ -37,7 +37,7 @@ def of_plan(plan: Plan) -> Iterator[str]:
     if not plan.fits and (smallest := plan.front[-1]) != plan.nearest:
         yield (
             f"The least memory that was found is {show_bytes(smallest.needed_bytes)}, with "
-            f"{show_seconds(smallest.step_seconds)} a step: {smallest.recipe}."
+            f"{show_seconds(smallest.step_seconds)} a {plan.job.words.turn}: {smallest.recipe}."
         )
     yield from _sentences(plan.ways_out, "", "the nearest miss")
 

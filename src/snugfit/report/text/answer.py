@@ -15,6 +15,7 @@ from snugfit.units import GIB, show_bytes
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
+    from snugfit.job.phases import PhaseWords
     from snugfit.results.speed import StepSpeed
     from snugfit.techniques.recipe import Recipe
 
@@ -67,10 +68,12 @@ def show_fit(
     speed: StepSpeed | None = None,
     condition: str = "",
     limit: str = "the card has",
+    turn: str = "step",
 ) -> str:
     """Return `fits, 2.5 GiB free, about 16 s a step`, or the missing memory of a step that does not fit.
 
-    `headroom` is given for a step that leaves less free, `condition` for a verdict that may not hold.
+    `headroom` is given for a step that leaves less free, `condition` for a verdict that may not hold. `turn`
+    is the noun for a step.
     """
     if memory is None:
         return f"needs {show_gib(needed)}; add --gpu NAME to see whether it fits"
@@ -81,7 +84,7 @@ def show_fit(
     if headroom:
         less, more = show_apart(memory - needed, headroom)
         free = f"{less} free, less than the headroom of {more}"
-    pace = f", about {roughly(speed.step_seconds)} a step" if speed and speed.step_seconds else ""
+    pace = f", about {roughly(speed.step_seconds)} a {turn}" if speed and speed.step_seconds else ""
     tight = "fits, but tight" if headroom else "fits"
     return f"{tight}{condition and f' {condition}'}{':' if headroom or condition else ','} {free}{pace}"
 
@@ -108,6 +111,7 @@ def four_numbers(
     memory: int | None,
     parts: Sequence[tuple[int | None, str]],
     speed: StepSpeed | None,
+    words: PhaseWords,
     per_gpu: str = "",
 ) -> Iterator[tuple[str, str]]:
     """Yield labelled lines with the memory, its parts, the seconds of a step and the throughput."""
@@ -116,8 +120,8 @@ def four_numbers(
     yield "of which", ", ".join(f"{show_gib(size)} {what}" for size, what in parts if size)
     if speed and speed.step_seconds:
         spread = f" ({spread})" if (spread := show_spread(speed)) else ""
-        yield "step time", f"about {roughly(speed.step_seconds)}{spread}"
-        yield "throughput", show_rates(speed)
+        yield f"{words.turn} time", f"about {roughly(speed.step_seconds)}{spread}"
+        yield "throughput", show_rates(speed, words)
 
 
 def uncertain(doubts: Sequence[str], shown: str) -> Iterator[Sentence]:

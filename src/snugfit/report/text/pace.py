@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from snugfit.job.phases import PhaseWords
 from snugfit.results.speed import StepSpeed
 from snugfit.units import show_seconds
 
 
-def pace(speed: StepSpeed) -> str:
+def pace(speed: StepSpeed, words: PhaseWords) -> str:
     """Return the speed as text: `about 800.0 ms, 750 ms to 860 ms; 20.0 samples/s, 41,000 tokens/s, 38 %
     MFU`. Missing values are left out."""
     about = ", ".join(filter(None, (f"about {show_seconds(speed.step_seconds)}", show_spread(speed))))
-    return f"{about}; {show_rates(speed)}"
+    return f"{about}; {show_rates(speed, words)}"
 
 
-def show_rates(speed: StepSpeed) -> str:
+def show_rate(speed: StepSpeed, words: PhaseWords) -> str:
+    """Return the throughput of a table with only one: `20.0`, in samples or tokens a second."""
+    rate = getattr(speed, f"{words.rate}_per_second")
+    return f"{rate:,.1f}"
+
+
+def show_rates(speed: StepSpeed, words: PhaseWords) -> str:
     """Return the throughput: `20.0 samples/s, 41,000 tokens/s, 38 % MFU`. Missing values are left out."""
-    rates = [f"{speed.samples_per_second:,.1f} samples/s"]
+    rates = [f"{speed.samples_per_second:,.1f} {words.item}/s"]
     rates += [] if speed.tokens_per_second is None else [f"{show_tokens(speed.tokens_per_second)} tokens/s"]
     rates += [] if speed.mfu is None else [f"{show_mfu(speed.mfu)} MFU"]
     return ", ".join(rates)

@@ -96,9 +96,13 @@ MISTAKES = [
     ("measure LLAMA --sequence-length 12 --recipe captured --phase evaluate", "mode=reduce-overhead"),
     (
         "predict LLAMA --sequence-length 12 --recipe onnxruntime --phase evaluate",
-        "To measure them, run snugfit measure",
+        "in a session of its own, so it has no prediction. To measure it: snugfit measure",
     ),
-    ("predict LLAMA --sequence-length 12 --recipe fastpath --phase evaluate", "so there is no prediction"),
+    ("predict LLAMA --phase generate --recipe openvino", "--new-tokens 4 --recipe openvino --device cpu."),
+    (
+        "predict LLAMA --sequence-length 12 --recipe fastpath --phase evaluate",
+        "temporary memory is not simulated",
+    ),
     ("predict LLAMA --sequence-length 12 --recipe compiled --phase evaluate", "simulated in training only"),
 ]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import engine_speed
 import pytest
 
 from made_up import prediction
@@ -47,8 +49,18 @@ def test_each_backend_has_its_state_in_the_installed_torch() -> None:
     assert refused.needed_bytes is None
     text = " ".join(as_text(render(result), width=120).split())
     assert "Not predicted: inductor" in text
+    assert re.search(r"ipex gone .* not measured .* openvino \(not in the guide\) .* 1.37 to 1.66", text)
     assert "functionality-specific memory" in text
     assert type(result).from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_the_packaged_engines_are_those_of_the_committed_file() -> None:
+    packaged = json.loads(engine_speed.GUIDE.read_text(encoding="utf-8"))
+    measured = engine_speed.GUIDE.parents[4] / packaged["source"]
+    assert packaged == engine_speed.guide_table(measured)
+    assert f"on {packaged['date']}, with torch 2.13.0+cpu" in as_text(
+        render(run_inference(find_gpu("h200"))), width=400
+    )
 
 
 def test_each_kind_of_a_prediction_belongs_to_one_kind_of_the_guide() -> None:

@@ -20,7 +20,7 @@ from snugfit.features.guide import run as suite_run
 from snugfit.features.guide import tables
 from snugfit.features.guide.cells import inert
 from snugfit.features.guide.feature import Guide
-from snugfit.features.guide.inference import BackendRow, InferenceGuide, MemoryOfJob
+from snugfit.features.guide.inference import BackendRow, InferenceGuide, MemoryOfJob, measured_engines
 from snugfit.features.guide.methods import helps, method_lines, stage_lines
 from snugfit.features.guide.suite import machines, suite, without_figures
 from snugfit.job.gpu import find_gpu
@@ -212,7 +212,12 @@ def test_answers_are_valid_against_the_schema() -> None:
     )  # fmt: skip
     memory = MemoryOfJob(name="training", job="a job", kinds={"gradients": 1})
     backends = InferenceGuide(
-        gpu="a GPU", job="a job", backends=(backend,), memory=(memory,), versions={"torch": "2.13"}
+        gpu="a GPU",
+        job="a job",
+        backends=(backend,),
+        memory=(memory,),
+        versions={"torch": "2.13"},
+        measured=measured_engines(),
     )
     printed = {"guide --json": guide_result(measured=True, modern=True), "guide --inference --json": backends}
     hold_to_schema(Guide().documents(), printed.items())

@@ -64,8 +64,15 @@ MISTAKES = [
     ("predict gpt2 --phase generate --gpus 2", "for one GPU"),
     ("predict gpt2 --phase generate --recipe auto --gpu h200", "Leave 'auto' out"),
     ("predict gpt2 --phase generate --software published-2022", "installed software only"),
+    ("predict gpt2 --phase generate --num-beams 0 --max-new-tokens 4", "beams is 0"),
+    ("predict gpt2 --phase generate --temperature 0.5", "changes no bytes and no seconds"),
+    ("predict gpt2 --generate", "Generation is a phase: --phase generate"),
     ("predict gpt2 --phase generate --largest width --gpu h200", "batch, sequence-length, context, beams"),
     ("plan gpt2 --phase generate --gpu h200 --gpus 2", "for one GPU"),
+    (
+        "plan gpt2 --phase generate --gpu h200 --largest context",
+        "snugfit predict MODEL --recipe RECIPE --largest",
+    ),
 ]
 
 

@@ -75,7 +75,7 @@ def test_every_event_and_kernel_is_equal(
     job = generating_job(family, new_tokens=40, **settings)
     whole, trace, windows = whole_and_synthesized(job, monkeypatch)
     # A bend needs further windows.
-    assert windows > 3 if family == "mistral" else windows == 3
+    assert windows > 3 if family in ("mistral", "gemma3_text") else windows == 3
     assert sizes(trace) == sizes(whole)
     assert [one.kind for one in trace.blocks] == [one.kind for one in whole.blocks]
     assert trace.kernels == whole.kernels
@@ -89,11 +89,13 @@ def test_every_event_and_kernel_is_equal(
     ("family", "settings"),
     slow_but(
         [
+            # Three windows of single steps would touch the line of its padded masks.
+            ("t5", {"new_tokens": 40}),
             ("llama", {"beams": 3, "new_tokens": 40, "facts": ONE_LAYER}),
             ("t5", {"new_tokens": 70}),
             ("t5", {"beams": 2, "new_tokens": 70, "cache": "static"}),
         ],
-        1,
+        2,
     ),
 )
 def test_peaks_and_kernels_are_equal(

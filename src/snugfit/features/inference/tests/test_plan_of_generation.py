@@ -84,3 +84,6 @@ def test_settings_without_effect_are_one_line(capsys: pytest.CaptureFixture[str]
 
 def test_commands_for_a_generation_have_its_phase_and_settings() -> None:
     assert job_words(generating_job("llama")).endswith("--phase generate --new-tokens 6")
+    # A model with few positions has no job with the default number of new tokens.
+    drawn = generating_job("llama", facts={"max_position_embeddings": 32}, sample=True, top_k=5)
+    assert job_words(drawn).endswith("--new-tokens 6 --sample --top-k 5")

@@ -1,0 +1,71 @@
+"""Reports of a generation: calls with tokens per second, and no word of training."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from generating_models import generating_job
+
+from made_up import measurement, prediction, timed
+from made_up_plans import planned
+from snugfit.features.page import headlines, pictures
+from snugfit.planning.fleet.gpu_plans import GpuPlans
+from snugfit.planning.fleet.prices import Prices
+from snugfit.planning.plan import Pace
+from snugfit.report import compare, short
+from snugfit.report import measurement as measured_report
+from snugfit.report import prediction as long_report
+from snugfit.report.plan import gpu_plans
+from snugfit.report.plan import plan as long_plan
+from snugfit.report.plan import short as short_plan
+from snugfit.report.text.terminal import as_text
+
+OF_TRAINING = re.compile(r"\bsteps?\b|\btrain|samples", re.IGNORECASE)
+
+
+def job() -> Any:
+    return generating_job("llama")
+
+
+def generation() -> Any:
+    return replace(timed(prediction()), job=job())
+
+
+def a_plan() -> Any:
+    pace = Pace(bound="host", measured_rates=True, peak_seconds=0.02)
+    return replace(planned(3, 24 << 30), job=job(), timing=pace)
+
+
+REPORTS = {
+    "prediction": lambda: short.numbers(generation()),
+    "verdict": lambda: short.verdict(generation()),
+    "comparison": lambda: compare.render([generation(), generation()], details=False),
+    "plan": lambda: short_plan.render(a_plan()),
+    "plan's front": lambda: long_plan.front(a_plan()),
+    "measurement": lambda: measured_report.short(replace(measurement(), job=job())),
+    "GPUs": lambda: [
+        *gpu_plans.headline(GpuPlans(job=job(), fidelity="rounds", objective="speed", answers=()), Prices())
+    ],
+    "figures": lambda: headlines.figures_of_plan(a_plan()),
+    "chart": lambda: pictures.draw_front(a_plan()).heads,
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_has_no_word_of_training(name: str) -> None:
+    shown = REPORTS[name]()
+    text = as_text(shown, width=200) if hasattr(shown, "__rich_console__") else str(shown)
+    assert not OF_TRAINING.search(text), text
+
+
+def test_the_words_are_those_of_the_phase() -> None:
+    text = " ".join(as_text(short_plan.render(a_plan()), width=200).split())
+    assert re.search(r"about [\d.]+ m?s a call .* call time .* sequences/s, [\d,]+ tokens/s", text)
+    assert re.search(r"GiB call tokens/s", text)
+    assert "Measure it: snugfit measure llama --task causal-lm" in text
+    evaluation = replace(a_plan(), job=replace(job(), phase="evaluate", phase_settings={}))
+    assert "GiB pass samples/s" in " ".join(as_text(short_plan.render(evaluation), width=200).split())
+    assert "A call takes about" in as_text(long_report.render(generation()), width=200)
