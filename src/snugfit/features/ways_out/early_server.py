@@ -1,8 +1,9 @@
 """Early start of the fork server, as a copy of the command's process before its first simulation.
 
 The fork server of `prediction/worker_pool.py` is a fresh interpreter. Its imports of torch and transformers
-take four CPU seconds (torch 2.13, transformers 5.23). The command's process has imported both by then, so a copy has nothing to import. The
-copy waits without a computation. It serves when the first worker is started, and ends with the command.
+take four CPU seconds (torch 2.13, transformers 5.23). The command's process has imported both by then, so a
+copy has nothing to import. The copy waits without a computation. It serves when the first worker is started,
+and ends with the command.
 """
 
 from __future__ import annotations
