@@ -39,7 +39,7 @@ from snugfit.cli.train import train
 from snugfit.documents import only_documents_on_stdout
 from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.feature_folders import use_plugins
-from snugfit.frontends.one_of_several import COMMAND_LINE, one_of_several
+from snugfit.frontends.one_of_several import COMMAND_LINE, OWN_PROCESS, one_of_several
 from snugfit.techniques.registry import features, hooks
 from snugfit.training.ranks import ToldElsewhere
 
@@ -153,6 +153,7 @@ def main() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     open_all()
+    OWN_PROCESS.set(True)
     code = run(sys.argv[1:])
     with suppress(BrokenPipeError, SnugfitError):  # whose exit code is another one already
         sys.stdout.flush()

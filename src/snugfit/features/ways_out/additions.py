@@ -56,8 +56,12 @@ not."""
 
 def prepare_search(request: Request) -> None:
     """Prepare a search for changes before the prediction, which costs milliseconds if none follows."""
+    from snugfit.frontends.one_of_several import OWN_PROCESS
+
     limited = request.gpu is not None or request.memory_bytes is not None
-    if limited and request.gpus == 1 and request.job.added_phase is None and not _is_refused(request):
+    searched = limited and request.gpus == 1 and request.job.added_phase is None and not _is_refused(request)
+    # A copy of a test's or a notebook's process would keep its memory until that ends.
+    if searched and OWN_PROCESS.get():
         from snugfit.features.ways_out.early_server import start_as_copy
         from snugfit.planning.request import workers_of
 
