@@ -99,7 +99,7 @@ def test_what_liger_cannot_do_is_said_before_it_is_tried(family: str, recipe: st
     ("family", "recipe"),
     [
         ("llama", "liger(swiglu=true, geglu=true, layer_norm=false)"),
-        ("gemma", "liger(swiglu=true, geglu=true, layer_norm=false)"),
+        ("gemma2", "liger(swiglu=true, geglu=true, layer_norm=false)"),
         ("llama", "liger(geglu=false)"),
     ],
 )
