@@ -75,18 +75,18 @@ def find(word: str) -> type[Technique]:
     """Return the technique called `word`, in snugfit or in another library. Raises `RecipeError` with the
     nearest names."""
     named = {technique.name: technique for technique in techniques()}
-    aliases = {_joined(alias): technique for technique in named.values() for alias in technique.elsewhere}
+    aliases = {_spelling(alias): technique for technique in named.values() for alias in technique.elsewhere}
     # Own names come before words of other libraries, which may be equal.
-    if found := (aliases | named).get(_joined(word)):
-        return found
-    if hint := advice(word) or advice(_joined(word)):
+    if technique := (aliases | named).get(_spelling(word)):
+        return technique
+    if hint := advice(word) or advice(_spelling(word)):
         raise RecipeError(f"{word!r}: {hint}")
     guess = did_you_mean(word, named) or did_you_mean(word, aliases)
     guess = guess or _with_shared_words(word, named)
     raise RecipeError(f"Unknown technique {word!r}.{guess}")
 
 
-def _joined(word: str) -> str:
+def _spelling(word: str) -> str:
     """Return the word in lower case with underscores: `gradient_checkpointing` for
     `gradient-checkpointing`."""
     return re.sub(r"[^a-z0-9]+", "_", word.lower())

@@ -280,13 +280,13 @@ def _with_variables(word: str, variables: Mapping[str, str]) -> str:
 def _with_sums(line: str, variables: Mapping[str, str]) -> str:
     """Return the line with the results of its arithmetic. Without a result, it is one word of the line."""
 
-    def result(found: re.Match[str]) -> str:
+    def result(text: re.Match[str]) -> str:
         # The shell takes variables there with or without the dollar sign.
-        written = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda one: variables.get(one[1], one[0]), found[1])
+        written = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda one: variables.get(one[1], one[0]), text[1])
         try:
             return str(_whole_number(ast.parse(written.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-            return "".join(found[0].split())
+            return "".join(text[0].split())
 
     return _SUM.sub(result, line)
 
