@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from snugfit.cli.main import run
 from snugfit.errors import GpuError, RecipeError
 from snugfit.job.gpu import COMMON, all_gpus, choice_of, common_card, find_gpu
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.roster import find
 
 
 def test_each_common_card_is_in_the_table() -> None:
@@ -40,7 +44,8 @@ def test_a_device_of_this_machine_is_no_model(text: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "names"),
     [
-        ("8bit-adam", "'adamw_8bit' or"),
+        ("9bit-adam", "'8bit_adam'"),
+        ("4bit", "'qlora' keeps the frozen weights"),
         ("lora(target_modules=q_proj)", "'targets'"),
         ("xyz-zyx", "lists all"),
     ],
@@ -60,7 +65,9 @@ def test_a_guessed_technique_gets_at_most_three_names(recipe: str, names: str) -
         (["train", "gpt2", "--data", "x.json"], "--dataset"),
         (["estimate-memory", "gpt2"], "snugfit predict MODEL"),
         (["predict", "gpt2", "--gpu", "2x h100", "--gpus", "4"], "contradict"),
-        (["techniques", "qwerty"], "No technique or slot"),
+        (["techniques", "qwerty"], "Unknown technique 'qwerty'. snugfit techniques lists all."),
+        (["predict", "llama3-8b", "--offline"], "Presets: Llama-3.1-8B, Meta-Llama-3-8B, "),
+        (["predict", "lama", "--offline"], "Presets: Llama-"),
     ],
 )
 def test_a_guess_gets_one_clear_error(
@@ -68,6 +75,36 @@ def test_a_guess_gets_one_clear_error(
 ) -> None:
     assert run(arguments) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("8bit-adam", "adamw_8bit"),
+        ("gradient-checkpointing", "every_layer"),
+        ("flash-attention-2", "flash"),
+        ("torch.compile", "compiled"),
+        ("Every-Layer", "every_layer"),
+    ],
+)
+def test_a_technique_is_found_with_other_separators(word: str, name: str) -> None:
+    assert find(word).name == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mark"),
+    [
+        (["predict", "llama3-8b", "--offline"], ","),
+        (["gpus", "h1000"], " GB)"),
+        (["gpus", "RTX 4900"], " GB)"),
+    ],
+)
+def test_at_most_three_names_are_suggested(
+    arguments: list[str], mark: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    shown = re.split("Presets: |Similar: ", capsys.readouterr().err)[1]
+    assert 1 <= shown.split(". ")[0].count(mark) <= 3
 
 
 def test_techniques_are_listed_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,3 +117,13 @@ def test_techniques_are_listed_by_a_word(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_version_has_a_short_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["-V"]) == 0
     assert capsys.readouterr().out.startswith("snugfit ")
+
+
+def test_a_missing_file_has_the_names_of_similar_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "training.yaml").touch()
+    assert run(["predict", "--arguments", str(tmp_path / "trainig.yaml")]) == 2
+    assert "no such file. Did you mean 'training.yaml'?" in capsys.readouterr().err
+    assert run(["predict", "--arguments", str(tmp_path / "training.yaml")]) == 2
+    assert "and this one is empty. Write" in capsys.readouterr().err

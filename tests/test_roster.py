@@ -66,7 +66,7 @@ def test_listing_imports_neither_torch_nor_a_technique_s_package() -> None:
     ("word", "hint"),
     [
         ("adamw_fuse", "'adamw_fused'"),
-        ("BF16", "'bf16'"),
+        ("BF61", "'bf16'"),
         ("gradient_checkpoint", "'gradient_checkpointing'"),
         ("ligre", "'liger'"),
         ("evaluation_strategy", "eval_strategy"),

@@ -12,13 +12,14 @@ import json
 import tempfile
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 
 from snugfit.documents import parse_json
-from snugfit.errors import UsageError, one_line
+from snugfit.errors import UsageError, did_you_mean, one_line
 
 LARGEST_FILE = 1 << 20
 
@@ -53,7 +54,9 @@ def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str
     `hint` is the remedy for a larger file.
     """
     if not path.exists():
-        raise UsageError(f"{path}: no such {what}.")
+        # The folder may be missing too, and then it has no names.
+        near = did_you_mean(path.name, map(attrgetter("name"), path.parent.glob("*")))
+        raise UsageError(f"{path}: no such {what}.{near} Give the path of an existing file.")
     if not path.is_file():
         raise UsageError(
             f"{path}: this is not a regular file, so it cannot be read as a {what}. Give a regular file."

@@ -40,7 +40,7 @@ from snugfit.deferred_imports import hasten_import
 from snugfit.documents import only_documents_on_stdout
 from snugfit.errors import SnugfitError, escape_controls, nearest
 from snugfit.feature_folders import use_plugins
-from snugfit.frontends.one_of_several import COMMAND_LINE, one_of_several
+from snugfit.frontends.one_of_several import COMMAND_LINE, OWN_PROCESS, one_of_several
 from snugfit.techniques.registry import features, hooks
 from snugfit.training.ranks import ToldElsewhere
 
@@ -155,6 +155,7 @@ def main() -> None:
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     hasten_import()
     open_all()
+    OWN_PROCESS.set(True)
     code = run(sys.argv[1:])
     with suppress(BrokenPipeError, SnugfitError):  # whose exit code is another one already
         sys.stdout.flush()

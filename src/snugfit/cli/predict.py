@@ -89,10 +89,10 @@ def predict(
         if largest
         else _predict_all(request, compare or [], fresh=fresh)
     )
-    if request.doubts:
-        predictions = [
-            replace(one, doubts=(*one.doubts, *request.doubts), read_in_full=False) for one in predictions
-        ]
+    predictions = [
+        replace(one, doubts=(*one.doubts, *request.doubts), read_in_full=not request.doubts)
+        for one in predictions
+    ]
     for changes in hooks("changes_that_fit"):
         predictions = changes().with_ways_out(request, predictions)
     _print(predictions, operators=operators, details=details, quiet=quiet, as_json=as_json)
@@ -161,6 +161,8 @@ def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Pr
         from snugfit.prediction.predict import predict as foresee
 
         defer_imports()
+        for changes in hooks("changes_that_fit"):
+            changes().prepare_search(request)
         return foresee(request.job, recipe, gpu=request.gpu, gpus=request.gpus, **how)
 
     return answer(

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.errors import UsageError, did_you_mean
 
 Word = Annotated[
     str | None,
@@ -27,19 +26,16 @@ def techniques(word: Word = None, as_json: given.AsJson = False) -> None:
     """
     from snugfit.report.techniques import TechniqueList, render
     from snugfit.report.text.terminal import show, show_json
+    from snugfit.techniques.roster import find
     from snugfit.techniques.roster import techniques as everyone
 
     roster = list(everyone())
     if word is not None:
-        slots, names = {str(one.slot) for one in roster}, [one.name for one in roster]
         roster = [
             one for one in roster if word.lower() in (one.name, str(one.slot)) or word.lower() in one.name
         ]
-        if not roster:
-            raise UsageError(
-                f"No technique or slot {word!r}.{did_you_mean(word, [*names, *slots])} Slots: "
-                f"{', '.join(sorted(slots))}."
-            )
+        # A name of another library has a technique here, and a mistyped one has suggestions.
+        roster = roster or [find(word)]
     if as_json:
         show_json(TechniqueList.of(roster).to_json())
     else:

@@ -26,6 +26,9 @@ from snugfit.training.ranks import ToldElsewhere, world
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
 """Arguments of the running command, without the program's name."""
 
+OWN_PROCESS: ContextVar[bool] = ContextVar("OWN_PROCESS", default=False)
+"""True if the process runs one command and ends with it."""
+
 LAUNCHED = "SNUGFIT_LAUNCHED"
 """Environment variable of processes that `--gpus N` started."""
 

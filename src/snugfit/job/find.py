@@ -166,7 +166,7 @@ def _unknown_model(name: str, why: str) -> ModelError:
         guess = f" Did you mean {' or '.join(map(repr, longer[:3]))}?"
     return ModelError(
         f"No preset, folder or cached hub model {name!r}, and {why}."
-        f"{guess} {_ALLOWED} {presets_like(name, preset_names())}"
+        f"{guess} {_ALLOWED}{presets_like(name, preset_names())}"
     )
 
 

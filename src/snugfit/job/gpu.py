@@ -282,7 +282,7 @@ def _nearest(text: str) -> str:
     for gpu in all_gpus():
         for name in (*_exact_names(gpu), *_model_names(gpu)):
             names.setdefault(name, gpu)
-    keys = {names[name].key for name in nearest(_normalize(text), names, count=6, cutoff=0.5)}
+    keys = {names[name].key for name in nearest(_normalize(text), names, cutoff=0.5)}
     near = [gpu for gpu in all_gpus() if gpu.key in keys]
     return f" Similar: {_list(near)}." if near else ""
 

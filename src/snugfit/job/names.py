@@ -8,7 +8,9 @@ since their bytes differ. Such a name has no preset here and is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+from snugfit.errors import nearest
 
 _TUNED = re.compile(
     r"^meta-(?=llama)|-(coder|math)(?=-)|-(instruct|it|base|chat|pt|thinking)(?=-v\d|-hf|-\d{4}|$)",
@@ -84,17 +86,15 @@ def unquantized_name(name: str) -> str | None:
     return rest if rest != name else None
 
 
-def presets_like(name: str, presets: Iterable[str]) -> str:
-    """Return a sentence with the presets of the same family as `name`, by its first letters.
+def presets_like(name: str, presets: Collection[str]) -> str:
+    """Return a sentence with three presets of the same family as `name`, by its first letters.
 
-    Without such a family, the sentence names all families.
+    Without a family of a similar name, it is empty.
     """
-    families: dict[str, list[str]] = {}
-    for preset in presets:
-        families.setdefault(_family(preset), []).append(preset.split("/")[1])
-    if like := families.get(_family(name)):
-        return f"Presets: {', '.join(like)}."
-    return f"There are presets of {', '.join(sorted(families))}."
+    families = nearest(_family(name), map(_family, presets), count=1)
+    alike = [preset.split("/")[1] for preset in presets if _family(preset) in families]
+    like = nearest(name.rpartition("/")[2], alike, cutoff=0)
+    return f" Presets: {', '.join(like)}." if like else ""
 
 
 def _family(name: str) -> str:

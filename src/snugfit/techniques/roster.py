@@ -76,17 +76,21 @@ def find(word: str) -> type[Technique]:
     """Return the technique called `word`, in snugfit or in another library. Raises `RecipeError` with the
     nearest names."""
     named = {technique.name: technique for technique in techniques()}
+    aliases = {_spelling(alias): technique for technique in named.values() for alias in technique.elsewhere}
     # Own names come before words of other libraries, which may be equal.
-    if word in named:
-        return named[word]
-    aliases = {alias: technique for technique in named.values() for alias in technique.elsewhere}
-    if word.lower() in aliases:
-        return aliases[word.lower()]
-    if hint := advice(word):
+    if technique := (aliases | named).get(_spelling(word)):
+        return technique
+    if hint := advice(word) or advice(_spelling(word)):
         raise RecipeError(f"{word!r}: {hint}")
     guess = did_you_mean(word, named) or did_you_mean(word, aliases)
     guess = guess or _with_shared_words(word, named)
     raise RecipeError(f"Unknown technique {word!r}.{guess}")
+
+
+def _spelling(word: str) -> str:
+    """Return the word in lower case with underscores: `gradient_checkpointing` for
+    `gradient-checkpointing`."""
+    return re.sub(r"[^a-z0-9]+", "_", word.lower())
 
 
 def _with_shared_words(word: str, names: Iterable[str]) -> str:

@@ -114,8 +114,8 @@ def _outside(foreign: int, ledger: Ledger) -> str:
 
 def _fragments(requested: int, unallocated: int) -> str:
     return (
-        f"PyTorch had reserved {show_bytes(unallocated)} that no tensor used, which would have sufficed for "
-        f"{show_bytes(requested)}, but not in one piece."
+        f"PyTorch had reserved {show_bytes(unallocated)} that no tensor used. With the free memory it would "
+        f"have sufficed for {show_bytes(requested)}, but not in one piece."
     )
 
 

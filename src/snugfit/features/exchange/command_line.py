@@ -10,7 +10,9 @@ sets it once, to a plain value.
 
 from __future__ import annotations
 
+import ast
 import json
+import operator
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -34,6 +36,15 @@ RUN_FILE = "launcher.run_file"
 """Name of the argument with the configuration file of the run that a command starts."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+"""Arithmetic of a shell, `$((A * B))`, with parentheses of one level."""
+
+_OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+"""Operators of a shell on whole numbers from 0 on, by those of Python."""
+
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
 """A use of a variable. `${1:-gpt2}` has a default."""
 
@@ -91,7 +102,7 @@ def read_shell(text: str, where: str) -> tuple[str, dict[str, Any]]:
     variables = {name: number for option, number in options for name in _OF_SLURM.get(option, ())}
     commands: list[list[str]] = []
     for line in _lines(text):
-        words = [word for word in _split(line, where) if word != "export"]
+        words = [word for word in _split(_with_sums(line, variables), where) if word != "export"]
         words = [one for word in words for one in _expand(word, variables, where)]
         # Assignments may precede a command on its line.
         while words and (assigned := _ASSIGNMENT.fullmatch(words[0])):
@@ -268,3 +279,30 @@ def _scalar(name: str, text: str) -> Any:
 def _with_variables(word: str, variables: Mapping[str, str]) -> str:
     """Return the word with the variables that the file set to a plain value, or their defaults."""
     return _VARIABLE.sub(lambda one: variables.get(one[1] or one[3], one[2] or one[0]), word)
+
+
+def _with_sums(line: str, variables: Mapping[str, str]) -> str:
+    """Return the line with the results of its arithmetic. Without a result, it is one word of the line."""
+
+    def result(text: re.Match[str]) -> str:
+        # The shell takes variables there with or without the dollar sign.
+        written = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda one: variables.get(one[1], one[0]), text[1])
+        try:
+            return str(_whole_number(ast.parse(written.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return "".join(text[0].split())
+
+    return _SUM.sub(result, line)
+
+
+def _whole_number(node: ast.expr) -> int:
+    """Return the value of arithmetic on whole numbers. Raises `ValueError` for other code, and for numbers
+    below 0, which the shell divides otherwise than Python.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and (operate := _OPERATORS.get(type(node.op))):
+        value = int(operate(_whole_number(node.left), _whole_number(node.right)))
+        if value >= 0:
+            return value
+    raise ValueError(ast.unparse(node))

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from snugfit.cli import arguments as given
+from snugfit.deferred_imports import defer_imports
 from snugfit.errors import UsageError
+from snugfit.frontends.one_of_several import OWN_PROCESS
 
 if TYPE_CHECKING:
     from snugfit.features.exchange.export import Export
@@ -202,6 +204,9 @@ def check(file: File, *, as_json: given.AsJson = False) -> int:
     from snugfit.features.exchange.check import render_check
     from snugfit.report.text.terminal import show, show_json
 
+    # The classes of arguments import far more than a check needs.
+    if OWN_PROCESS.get():
+        defer_imports()
     checked = check_file(file)
     if as_json:
         show_json(checked.to_json())

@@ -98,7 +98,11 @@ def _mapping(path: Path, text: str) -> dict[str, Any]:
     load = load_json if path.suffix.lower() == ".json" else load_yaml
     values = load(text, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UsageError(f"{path}: a configuration must be one mapping of names to values.")
+        kind = "empty" if values is None else f"of the type {type(values).__name__}"
+        raise UsageError(
+            f"{path}: a configuration must be one mapping of names to values, and this one is {kind}. Write "
+            "lines such as 'learning_rate: 2e-4'."
+        )
     return values
 
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _PARTS = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "fused_linear_cross_entropy")
 
+GATED = frozenset({"swiglu", "geglu"})
+"""Kernels for gated activations, of which a model has at most one."""
+
 WITH_LOSS = "causal-lm"
 """Name of the task for which Liger has a loss of its own."""
 
@@ -103,9 +106,9 @@ class Liger(Technique):
                 "Leave one of them out."
             )
         parts = liger_table.parts_by_model_type()[_model_type(job)]
-        for part in sorted(self.set_parts.keys() - parts):
+        for part in sorted(self._parts_without_code(parts)):
             yield (
-                f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}.. Leave "
+                f"Liger has no {part} for {_model_type(job)}; it has {', '.join(sorted(parts))}. Leave "
                 f"{part} out"
             )
         adapted = recipe[Slot.ADAPTERS].adapted_modules(job)
@@ -123,6 +126,16 @@ class Liger(Technique):
             yield f"Liger's loss is that of {WITH_LOSS}, and this is {job.task}. Try '{off}'."
         elif recipe[Slot.HEAD].value is not None:
             yield f"{recipe[Slot.HEAD]} and Liger's loss both take the head's place. Try '{off}'."
+
+    def _parts_without_code(self, parts: frozenset[str]) -> frozenset[str]:
+        """Return the parts that are turned on and not among Liger's `parts` for a model.
+
+        Liger ignores those that are turned off. With both gated activations on, it replaces the model's own
+        one, as axolotl's `liger_glu_activation` requests.
+        """
+        on = frozenset(part for part, value in self.set_parts.items() if value)
+        either = GATED if on >= GATED and parts & GATED else frozenset()
+        return on - parts - either
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning about the first step of a model with experts, which takes minutes."""

@@ -22,7 +22,15 @@ class AdamW8bit(EightBitStates):
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = "Dettmers et al., arXiv 2110.02861; bitsandbytes.optim.AdamW8bit"
-    elsewhere: ClassVar = ("adamw_bnb_8bit", "adamw_bnb", "adam8bit", "adamw8bit", "adam_8bit")
+    elsewhere: ClassVar = (
+        "adamw_bnb_8bit",
+        "adamw_bnb",
+        "adam8bit",
+        "adamw8bit",
+        "adam_8bit",
+        "8bit_adam",
+        "8bit_adamw",
+    )
     counterparts: ClassVar = (
         Counterpart(arguments={"optim": "adamw_bnb_8bit"}),
         Counterpart(arguments={"optim": "adamw_8bit"}),

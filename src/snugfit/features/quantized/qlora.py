@@ -47,7 +47,7 @@ class Qlora(LowRank):
     extra: ClassVar = "qlora"
     source: ClassVar = "Dettmers et al., arXiv 2305.14314; transformers.BitsAndBytesConfig, peft.LoraConfig"
     advice: ClassVar = dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit"),
+        ("load_in_4bit", "load_in_8bit", "4bit", "8bit", "int4", "int8", "nf4", "bitsandbytes"),
         "'qlora' keeps the frozen weights in 4 bits (bits=8: in 8) and trains LoRA adapters.",
     )
     counterparts: ClassVar = (

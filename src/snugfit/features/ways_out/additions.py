@@ -35,6 +35,7 @@ __all__ = (
     "about_ways_out",
     "end_with_ways_out",
     "in_short",
+    "prepare_search",
     "show_after_measurement",
     "with_ways_out",
     "with_ways_out_of_plan",
@@ -51,6 +52,20 @@ LESS = 0.9
 not."""
 
 # ---- answers -----------------------------------------------------------------------------------------------
+
+
+def prepare_search(request: Request) -> None:
+    """Prepare a search for changes before the prediction, which costs milliseconds if none follows."""
+    from snugfit.frontends.one_of_several import OWN_PROCESS
+
+    limited = request.gpu is not None or request.memory_bytes is not None
+    searched = limited and request.gpus == 1 and request.job.added_phase is None and not _is_refused(request)
+    # A copy of a test's or a notebook's process would keep its memory until that ends.
+    if searched and OWN_PROCESS.get():
+        from snugfit.features.ways_out.early_server import start_as_copy
+        from snugfit.planning.request import workers_of
+
+        start_as_copy(request.job, workers_of(None))
 
 
 def with_ways_out(request: Request, predictions: Sequence[Prediction]) -> list[Prediction]:

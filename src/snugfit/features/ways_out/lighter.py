@@ -187,6 +187,20 @@ class LighterRecipes:
         figures = {recipe: one for recipe, one in self.costs.figures.items() if one is not None}
         return min(figures, key=lambda recipe: figures[recipe].needed_bytes, default=self.base)
 
+    def may_fit_together(self, fidelity: Fidelity) -> bool:
+        """Return False if even the techniques of this fidelity that save most in each slot cannot make the
+        step fit.
+
+        Weights, optimizer states and gradients are separate tensors, so savings of different slots add up at
+        most. Their bytes at the update are the lower bound `resting_bytes`.
+        """
+        rest = self._resting_bytes(self.base)
+        saved: dict[Slot, float] = defaultdict(float)
+        for technique in self._lighter_techniques(fidelity):
+            saving = rest - self._resting_bytes(self.base.with_(technique))
+            saved[technique.slot] = max(saved[technique.slot], saving)
+        return rest - sum(saved.values()) <= self.memory_bytes
+
     def singles(self, fidelity: Fidelity) -> Iterator[Recipe]:
         """Yield recipes that fit with one changed technique whose results differ at most by this fidelity:
         the fastest for each slot of the recipe.
@@ -394,6 +408,10 @@ class LighterRecipes:
         bound = self.costs.bounds.get(recipe)
         return math.inf if bound is None else bound.needed_bytes
 
+    def _resting_bytes(self, recipe: Recipe) -> float:
+        bound = self.costs.bounds.get(recipe)
+        return 0 if bound is None else bound.resting_bytes
+
     def _bytes_with(self, technique: Technique) -> float:
         return self.cost(self.base.with_(technique)).needed_bytes
 
@@ -436,16 +454,20 @@ class LighterRecipes:
         # The bytes are interpolated on a line, so two or three guesses replace a search over all grades.
         low_bytes, high_bytes = few.needed_bytes, last.needed_bytes
         a_grade = abs(last.seconds - few.seconds) / len(grades)
-        for number in range(GUESSES):
+        is_bent = False
+        for _ in range(GUESSES):
             no_room = (limit - high_bytes) * (high - low) < low_bytes - high_bytes  # for one grade less
             if no_room or (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
                 break
-            # The second guess is the middle: bytes may be far from a line, and the first guess near one end.
-            on_line = guess_between(low, high, low_bytes, high_bytes, limit)
-            guess = (low + high + 1) // 2 if number == 1 else on_line
+            guess = guess_between(low, high, low_bytes, high_bytes, limit)
+            # Far from a line, the first guess may be near one end, so the second one is the middle.
+            guess = (low + high + 1) // 2 if is_bent else guess
             figures = self._evaluate(grades[guess - 1])
             if figures is None:
                 break
+            slope = (high_bytes - low_bytes) / (high - low)
+            off_line = abs(low_bytes + (guess - low) * slope - figures.needed_bytes)
+            is_bent = not is_bent and off_line > abs(slope)
             if figures.needed_bytes <= limit:
                 high, high_bytes = guess, figures.needed_bytes
             else:

@@ -8,10 +8,11 @@ A plan searches all recipes, which takes minutes. Ways out change as little as p
    these are alternatives to them.
 4. The same with techniques of another fidelity, which are listed last.
 
-Each stage ends as soon as enough are found. Lower bounds (`Parts.screen`) exclude most recipes and give the
-order of the rest. Exact figures (`Parts.judge`) decide in that order. For a loop other than the plain one,
-an offered recipe is predicted too. Named techniques stay. If nothing fits, the smallest GPU that does is
-listed.
+Each stage ends as soon as enough are found. The second and third are skipped if the weights, states and
+gradients are too large with all techniques together. Lower bounds (`Parts.screen`) exclude most recipes and
+give the order of the rest. Exact figures (`Parts.judge`) decide in that order. For a loop other than the
+plain one, an offered recipe is predicted too. Named techniques stay. If nothing fits, the smallest GPU that
+does is listed.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ def _stages(
         yield lighter.singles(fidelity)
         if offers and (fidelity is Fidelity.LEARNS or lighter.evaluations > ENOUGH):
             return
+        if not lighter.may_fit_together(fidelity):
+            continue
         say("two techniques")
         yield lighter.pairs(fidelity)
         say("as many techniques as needed")

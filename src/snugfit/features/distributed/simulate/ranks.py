@@ -371,6 +371,7 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
         counted_weights(recorder.count_weights_apart),
         *([takes_the_largest_part()] if recorder.rank is None and wish.states == "sharded" else []),
         *instead_of_others(handles_for_all=recorder.keeps_exchanged),
+        *one_search_for_strides(),
     )
     recorder.experts, recorder.in_stages = wish.experts, wish.stages > 1
     with contextlib.ExitStack() as stack:
@@ -515,6 +516,33 @@ def while_spreading(recorder: RankRecorder) -> list[Patch]:
     ]
     # accelerate identifies parameters by the addresses of their data, which are 0 on `meta`.
     return [*replaced, (torch.Tensor, "data_ptr", _address)]
+
+
+def one_search_for_strides() -> list[Patch]:
+    """Return a patch under which DTensor searches the operands of a call for strided shards only once.
+
+    torch 2.13 searches all operands for each tensor of a list. For AdamW's lists of a deep model, this took
+    most of a simulation. Other versions without this function need no patch.
+    """
+    from torch.distributed.tensor import _sharding_prop
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    name = "_propagate_use_strided_shard_flag"
+    if (plain := getattr(_sharding_prop, name, None)) is None:
+        return []
+    last: Any = None
+    is_strided = False
+
+    def propagate(strategy: Any, schema: Any) -> None:
+        nonlocal last, is_strided
+        # The reference keeps the schema alive, so another one is never the same object.
+        if schema is not last:
+            placements = (one for spec in schema.args_spec for one in spec.placements)
+            last, is_strided = schema, any(isinstance(one, _StridedShard) for one in placements)
+        if is_strided:
+            plain(strategy, schema)
+
+    return [(_sharding_prop, name, propagate)]
 
 
 def _move(recorder: RankRecorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +40,7 @@ from snugfit.features.distributed.engine.loop import in_numbers
 from snugfit.features.distributed.engine.sharding import ShardingHandler
 from snugfit.features.distributed.fields import ShardingWish
 from snugfit.features.distributed.simulate.host_tensors import HostTensors
+from snugfit.features.distributed.simulate.ranks import one_search_for_strides
 from snugfit.features.distributed.techniques.zero2 import Zero2
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
@@ -481,3 +482,19 @@ def test_a_failure_of_deepspeed_while_a_model_is_built_is_its_own(monkeypatch: p
     monkeypatch.setattr("snugfit.job.build._from_facts", room["load"])
     with pytest.raises(ModelError, match=r"DeepSpeed failed.*0a.*TORCH_CUDA_ARCH_LIST"):
         rehearse(small_job("bert", 1), Setup(), CudaPolicy())
+
+
+def test_strided_shards_are_searched_once_for_all_tensors_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own function, which changes strategies, still runs for each tensor if a shard is strided."""
+    from torch.distributed.tensor import Shard, _sharding_prop
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    ran: list[str] = []
+    name = "_propagate_use_strided_shard_flag"
+    monkeypatch.setattr(_sharding_prop, name, lambda strategy, schema: ran.append(strategy), raising=False)
+    ((_, _, propagate),) = one_search_for_strides()
+    plain = SimpleNamespace(args_spec=(SimpleNamespace(placements=(Shard(0),)),))
+    strided = SimpleNamespace(args_spec=(SimpleNamespace(placements=(_StridedShard(0, split_factor=2),)),))
+    for strategy, schema in (("a", plain), ("b", strided), ("c", strided), ("d", plain)):
+        propagate(strategy, schema)
+    assert ran == ["b", "c"]

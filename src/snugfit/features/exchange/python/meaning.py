@@ -513,7 +513,7 @@ class _Meaning:
             **words_of("defaults of unsloth")[call.name],
             **self.values(call, first="model_name" if loads else ""),
         }
-        meant = {"job.task": "causal-lm"} if loads else {"lora.peft_type": "LORA"}
+        meant: dict[str, Any] = {"job.task": "causal-lm"} if loads else {"lora.peft_type": "LORA"}
         name = inner.get("model_name")
         # Such a checkpoint is stored in 4 bits, whatever `load_in_4bit` is.
         if isinstance(name, str) and name.endswith("-bnb-4bit"):
@@ -521,6 +521,9 @@ class _Meaning:
         # unsloth then loads weights in the dtype that the GPU has.
         if loads and inner.get("dtype") is None and self.bfloat16 is False:
             inner["dtype"] = "float16"
+        # Without `fp16` or `bf16`, unsloth's trainer takes the precision of the weights.
+        if loads and inner.get("dtype") == "float16":
+            meant["fp16"] = True
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
     def _cast(self, call: ForeignCall) -> dict[str, Any]:

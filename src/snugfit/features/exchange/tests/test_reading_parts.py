@@ -12,7 +12,9 @@ import pytest
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
 from snugfit.features.exchange.account import Reading, UnsupportedJobError
+from snugfit.features.exchange.command_line import read_shell
 from snugfit.features.exchange.python.read_script import code_of_notebook, read_script
+from snugfit.features.exchange.python.values import Unknown
 from snugfit.features.exchange.read import read_arguments
 from test_docs import answered
 
@@ -421,6 +423,16 @@ def test_unsloth_loads_weights_in_the_dtype_of_the_gpu() -> None:
     assert "unsloth.dtype" not in read_script(text, "a.py", bfloat16=True).arguments
 
 
+@pytest.mark.parametrize(("bfloat16", "half"), [(False, True), (True, None)])
+def test_unsloth_trains_in_the_precision_of_its_weights(bfloat16: bool, half: bool | None) -> None:
+    """On a GPU without bfloat16 it is fp16. On another one the trainer's default decides."""
+    text = (
+        "from unsloth import FastLanguageModel\nfrom trl import SFTConfig\n"
+        "model = FastLanguageModel.from_pretrained('gpt2')\nargs = SFTConfig('o')\n"
+    )
+    assert read_script(text, "a.py", bfloat16=bfloat16).arguments.get("fp16") is half
+
+
 def test_a_misspelt_argument_is_refused(tmp_path: Path) -> None:
     reading = read(tmp_path, {"per_device_train_batchsize": 4, "fp16": True, "my_own_key": 1})
     assert [line.key for line in reading.refused] == ["per_device_train_batchsize"]
@@ -429,6 +441,25 @@ def test_a_misspelt_argument_is_refused(tmp_path: Path) -> None:
     ):
         reading.refuse()
     assert [line.key for line in reading.unread] == ["my_own_key"]
+
+
+@pytest.mark.parametrize(
+    ("written", "steps"),
+    [
+        ("$((64 / (GPUS * 2)))", 4),
+        ("$(($GPUS-1))", 7),
+        ("$((2 + GPUS % 3 * 5))", 12),
+        ("$((64 / OTHER))", None),
+        ("$((GPUS / 0))", None),
+        ("$((GPUS ** 99999999))", None),
+    ],
+)
+def test_arithmetic_of_a_shell_is_computed(written: str, steps: int | None) -> None:
+    text = f"GPUS=8\nACC={written}\ntorchrun train.py --bf16 --gradient_accumulation_steps $ACC --seed 3\n"
+    _, arguments = read_shell(text, "run.sh")
+    found = arguments["gradient_accumulation_steps"]
+    assert found == steps if steps is not None else isinstance(found, Unknown)
+    assert arguments["seed"] == 3
 
 
 def test_a_shell_file_may_end_in_a_continuation(tmp_path: Path) -> None:

@@ -86,12 +86,26 @@ def test_a_cpu_is_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPat
         ("bert", "liger", "Liger has no kernels for bert. It covers deepseek, "),
         ("llama", "liger + chunked_loss", "both take the head's place. Try 'liger(fused_linear_cross"),
         ("llama", "liger(layer_norm=true)", "Liger has no layer_norm for llama; it has fused_linear"),
+        ("llama", "liger(geglu=true)", "Liger has no geglu for llama; it has fused_linear"),
     ],
 )
 def test_what_liger_cannot_do_is_said_before_it_is_tried(family: str, recipe: str, says: str) -> None:
     with pytest.raises(RecipeError) as caught:
         Recipe.parse(recipe).check(small_job(family, 2), installed=False)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("llama", "liger(swiglu=true, geglu=true, layer_norm=false)"),
+        ("gemma2", "liger(swiglu=true, geglu=true, layer_norm=false)"),
+        ("llama", "liger(geglu=false)"),
+    ],
+)
+def test_parts_of_other_models_are_ignored_as_liger_does(family: str, recipe: str) -> None:
+    """axolotl's `liger_glu_activation` turns both gated activations on, and its plugin the rest off."""
+    Recipe.parse(recipe).check(small_job(family, 2), installed=False)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,15 @@ def test_without_a_change_that_fits_the_smallest_larger_gpu_is_named() -> None:
     assert (chosen.marketed_gb or 0) == min(gpu.marketed_gb or 0 for gpu in smaller)
 
 
+@pytest.mark.whole
+def test_no_combination_is_tried_if_the_weights_alone_are_too_large() -> None:
+    asked = replace(predict(small_job("gpt2", 2), "plain", gpu="t4"), memory_bytes=64 * MIB)
+    tried: list[str] = []
+    assert not ways_out(asked, tell=tried.append).ways
+    assert any("one technique" in line for line in tried)
+    assert not [line for line in tried if "two techniques" in line or "as many" in line]
+
+
 def test_a_prediction_that_fits_has_no_way_out() -> None:
     assert ways_out(replace(prediction(), memory_bytes=80 * GIB)) == WaysOut()
     assert ways_out(replace(prediction(), memory_bytes=GIB, gpus=2)) == WaysOut()

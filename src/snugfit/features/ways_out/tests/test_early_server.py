@@ -1,0 +1,44 @@
+"""The fork server is a copy of the command's process, and its workers compute the same bytes."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clean_forks import forks_of
+from small_models import small_job
+from snugfit.features.ways_out import early_server
+from snugfit.features.ways_out.lighter import timer_of
+from snugfit.job.gpu import find_gpu
+from snugfit.planning.cost.parts_pool import parts_pool
+from snugfit.prediction.predict import predict
+from snugfit.prediction.worker_pool import Question
+from snugfit.techniques.recipe import Recipe
+
+pytestmark = pytest.mark.whole
+
+
+def evaluate_in_copies() -> int:
+    """Return 0 if two workers of a copied fork server compute the bytes that a prediction has."""
+    early_server.NVIDIA_DRIVER = "/no/such/file"
+    job, gpu = small_job("gpt2", 2), find_gpu("t4")
+    early_server.start_as_copy(job, 2)
+    server: Any = vars(forkserver)["_forkserver"]
+    command = Path(f"/proc/{server._forkserver_pid}/cmdline").read_bytes()
+    assert command == Path("/proc/self/cmdline").read_bytes()
+    with parts_pool(job, [gpu], timer_of(gpu), workers=2, shallow=True) as pool:
+        setups = [Recipe.parse(text).setup() for text in ("plain", "bf16")]
+        asked = [Question(number, "judge", ([setup],)) for number, setup in enumerate(setups)]
+        found = {number: answer[0][0].needed_bytes for number, answer in pool.answers_to(asked)}
+    assert found == {n: predict(job, text, gpu=gpu).needed_bytes for n, text in enumerate(("plain", "bf16"))}
+    return 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the fork server is copied on Linux only")
+def test_workers_of_a_copied_process_compute_the_same_bytes() -> None:
+    forks = forks_of(__name__)
+    assert forks.ended(forks.start(evaluate_in_copies)) == 0
