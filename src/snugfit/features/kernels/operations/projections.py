@@ -1,0 +1,156 @@
+"""Linear layers of one input as one product: weights, biases that some have, and adapters that some have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from snugfit.features.kernels.operations.joint_linear import join_weights
+from snugfit.features.kernels.operations.low_rank import Adapter, LowRankUpdate, AdapterPlace
+from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
+
+
+class Layout(NamedTuple):
+    """Sizes by which `Projections.tensors` are told apart."""
+
+    sizes: tuple[int, ...]
+    """Numbers of columns of the results."""
+    has_biases: bool
+    places: tuple[AdapterPlace, ...]
+    """Places of the adapters in the joint product."""
+
+    def separate(self, entries: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Return the entries for weights, biases and adapters, of a sequence with one for each tensor."""
+        count = len(self.sizes)
+        end = count * (1 + self.has_biases)
+        return entries[:count], entries[count:end], entries[end : end + 2 * len(self.places)]
+
+    @property
+    def count(self) -> int:
+        """Return the number of tensors."""
+        return len(self.sizes) * (1 + self.has_biases) + 2 * len(self.places)
+
+
+class Projections(NamedTuple):
+    """Linear layers of one input, such as queries, keys and values, in the order of their results."""
+
+    weights: Sequence[torch.Tensor]  # (N, H) each
+    biases: Sequence[torch.Tensor] = ()  # (N,) each; none of them, or one of each layer
+    adapters: Sequence[Adapter | None] = ()  # none of them, or one or None of each layer
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors, as an autograd function takes them: weights, biases, A and B of each adapter
+        in turn.
+        """
+        factors = [factor for adapter in self.adapters if adapter is not None for factor in adapter[:2]]
+        return [*self.weights, *self.biases, *factors]
+
+    @property
+    def layout(self) -> Layout:
+        """Return the sizes by which the tensors are told apart."""
+        sizes = tuple(len(weight) for weight in self.weights)
+        places, start = [], 0
+        for size, adapter in zip(sizes, self.adapters or [None] * len(sizes), strict=True):
+            if adapter is not None:
+                places.append(AdapterPlace(start, start + size, len(adapter.down), adapter.scale))
+            start += size
+        return Layout(sizes, bool(self.biases), tuple(places))
+
+
+Settings = tuple[Layout, Sequence[torch.dtype], int]
+"""Settings of a joint product: its layout, the dtypes of the tensors, and the parts of its adapters."""
+
+
+class JointProduct(NamedTuple):
+    """A product of rows (T, H) with the weights of all layers, as its backward pass needs it."""
+
+    layout: Layout
+    dtypes: Sequence[torch.dtype]  # of `Projections.tensors`
+    matrix: torch.Tensor  # (N, H): all weights in the dtype of the product
+    update: LowRankUpdate | None
+
+    @classmethod
+    def start(
+        cls, rows: torch.Tensor, layout: Layout, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Self]:
+        """Return the product (T, N) in the dtype of the rows, and its backward pass."""
+        weights, biases, factors = layout.separate(tensors)
+        matrix = join_weights(weights, rows.dtype)
+        update = LowRankUpdate.start(rows, factors, layout.places) if layout.places else None
+        joint = cls(layout, [one.dtype for one in tensors], matrix, update)
+        return joint.multiply(rows, join_weights(biases, rows.dtype) if biases else None), joint
+
+    @classmethod
+    def restore(cls, settings: Settings, tensors: Sequence[torch.Tensor]) -> Self:
+        """Return the joint product with these settings and saved tensors."""
+        layout, dtypes, parts = settings
+        update = LowRankUpdate.restore(tensors[1:], layout.places, parts) if parts else None
+        return cls(layout, dtypes, tensors[0], update)
+
+    @property
+    def settings(self) -> Settings:
+        """Return the attributes that are no tensors."""
+        return self.layout, self.dtypes, self.update.parts if self.update else 0
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors to save for the backward pass."""
+        return [self.matrix, *(self.update.tensors if self.update else ())]
+
+    def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
+        if bias is None:
+            product = torch.mm(rows, self.matrix.t())
+        else:
+            product = torch.addmm(bias, rows, self.matrix.t())
+        if self.update is not None:
+            # Selective checkpointing returns the product again, so it must not change.
+            product = product.clone() if results_are_kept() else product
+            self.update.add_to(product)
+        return product
+
+    def needs_rows(self, needed: Sequence[bool]) -> bool:
+        """Return True if a weight or an A needs a gradient. `needed` has one entry for each tensor."""
+        weights, _, factors = self.layout.separate(needed)
+        return any(weights) or any(factors[::2])
+
+    def slopes(self, of_product: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of S, from that of the product (T, N); None without adapters."""
+        return self.update.slopes(of_product) if self.update else None
+
+    def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient (T, H) of the rows."""
+        of_rows = torch.mm(of_product, self.matrix)
+        if self.update is not None and slopes is not None:
+            of_rows.addmm_(slopes, self.update.down)
+        return of_rows
+
+    def gradients(
+        self,
+        of_product: torch.Tensor,
+        slopes: torch.Tensor | None,
+        rows: Callable[[], torch.Tensor],
+        needed: Sequence[bool],
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of all tensors. Those of weights are slices of one tensor, as are those of
+        biases.
+
+        `rows` returns the rows (T, H), and is called once if at all.
+        """
+        for_weights, for_biases, for_factors = self.layout.separate(needed)
+        weights, biases, factors = self.layout.separate(self.dtypes)
+        rows_once = functools.cache(rows)
+        given: list[torch.Tensor | None] = [None] * (len(for_weights) + len(for_biases))
+        # One product gives the gradients of all weights, as slices.
+        if any(for_weights):
+            of_weights = weight_gradient(of_product, rows_once(), weights[0])
+            given[: len(weights)] = of_weights.split(self.layout.sizes)
+        if any(for_biases):
+            given[len(weights) :] = of_product.sum(0).to(biases[0]).split(self.layout.sizes)
+        if self.update is not None and slopes is not None:
+            given += self.update.gradients(of_product, slopes, rows_once, for_factors, factors)
+        return [one if asked else None for one, asked in zip(given, needed, strict=True)]

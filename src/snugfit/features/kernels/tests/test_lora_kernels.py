@@ -1,0 +1,175 @@
+"""Low-rank adapters in our kernels: results and gradients of peft's own modules, from one joint product.
+
+On the CPU the operations are plain torch, of which the products are the same on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from small_models import small_job
+from snugfit.features.kernels.adapted import projections_of, unsupported
+from snugfit.features.kernels.fused_model import use_fused
+from snugfit.features.kernels.operations.lora_linear import lora_linear
+from snugfit.techniques.recipe import Recipe
+from test_fused_decoders import ids, run, small
+from third_step import hold_third_step
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES = (20, 12, 12)
+HIDDEN = 36
+
+
+class Three(nn.Module):
+    """Three linear layers of one input, as queries, keys and values are."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, size, bias=bias) for size in SIZES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
+
+
+def adapted(model: nn.Module, targets: list[str], r: int = 4, **more: Any) -> Any:
+    """Return the model with adapters by peft, whose B are other than zero."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=r, lora_alpha=2 * r + 1, target_modules=targets, init_lora_weights=False, **more)
+    torch.manual_seed(3)
+    return get_peft_model(model, config)
+
+
+OWN_CODE: dict[str, dict[str, Any]] = {
+    "dropout of adapters": {"lora_dropout": 0.1},
+    "Dora": {"use_dora": True},
+    "lora_bias": {"lora_bias": True},
+}
+
+
+def three(dtype: torch.dtype, *, bias: bool = False, **more: Any) -> Any:
+    torch.manual_seed(0)
+    return adapted(Three(bias=bias).to(dtype), **{"targets": ["q", "k", "v"], **more})
+
+
+def gradients_of(module: Any, x: torch.Tensor, *, ours: bool) -> dict[str, torch.Tensor]:
+    """Return y and the gradients of x, A and B, under a loss with different slopes for all entries."""
+    x = x.clone().requires_grad_()
+    if ours:
+        inner = module.base_model.model
+        projections = projections_of((inner.q, inner.k, inner.v))
+        assert projections is not None
+        y = torch.cat(lora_linear(x, projections), -1)
+    else:
+        y = module(x)
+    torch.manual_seed(5)
+    y.backward(torch.randn(y.shape).to(y.dtype))
+    trained = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    assert all("lora" in name for name in trained)
+    module.zero_grad()
+    return {"y": y.detach(), "x": x.grad, **trained}  # type: ignore[dict-item]
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest error relative to the largest entry."""
+    return float((got.double() - exact).abs().max() / exact.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings"),
+    [
+        (1, {"r": 1}),
+        (7, {"r": 4, "targets": ["q", "v"]}),
+        (64, {"r": 8, "rank_pattern": {"k": 3}, "alpha_pattern": {"v": 5}}),
+        (129, {"r": 16, "bias": True, "use_rslora": True}),
+    ],
+)
+def test_results_in_32_bits_are_those_of_64(tokens: int, settings: dict[str, Any]) -> None:
+    plain = three(torch.float32, **settings)
+    x = torch.randn(tokens, HIDDEN)
+    exact = gradients_of(copy.deepcopy(plain).double(), x.double(), ours=False)
+    got = gradients_of(plain, x, ours=True)
+    assert got.keys() == exact.keys()
+    assert len(got) == 2 + 2 * len(settings.get("targets", "qkv"))
+    for name, value in exact.items():
+        assert got[name].shape == value.shape
+        assert error(got[name], value) < 1e-5, name
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_16_bits_are_nowhere_less_exact_than_peft(autocast: bool) -> None:
+    """Without autocast peft computes updates in 32 bits. The sums over all entries are compared, since one
+    entry may be nearer by chance."""
+    plain = three(torch.float32 if autocast else torch.bfloat16, r=8)
+    x = torch.randn(129, HIDDEN, dtype=torch.float32 if autocast else torch.bfloat16)
+    exact = gradients_of(copy.deepcopy(plain).double(), x.double(), ours=False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        own, ours = (gradients_of(plain, x, ours=one) for one in (False, True))
+    for name, value in exact.items():
+        assert ours[name].dtype == own[name].dtype, name
+        errors = [float((one[name].double() - value).norm() / value.norm()) for one in (own, ours)]
+        # A and B of 32 bits have gradients of 16 significant bits at least.
+        assert errors[1] < max(1.02 * errors[0], 0 if autocast or name in "xy" else 1e-5), (name, errors)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("targets", [ALL, ["q_proj", "v_proj", "down_proj"]])
+def test_a_fused_model_with_adapters_is_the_model(
+    monkeypatch: pytest.MonkeyPatch, family: str, targets: list[str]
+) -> None:
+    """It calls none of peft's modules, and its state has the same keys."""
+    from peft.tuners.lora.layer import Linear
+
+    plain = adapted(small(family), targets, rank_pattern={"v_proj": 2})
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    assert {name: value.shape for name, value in fused.state_dict().items()} == {
+        name: value.shape for name, value in plain.state_dict().items()
+    }
+    expected = run(plain)
+    monkeypatch.setattr(Linear, "forward", None)
+    got = run(fused)
+    torch.testing.assert_close(got[0], expected[0], rtol=2e-5, atol=2e-5)
+    for name, gradient in expected[1].items():
+        assert (gradient is None) == (got[1][name] is None) == ("lora" not in name), name
+        if gradient is not None:
+            bound = 2e-5 * float(gradient.abs().max())
+            torch.testing.assert_close(got[1][name], gradient, rtol=2e-5, atol=bound, msg=name)
+
+
+@pytest.mark.parametrize("why", OWN_CODE)
+def test_unsupported_adapters_run_peft_s_code(why: str) -> None:
+    plain = adapted(small("qwen2"), ["q_proj", "down_proj"], **OWN_CODE[why])
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    assert unsupported(fused.base_model.model.model.layers[0].self_attn.q_proj) == why
+    changed = {type(one).__name__ for one in fused.modules() if "forward" in vars(one)}
+    assert changed == {"Qwen2DecoderLayer", "Qwen2RMSNorm"}
+    torch.manual_seed(7)
+    expected = run(plain)
+    torch.manual_seed(7)
+    got = run(fused)
+    torch.testing.assert_close(got[0], expected[0], rtol=2e-5, atol=2e-5)
+
+
+def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
+    fused = adapted(small("llama"), ALL)
+    use_fused(fused)
+    with torch.no_grad():
+        before = fused(input_ids=ids()).logits
+        fused.merge_adapter()
+        torch.testing.assert_close(fused(input_ids=ids()).logits, before, rtol=1e-4, atol=1e-4)
+        fused.unmerge_adapter()
+        with fused.disable_adapter():
+            assert (fused(input_ids=ids()).logits - before).abs().max() > 0.1
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("precision", ["bf16_pure", "bf16"])
+def test_a_real_step_with_adapters_allocates_what_its_trace_says(precision: str) -> None:
+    recipe = f"lora(r=4, targets=all-linear) + {precision} + fused"
+    hold_third_step(small_job("llama", 2), Recipe.parse(recipe).setup())
