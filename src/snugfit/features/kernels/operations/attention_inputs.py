@@ -71,9 +71,7 @@ class AttentionInputs(torch.autograd.Function):
         # The input is normed again in backward, which is cheaper than its bytes.
         needs_rows = joint.needs_rows(ctx.needs_input_grad[8:])
         *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
-        ctx.save_for_backward(
-            *angles, query_scale, key_scale, product_to_keep, *source, *joint.tensors
-        )
+        ctx.save_for_backward(*angles, query_scale, key_scale, product_to_keep, *source, *joint.tensors)
         ctx.kind, ctx.hidden_dtype, ctx.joint = kind, hidden.dtype, joint.settings
         ends = [heads.queries * heads.width, (heads.queries + heads.keys) * heads.width]
         # Attention reads the three parts as views, without a copy.

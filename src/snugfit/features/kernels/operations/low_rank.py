@@ -51,7 +51,9 @@ class LowRankUpdate(NamedTuple):
     parts: int
 
     @classmethod
-    def start(cls, rows: torch.Tensor, factors: Sequence[torch.Tensor], places: Sequence[AdapterPlace]) -> Self:
+    def start(
+        cls, rows: torch.Tensor, factors: Sequence[torch.Tensor], places: Sequence[AdapterPlace]
+    ) -> Self:
         """Return the updates of a product of these rows (T, H). `factors` are A and B of each adapter in
         turn, and `places` are not empty.
         """
