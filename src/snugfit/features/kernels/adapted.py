@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from snugfit.features.kernels.operations.projections import Projections
 
 _LORA = "peft.tuners.lora.layer", "Linear"
 """Module and name of peft's class of a linear layer with LoRA adapters."""
+
+
+VARIANTS = {"DoraLinearVariant": "DoRA"}
+"""Names of variants of LoRA by their classes in peft."""
 
 
 def projections_of(layers: Sequence[Any], *, biased: bool | None = None) -> Projections | None:
@@ -35,6 +39,12 @@ def is_adapted(layer: Any) -> bool:
     return (type(layer).__module__, type(layer).__name__) == _LORA
 
 
+def unsupported_settings(model: torch.nn.Module) -> list[str]:
+    """Return the settings of this model's LoRA adapters for which no kernels exist, once each."""
+    layers = [layer for layer in model.modules() if is_adapted(layer)]
+    return sorted({why for layer in layers if (why := unsupported(layer))})
+
+
 def unsupported(layer: Any) -> str:
     """Return why a layer's code must run as it is: its type, or a setting of its adapters. Empty if snugfit's
     kernels compute the same.
@@ -44,20 +54,28 @@ def unsupported(layer: Any) -> str:
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) > 1 or layer.merged or layer.disable_adapters:
         return "several active adapters, merged or disabled ones"
+    return next(_reasons(layer, names), "")
+
+
+def _reasons(layer: Any, names: Sequence[str]) -> Iterator[str]:
+    """Yield the unsupported settings of a layer and of these adapters."""
     modules = [layer.get_base_layer()]
     for name in names:
         modules += [layer.lora_A[name], layer.lora_B[name]]
-        dropout = layer.lora_dropout[name]
+        dropout, variant = layer.lora_dropout[name], layer.lora_variant.get(name)
         if not isinstance(dropout, torch.nn.Identity) and dropout.p > 0:
-            return "dropout of adapters"
-        if name in layer.lora_variant:
-            return type(layer.lora_variant[name]).__name__.removesuffix("LinearVariant")
+            yield "dropout of adapters"
+        if variant is not None:
+            yield VARIANTS.get(type(variant).__name__, type(variant).__name__)
         if layer.lora_B[name].bias is not None:
-            return "lora_bias"
+            yield "lora_bias"
     if layer.fan_in_fan_out:
-        return "fan_in_fan_out"
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return "" if all(map(is_plain, modules)) and not hooked else "hooks or modules of another type"
+        yield "fan_in_fan_out"
+    # A hook expects to be called with this layer's input.
+    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        yield "hooks"
+    if not all(map(is_plain, modules)):
+        yield "other layers than torch.nn.Linear"
 
 
 def _base(layer: Any) -> Any:

@@ -58,10 +58,10 @@ class GatedMLP(torch.autograd.Function):
         """
         rows = hidden.reshape(-1, hidden.size(-1)).to(activation_dtype(hidden))
         # Gate and up are one product (T, 2 * I).
-        product, wide = JointProduct.start(rows, into, tensors[: into.count])
-        out, narrow = JointProduct.start(activate(product, tanh), back, tensors[into.count :])
+        product, wide = JointProduct.start(rows, into, tensors[: into.tensor_count])
+        out, narrow = JointProduct.start(activate(product, tanh), back, tensors[into.tensor_count :])
         # The input is needed for weights, or to compute the product again.
-        needs_rows = not keeps or wide.needs_rows(ctx.needs_input_grad[5 : 5 + into.count])
+        needs_rows = not keeps or wide.needs_rows(ctx.needs_input_grad[5 : 5 + into.tensor_count])
         *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
         ctx.save_for_backward(product if keeps else None, *source, *wide.tensors, *narrow.tensors)
         ctx.tanh, ctx.hidden_dtype = tanh, hidden.dtype
@@ -78,8 +78,8 @@ class GatedMLP(torch.autograd.Function):
         source, matrices = others[:3], others[3:]
         wide = JointProduct.restore(ctx.wide, matrices[: ctx.count])
         narrow = JointProduct.restore(ctx.narrow, matrices[ctx.count :])
-        needs_wide = ctx.needs_input_grad[5 : 5 + wide.layout.count]
-        needs_narrow = ctx.needs_input_grad[5 + wide.layout.count :]
+        needs_wide = ctx.needs_input_grad[5 : 5 + wide.layout.tensor_count]
+        needs_narrow = ctx.needs_input_grad[5 + wide.layout.tensor_count :]
         rows = None
         if product is None:
             rows = rows_again(source, ctx.from_one, wide.matrix.dtype)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from snugfit.features.kernels.operations.joint_linear import join_weights
-from snugfit.features.kernels.operations.low_rank import Adapter, LowRankUpdate, AdapterPlace
+from snugfit.features.kernels.operations.low_rank import Adapter, AdapterPlace, LowRankUpdate
 from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
 
 
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
         return entries[:count], entries[count:end], entries[end : end + 2 * len(self.places)]
 
     @property
-    def count(self) -> int:
+    def tensor_count(self) -> int:
         """Return the number of tensors."""
         return len(self.sizes) * (1 + self.has_biases) + 2 * len(self.places)
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from test_fused_decoders import ids, run, small
 from torch import nn
 
 from small_models import small_job
 from snugfit.features.kernels.adapted import projections_of, unsupported
 from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.operations.lora_linear import lora_linear
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.techniques.recipe import Recipe
-from test_fused_decoders import ids, run, small
 from third_step import hold_third_step
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -46,7 +48,7 @@ def adapted(model: nn.Module, targets: list[str], r: int = 4, **more: Any) -> An
 
 OWN_CODE: dict[str, dict[str, Any]] = {
     "dropout of adapters": {"lora_dropout": 0.1},
-    "Dora": {"use_dora": True},
+    "DoRA": {"use_dora": True},
     "lora_bias": {"lora_bias": True},
 }
 
@@ -149,11 +151,29 @@ def test_unsupported_adapters_run_peft_s_code(why: str) -> None:
     assert unsupported(fused.base_model.model.model.layers[0].self_attn.q_proj) == why
     changed = {type(one).__name__ for one in fused.modules() if "forward" in vars(one)}
     assert changed == {"Qwen2DecoderLayer", "Qwen2RMSNorm"}
+    model = Model.from_module(plain, {"input_ids": ids(), "labels": ids()})
+    job = Job(model=model, task=Task.CUSTOM)
+    [line] = [line for line in Recipe.parse("fused").check(job, installed=False) if "peft" in line]
+    assert line == f"fused: layers with adapters run peft's own code, as there are no kernels for {why}."
     torch.manual_seed(7)
     expected = run(plain)
     torch.manual_seed(7)
     got = run(fused)
     torch.testing.assert_close(got[0], expected[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "adapters", "why"),
+    [
+        ("llama", "lora(dropout=0.1, dora=true)", "dropout of adapters, DoRA"),
+        ("bert", "lora", "adapters of bert"),
+    ],
+)
+def test_a_recipe_with_unsupported_adapters_has_a_warning(family: str, adapters: str, why: str) -> None:
+    job = small_job(family, 2)
+    lines = Recipe.parse(f"fused + {adapters}").check(job, installed=False)
+    assert f"fused: layers with adapters run peft's own code, as there are no kernels for {why}." in lines
+    assert not [line for line in Recipe.parse("fused").check(job, installed=False) if "peft" in line]
 
 
 def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
