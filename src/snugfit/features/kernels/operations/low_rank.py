@@ -17,8 +17,14 @@ from typing import NamedTuple, Self
 
 import torch
 
-from snugfit.features.kernels.operations.operators import autocast_device, has_kernel
+from snugfit.features.kernels.operations.operators import autocast_device, define, has_kernel
 from snugfit.features.kernels.operations.products import NARROW
+
+_SPLIT_HALVES = define(
+    "split_halves(Tensor wide, Tensor? added, float scale, *, Tensor(a!) high, Tensor(b!) low, Tensor(c!) "
+    "again) -> ()",
+    "split_halves",
+)
 
 
 class Adapter(NamedTuple):
@@ -57,23 +63,41 @@ class LowRankUpdate(NamedTuple):
         """Return the updates of a product of these rows (T, H). `factors` are A and B of each adapter in
         turn, and `places` are not empty.
         """
-        dtype = rows.dtype
         downs, ups = [one.detach() for one in factors[::2]], [one.detach() for one in factors[1::2]]
         # Under autocast peft rounds the factors too; without it, peft widens the rows.
         autocast = torch.is_autocast_enabled(autocast_device(rows))
-        is_split = dtype in NARROW and ups[0].dtype not in NARROW and not autocast
-        ups = [up if place.scale == 1 else up * place.scale for up, place in zip(ups, places, strict=True)]
-        down = downs[0] if len(downs) == 1 else torch.cat(downs)
-        if not is_split:
-            down = down.to(dtype)
-            return cls(torch.mm(rows, down.t()), down, [up.to(dtype) for up in ups], places, 1)
+        if rows.dtype in NARROW and ups[0].dtype not in NARROW and not autocast:
+            return cls._start_in_parts(rows, downs, ups, places)
+        down = _join(downs, 0).to(rows.dtype)
+        scaled = [up * place.scale for up, place in zip(ups, places, strict=True)]
+        return cls(torch.mm(rows, down.t()), down, [up.to(rows.dtype) for up in scaled], places, 1)
+
+    @classmethod
+    def _start_in_parts(
+        cls,
+        rows: torch.Tensor,
+        downs: Sequence[torch.Tensor],
+        ups: Sequence[torch.Tensor],
+        places: Sequence[AdapterPlace],
+    ) -> Self:
+        """Return the updates with each 32-bit factor in two parts, of which the first occurs twice."""
         ranks = [place.rank for place in places]
-        high, low = _halves(down, dtype)
-        down = torch.cat([high, high, low])
-        sums = _add_halves(_wide_product(rows, down[sum(ranks) :].t()))
-        columns = _join([_split(part, dtype) for part in sums.split(ranks, 1)])
-        joined = [torch.cat([high, high, low], 1) for high, low in (_halves(up, dtype) for up in ups)]
-        return cls(columns, down, joined, places, 3)
+        rank = sum(ranks)
+        down = rows.new_empty((3 * rank, rows.size(1)))
+        for wide, *parts in zip(downs, *(part.split(ranks) for part in down.chunk(3)), strict=True):
+            high, again, low = parts
+            _split(wide, None, (high, low, again))
+        parted = [rows.new_empty((len(up), 3 * up.size(1))) for up in ups]
+        for up, place, out in zip(ups, places, parted, strict=True):
+            high, again, low = out.chunk(3, 1)
+            _split(up, None, (high, low, again), place.scale)
+        # The last two parts are all of A.
+        left, right = _wide_product(rows, down[rank:].t()).split(rank, 1)
+        columns = rows.new_empty((len(rows), 3 * rank))
+        halves = zip(left.split(ranks, 1), right.split(ranks, 1), strict=True)
+        for half, out in zip(halves, columns.split([3 * one for one in ranks], 1), strict=True):
+            _split(*half, out.chunk(3, 1))
+        return cls(columns, down, parted, places, 3)
 
     @classmethod
     def restore(cls, tensors: Sequence[torch.Tensor], places: Sequence[AdapterPlace], parts: int) -> Self:
@@ -92,15 +116,17 @@ class LowRankUpdate(NamedTuple):
 
     def slopes(self, of_product: torch.Tensor) -> torch.Tensor:
         """Return the gradient (T, parts * R) of S, dy s B: each part of all adapters in turn."""
-        found = []
-        for place, up in zip(self.places, self.ups, strict=True):
-            part = of_product[:, place.start : place.stop]
-            if self.parts == 1:
-                found.append(torch.mm(part, up))
-            else:
-                # The first part is in both products, and the last two are all of B.
-                found.append(_add_halves(_wide_product(part, up[:, place.rank :])))
-        return _join(found) if self.parts == 1 else _split(_join(found), of_product.dtype)
+        parts = [of_product[:, place.start : place.stop] for place in self.places]
+        if self.parts == 1:
+            return _join([torch.mm(part, up) for part, up in zip(parts, self.ups, strict=True)], 1)
+        ranks = [place.rank for place in self.places]
+        slopes = of_product.new_empty((len(of_product), 3 * sum(ranks)))
+        outs = zip(*(part.split(ranks, 1) for part in slopes.chunk(3, 1)), strict=True)
+        for part, up, rank, out in zip(parts, self.ups, ranks, outs, strict=True):
+            # The last two parts are all of B.
+            left, right = _wide_product(part, up[:, rank:]).chunk(2, 1)
+            _split(left, right, out)
+        return slopes
 
     def gradients(
         self,
@@ -136,8 +162,8 @@ class LowRankUpdate(NamedTuple):
         return list(zip(self.places, self.ups, columns, strict=True))
 
 
-def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(tuple(parts), 1) if len(parts) > 1 else parts[0]
+def _join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(tuple(parts), dim) if len(parts) > 1 else parts[0]
 
 
 def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -151,16 +177,33 @@ def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return torch.mm(first.float(), second.float())
 
 
-def _halves(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the nearest 16-bit tensor and the 16-bit remainder."""
-    high = wide.to(dtype)
-    return high, (wide - high.to(wide.dtype)).to(dtype)
+def _split(
+    wide: torch.Tensor, added: torch.Tensor | None, out: Sequence[torch.Tensor], scale: float = 1.0
+) -> None:
+    """Split scale * (wide + added), all (rows, columns), into 16-bit parts.
+
+    `out` has tensors for the nearest numbers, for the remainders, and for the nearest numbers again.
+    """
+    high, low, again = out
+    if has_kernel(wide):
+        _SPLIT_HALVES(wide, added, scale, high=high, low=low, again=again)
+    else:
+        reference(wide, added, scale, high, low, again)
 
 
-def _split(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return high, low and high parts (T, 3 * R) of sums (T, R)."""
-    high, low = _halves(sums, dtype)
-    return torch.cat([high, low, high], 1)
+def reference(
+    wide: torch.Tensor,
+    added: torch.Tensor | None,
+    scale: float,
+    high: torch.Tensor,
+    low: torch.Tensor,
+    again: torch.Tensor,
+) -> None:
+    """Write the parts of scale * (wide + added), in plain torch."""
+    value = (wide if added is None else wide + added) * scale
+    high.copy_(value)
+    low.copy_(value - high.to(value.dtype))
+    again.copy_(high)
 
 
 def _add_halves(sums: torch.Tensor) -> torch.Tensor:
