@@ -11,8 +11,11 @@ from snugfit.features.kernels.operations.joint_linear import is_plain
 from snugfit.features.kernels.operations.low_rank import Adapter
 from snugfit.features.kernels.operations.projections import Projections
 
-_LORA = "peft.tuners.lora.layer", "Linear"
-"""Module and name of peft's class of a linear layer with LoRA adapters."""
+_LORA = ("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
+"""Module and name of peft's classes of a linear layer with LoRA adapters."""
+
+_FOUR_BITS = "bitsandbytes.nn.modules", "Linear4bit"
+"""Module and name of bitsandbytes' class of a linear layer in 4 bits."""
 
 
 VARIANTS = {"DoraLinearVariant": "DoRA"}
@@ -22,21 +25,45 @@ VARIANTS = {"DoraLinearVariant": "DoRA"}
 def projections_of(layers: Sequence[Any], *, biased: bool | None = None) -> Projections | None:
     """Return the weights, biases and adapters of linear layers with one input.
 
-    None if one of them is not torch's own layer or has unsupported adapters. None too if only some have a
-    bias, or if the answer differs from `biased`.
+    None if one of them is neither torch's own nor in 4 bits, or has unsupported adapters. None too if only
+    some have a bias or 4 bits, or if a bias differs from `biased`.
     """
-    if not all(is_plain(layer) or unsupported(layer) == "" for layer in layers):
+    if not all(_is_supported(layer) or unsupported(layer) == "" for layer in layers):
         return None
     bases = [_base(layer) for layer in layers]
     biases = [base.bias for base in bases if base.bias is not None]
     if len(biases) not in (0, len(bases)) or biased not in (None, bool(biases)):
         return None
-    return Projections([base.weight for base in bases], biases, [_adapter(layer) for layer in layers])
+    states = [base.weight.quant_state for base in bases if is_packed(base)]
+    if len(states) not in (0, len(bases)):
+        return None
+    adapters = [_adapter(layer) for layer in layers]
+    return Projections([base.weight for base in bases], biases, adapters, states)
+
+
+def is_packed(layer: Any) -> bool:
+    """Return True if this is bitsandbytes' linear layer in 4 bits."""
+    return (type(layer).__module__, type(layer).__name__) == _FOUR_BITS
+
+
+def _is_supported(layer: Any) -> bool:
+    """Return True for a linear layer of torch or in 4 bits, without a wrapper or hook."""
+    if not is_packed(layer):
+        return is_plain(layer)
+    # Inference on a CPU packs weights in another order.
+    state = getattr(layer.weight, "quant_state", None)
+    is_usual = state is not None and not getattr(state, "packing_format_for_cpu", False)
+    return is_usual and layer.weight.size(-1) == 1 and not _is_hooked(layer)
+
+
+def _is_hooked(layer: Any) -> bool:
+    """Return True if a hook or a wrapper expects to be called with the layer's input."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 def is_adapted(layer: Any) -> bool:
     """Return True if peft added LoRA adapters to this linear layer."""
-    return (type(layer).__module__, type(layer).__name__) == _LORA
+    return (type(layer).__module__, type(layer).__name__) in _LORA
 
 
 def unsupported_settings(model: torch.nn.Module) -> list[str]:
@@ -71,11 +98,10 @@ def _reasons(layer: Any, names: Sequence[str]) -> Iterator[str]:
             yield "lora_bias"
     if layer.fan_in_fan_out:
         yield "fan_in_fan_out"
-    # A hook expects to be called with this layer's input.
-    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+    if _is_hooked(layer):
         yield "hooks"
-    if not all(map(is_plain, modules)):
-        yield "other layers than torch.nn.Linear"
+    if not all(map(_is_supported, modules)):
+        yield f"adapters of a {type(modules[0]).__name__}"
 
 
 def _base(layer: Any) -> Any:

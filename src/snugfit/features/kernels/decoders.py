@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.features.kernels.adapted import is_adapted, projections_of
+from snugfit.features.kernels.adapted import is_adapted, is_packed, projections_of
 from snugfit.features.kernels.attention import attend
 from snugfit.features.kernels.operations.attention_inputs import attention_inputs
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
@@ -144,7 +144,8 @@ def _fuse_attention(module: Any, family: DecoderFamily) -> bool:
     if projections is None or module.head_dim % 2:
         return False
     # Adjacent weights are one matrix, so the three products are one.
-    lay_side_by_side(projections.weights)
+    if not projections.states:
+        lay_side_by_side(projections.weights)
     if projections.biases:
         lay_side_by_side(projections.biases)
     _replace(module, _attend, family)
@@ -190,7 +191,7 @@ def _attend(
 
 def _project(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the result (..., N) of a linear layer, with its adapter's update if it has one."""
-    projections = projections_of([layer]) if is_adapted(layer) else None
+    projections = projections_of([layer]) if is_adapted(layer) or is_packed(layer) else None
     if projections is None:
         return layer(x)  # type: ignore[no-any-return]
     return lora_linear(x, projections)[0]
@@ -221,7 +222,8 @@ def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
     into, back = _mlp_projections(module)
     if into is None or back is None or _activation(module) not in TANH:
         return False
-    lay_side_by_side(into.weights)
+    if not into.states:
+        lay_side_by_side(into.weights)
     _replace(module, _gate, family)
     # False marks a gated MLP; `fused(recomputed_mlps)` sets some to True.
     setattr(module, RECOMPUTES, False)

@@ -58,7 +58,6 @@ class Fused(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = ("triton>=3.0",)
     extra: ClassVar = "compile"
-    reads_weights: ClassVar = True
     on_cpu: ClassVar = "runs as plain torch code: its kernels are for GPUs"
     least_capability: ClassVar = (8, 0)  # older GPUs were not tried, and Triton drops them
     source: ClassVar = (

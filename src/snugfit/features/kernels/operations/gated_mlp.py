@@ -64,7 +64,7 @@ class GatedMLP(torch.autograd.Function):
         needs_rows = not keeps or wide.needs_rows(ctx.needs_input_grad[5 : 5 + into.tensor_count])
         *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
         ctx.save_for_backward(product if keeps else None, *source, *wide.tensors, *narrow.tensors)
-        ctx.tanh, ctx.hidden_dtype = tanh, hidden.dtype
+        ctx.tanh, ctx.hidden_dtype, ctx.dtype = tanh, hidden.dtype, rows.dtype
         ctx.wide, ctx.narrow, ctx.count = wide.settings, narrow.settings, len(wide.tensors)
         return out.view(*hidden.shape[:-1], -1)
 
@@ -82,7 +82,7 @@ class GatedMLP(torch.autograd.Function):
         needs_narrow = ctx.needs_input_grad[5 + wide.layout.tensor_count :]
         rows = None
         if product is None:
-            rows = rows_again(source, ctx.from_one, wide.matrix.dtype)
+            rows = rows_again(source, ctx.from_one, ctx.dtype)
             product = wide.multiply(rows)
         of_out = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
         slopes = narrow.slopes(of_out)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from snugfit.features.kernels.operations.four_bits import unpack
 from snugfit.features.kernels.operations.joint_linear import join_weights
 from snugfit.features.kernels.operations.low_rank import Adapter, AdapterPlace, LowRankUpdate
 from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
@@ -21,6 +22,8 @@ class Layout(NamedTuple):
     has_biases: bool
     places: tuple[AdapterPlace, ...]
     """Places of the adapters in the joint product."""
+    states: tuple[Any, ...] = ()
+    """bitsandbytes' `QuantState` of each weight if all have 4 bits."""
 
     def separate(self, entries: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Return the entries for weights, biases and adapters, of a sequence with one for each tensor."""
@@ -37,9 +40,10 @@ class Layout(NamedTuple):
 class Projections(NamedTuple):
     """Linear layers of one input, such as queries, keys and values, in the order of their results."""
 
-    weights: Sequence[torch.Tensor]  # (N, H) each
+    weights: Sequence[torch.Tensor]  # (N, H) each, or (N * H / 2, 1) with two numbers to a byte
     biases: Sequence[torch.Tensor] = ()  # (N,) each; none of them, or one of each layer
     adapters: Sequence[Adapter | None] = ()  # none of them, or one or None of each layer
+    states: Sequence[Any] = ()  # bitsandbytes' `QuantState` of each layer if all weights have 4 bits
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -52,13 +56,14 @@ class Projections(NamedTuple):
     @property
     def layout(self) -> Layout:
         """Return the sizes by which the tensors are told apart."""
-        sizes = tuple(len(weight) for weight in self.weights)
+        shapes = [one.shape for one in self.states or self.weights]
+        sizes = tuple(int(shape[0]) for shape in shapes)
         places, start = [], 0
         for size, adapter in zip(sizes, self.adapters or [None] * len(sizes), strict=True):
             if adapter is not None:
                 places.append(AdapterPlace(start, start + size, len(adapter.down), adapter.scale))
             start += size
-        return Layout(sizes, bool(self.biases), tuple(places))
+        return Layout(sizes, bool(self.biases), tuple(places), tuple(self.states))
 
 
 Settings = tuple[Layout, Sequence[torch.dtype], int]
@@ -70,7 +75,7 @@ class JointProduct(NamedTuple):
 
     layout: Layout
     dtypes: Sequence[torch.dtype]  # of `Projections.tensors`
-    matrix: torch.Tensor  # (N, H): all weights in the dtype of the product
+    weights: Sequence[torch.Tensor]  # (N, H) all in the dtype of the product, or each one in 4 bits
     update: LowRankUpdate | None
 
     @classmethod
@@ -79,17 +84,18 @@ class JointProduct(NamedTuple):
     ) -> tuple[torch.Tensor, Self]:
         """Return the product (T, N) in the dtype of the rows, and its backward pass."""
         weights, biases, factors = layout.separate(tensors)
-        matrix = join_weights(weights, rows.dtype)
+        kept = weights if layout.states else [join_weights(weights, rows.dtype)]
         update = LowRankUpdate.start(rows, factors, layout.places) if layout.places else None
-        joint = cls(layout, [one.dtype for one in tensors], matrix, update)
+        joint = cls(layout, [one.dtype for one in tensors], kept, update)
         return joint.multiply(rows, join_weights(biases, rows.dtype) if biases else None), joint
 
     @classmethod
     def restore(cls, settings: Settings, tensors: Sequence[torch.Tensor]) -> Self:
         """Return the joint product with these settings and saved tensors."""
         layout, dtypes, parts = settings
-        update = LowRankUpdate.restore(tensors[1:], layout.places, parts) if parts else None
-        return cls(layout, dtypes, tensors[0], update)
+        count = len(layout.states) or 1
+        update = LowRankUpdate.restore(tensors[count:], layout.places, parts) if parts else None
+        return cls(layout, dtypes, tensors[:count], update)
 
     @property
     def settings(self) -> Settings:
@@ -99,14 +105,19 @@ class JointProduct(NamedTuple):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors to save for the backward pass."""
-        return [self.matrix, *(self.update.tensors if self.update else ())]
+        return [*self.weights, *(self.update.tensors if self.update else ())]
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all weights (N, H) in the dtype of the product; those of 4 bits are unpacked each time."""
+        states = self.layout.states
+        return unpack(self.weights, states, dtype) if states else self.weights[0]
 
     def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
-        if bias is None:
-            product = torch.mm(rows, self.matrix.t())
-        else:
-            product = torch.addmm(bias, rows, self.matrix.t())
+        turned = self.matrix(rows.dtype).t()
+        product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
+        # An unpacked matrix is large, and the updates do not need it.
+        del turned
         if self.update is not None:
             # Selective checkpointing returns the product again, so it must not change.
             product = product.clone() if results_are_kept() else product
@@ -124,7 +135,7 @@ class JointProduct(NamedTuple):
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient (T, H) of the rows."""
-        of_rows = torch.mm(of_product, self.matrix)
+        of_rows = torch.mm(of_product, self.matrix(of_product.dtype))
         if self.update is not None and slopes is not None:
             of_rows.addmm_(slopes, self.update.down)
         return of_rows

@@ -15,9 +15,11 @@ from torch import nn
 from small_models import small_job
 from snugfit.features.kernels.adapted import projections_of, unsupported
 from snugfit.features.kernels.fused_model import use_fused
+from snugfit.features.kernels.operations.four_bits import unpack
 from snugfit.features.kernels.operations.lora_linear import lora_linear
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
 from third_step import hold_third_step
 
@@ -193,3 +195,68 @@ def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
 def test_a_real_step_with_adapters_allocates_what_its_trace_says(precision: str) -> None:
     recipe = f"lora(r=4, targets=all-linear) + {precision} + fused"
     hold_third_step(small_job("llama", 2), Recipe.parse(recipe).setup())
+
+
+# ---- weights in 4 bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize(
+    ("shapes", "dtype"),
+    [
+        ([(64, 128), (32, 128)], torch.bfloat16),
+        ([(5, 36), (3, 36)], torch.float32),
+        ([(130, 256)], torch.float16),
+    ],
+)
+def test_4_bit_weights_are_unpacked_bit_for_bit(
+    double: bool, shapes: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """Blocks of 64 may begin within a row, and a second scale's block of 16,384 weights may not be full."""
+    functional = pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed").functional
+
+    torch.manual_seed(0)
+    packed, states = [], []
+    for shape in shapes:
+        weight, state = functional.quantize_4bit(
+            torch.randn(shape).to(dtype), quant_type="nf4", compress_statistics=double
+        )
+        packed.append(weight)
+        states.append(state)
+    expected = [functional.dequantize_4bit(*one) for one in zip(packed, states, strict=True)]
+    got = unpack(packed, states, dtype)
+    assert torch.equal(got, torch.cat(expected))
+    assert got.dtype is dtype
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "bert"])
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj|v_proj"])
+def test_a_fused_model_in_4_bits_is_the_model(family: str, targets: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    targets = "query" if family == "bert" and targets != "all-linear" else targets
+    job, device = small_job(family, 2), torch.device("cpu")
+    plain = build_model(job, Recipe.parse(f"qlora(r=4, targets={targets})").setup(), device)
+    for name, weight in plain.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    tokens = torch.randint(3, 60, (2, 7))
+    labels = torch.tensor([0, 1]) if family == "bert" else tokens
+    results = []
+    for model in (plain, fused):
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        out = model(input_ids=tokens, labels=labels)
+        out.loss.backward()
+        results.append((out.logits, [one.grad for one in model.parameters() if one.requires_grad]))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=2e-5, atol=2e-5)
+    for got, expected in zip(results[1][1], results[0][1], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["qlora(r=4, targets=all-linear) + bf16_pure", "qlora(r=4) + bf16"])
+def test_a_real_step_in_4_bits_allocates_what_its_trace_says(recipe: str) -> None:
+    hold_third_step(small_job("llama", 2), Recipe.parse(f"{recipe} + fused").setup())
