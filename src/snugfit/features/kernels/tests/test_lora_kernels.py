@@ -5,14 +5,18 @@ On the CPU the operations are plain torch, of which the products are the same on
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_fused_decoders import ids, run, small
 from torch import nn
 
 from small_models import small_job
+from small_runs import assert_same_weights, events, killed_in, losses, skip_without_packages, small_run
 from snugfit.features.kernels.adapted import projections_of, unsupported
 from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.operations.four_bits import unpack
@@ -21,11 +25,16 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.run.train import train
 from third_step import hold_third_step
+from tiers import slow_but
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES = (20, 12, 12)
 HIDDEN = 36
+MASTERS = "lora(r=4, targets=all-linear) + bf16_master + fused"
+LLAMA = replace(small_job("llama", 2), batch_size=4, sequence_length=16)
+ROWS = [{"input_ids": [5 + (7 * row + token) % 90 for token in range(6 + row % 9)]} for row in range(42)]
 
 
 class Three(nn.Module):
@@ -195,6 +204,32 @@ def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
 def test_a_real_step_with_adapters_allocates_what_its_trace_says(precision: str) -> None:
     recipe = f"lora(r=4, targets=all-linear) + {precision} + fused"
     hold_third_step(small_job("llama", 2), Recipe.parse(recipe).setup())
+
+
+# ---- masters of adapters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", slow_but([MASTERS, f"q{MASTERS}", MASTERS.replace(" + fused", "")], 1))
+def test_adapters_with_masters_resume_bit_for_bit(recipe: str, tmp_path: Path) -> None:
+    """Adapters train in bfloat16, as peft's file has them. A run without their low halves would differ."""
+    skip_without_packages(recipe)
+    runs = [
+        small_run(tmp_path / name, recipe, job=LLAMA, samples=ROWS, max_steps=6, save_steps=2)
+        for name in ("whole", "cut")
+    ]
+    whole = train(runs[0])
+    killed_in(runs[1], 5)
+    again = train(runs[1])
+    assert events(tmp_path / "cut", "started")[1]["resumed_from"] == 4
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert_same_weights(whole.model, again.model)
+    trained = {name: one for name, one in again.model.named_parameters() if one.requires_grad}
+    assert {one.dtype for one in trained.values()} == {torch.bfloat16}
+    kept = load_file(tmp_path / "cut" / "checkpoint-6" / "adapter_model.safetensors")
+    assert len(kept) == len(trained) == 28
+    for name, weight in trained.items():
+        assert torch.equal(kept[name.replace(".default", "")], weight)
 
 
 # ---- weights in 4 bits -----------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from tiers import slow_but
     [
         ("llama", "compiled + qlora", r"quantized weights are not compiled, so leave compiled out"),
         ("llama", "qlora + selective(products)", r"selective\(products\) keeps nothing\. Try 'every_layer'"),
-        ("llama", "qlora + bf16_master", "adapters are fp32"),
         ("llama", "fp8 + zero2", "not simulated together with fp8"),
         ("llama", "fp8 + ddp", "not simulated together with fp8"),
         ("llama", "qlora + fsdp", "not simulated together with qlora"),
