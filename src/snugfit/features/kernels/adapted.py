@@ -9,6 +9,7 @@ import torch
 
 from snugfit.features.kernels.operations.joint_linear import is_plain
 from snugfit.features.kernels.operations.low_rank import Adapter
+from snugfit.features.kernels.operations.philox import scale, threshold
 from snugfit.features.kernels.operations.projections import Projections
 
 _LORA = ("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
@@ -89,9 +90,9 @@ def _reasons(layer: Any, names: Sequence[str]) -> Iterator[str]:
     modules = [layer.get_base_layer()]
     for name in names:
         modules += [layer.lora_A[name], layer.lora_B[name]]
-        dropout, variant = layer.lora_dropout[name], layer.lora_variant.get(name)
-        if not isinstance(dropout, torch.nn.Identity) and dropout.p > 0:
-            yield "dropout of adapters"
+        variant = layer.lora_variant.get(name)
+        if type(layer.lora_dropout[name]) not in (torch.nn.Identity, torch.nn.Dropout):
+            yield "dropout of another kind"
         if variant is not None:
             yield VARIANTS.get(type(variant).__name__, type(variant).__name__)
         if layer.lora_B[name].bias is not None:
@@ -114,4 +115,9 @@ def _adapter(layer: Any) -> Adapter | None:
     # An adapter that another module has active does not change this one.
     if not names:
         return None
-    return Adapter(layer.lora_A[names[0]].weight, layer.lora_B[names[0]].weight, layer.scaling[names[0]])
+    name = names[0]
+    dropout = layer.lora_dropout[name]
+    # torch's own module drops nothing outside of training.
+    drops = threshold(dropout.p) if isinstance(dropout, torch.nn.Dropout) and dropout.training else 0
+    scaling = layer.scaling[name] * scale(drops)
+    return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, scaling, drops)

@@ -148,8 +148,7 @@ def _own_code(job: Job, adapters: Technique) -> str:
         return ""
     if not _is_decoder(job):
         return f"adapters of {job.model.config.get('model_type')}"
-    given = {"dropout of adapters": "dropout", "DoRA": "dora"}
-    return ", ".join(what for what, name in given.items() if getattr(adapters, name, False))
+    return "DoRA" if getattr(adapters, "dora", False) else ""
 
 
 def _is_decoder(job: Job) -> bool:

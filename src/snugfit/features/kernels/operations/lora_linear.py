@@ -43,7 +43,9 @@ class LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return the gradients of `x`, weights, biases and adapters."""
-        source, joint = ctx.saved_tensors[:3], JointProduct.restore(ctx.joint, ctx.saved_tensors[3:])
+        # A checkpoint unpacks saved tensors once.
+        saved = ctx.saved_tensors
+        source, joint = saved[:3], JointProduct.restore(ctx.joint, saved[3:])
         joined = gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)
         of_product = joined.reshape(-1, joined.size(-1))
         slopes = joint.slopes(of_product)

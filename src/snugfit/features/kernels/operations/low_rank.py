@@ -17,8 +17,10 @@ from typing import NamedTuple, Self
 
 import torch
 
+from snugfit.features.kernels.operations.dropped_rows import add_dropped_rows, drop_rows
 from snugfit.features.kernels.operations.operators import autocast_device, define, has_kernel
 from snugfit.features.kernels.operations.products import NARROW
+from snugfit.features.kernels.operations.seeds import HIGHEST
 
 _SPLIT_HALVES = define(
     "split_halves(Tensor wide, Tensor? added, float scale, *, Tensor(a!) high, Tensor(b!) low, Tensor(c!) "
@@ -33,6 +35,8 @@ class Adapter(NamedTuple):
     down: torch.Tensor  # (r, H), peft's A
     up: torch.Tensor  # (N, r), peft's B
     scale: float
+    drops: int = 0
+    """Number of 65,536 draws that drop an element of x; the scale of the remaining ones is in `scale`."""
 
 
 class AdapterPlace(NamedTuple):
@@ -42,6 +46,7 @@ class AdapterPlace(NamedTuple):
     stop: int
     rank: int
     scale: float
+    drops: int
 
 
 class LowRankUpdate(NamedTuple):
@@ -55,6 +60,7 @@ class LowRankUpdate(NamedTuple):
     ups: Sequence[torch.Tensor]  # (N, parts * r) of each adapter: s B
     places: Sequence[AdapterPlace]
     parts: int
+    seed: torch.Tensor | None  # one int64 if elements of x are dropped
 
     @classmethod
     def start(
@@ -68,9 +74,10 @@ class LowRankUpdate(NamedTuple):
         autocast = torch.is_autocast_enabled(autocast_device(rows))
         if rows.dtype in NARROW and ups[0].dtype not in NARROW and not autocast:
             return cls._start_in_parts(rows, downs, ups, places)
-        down = _join(downs, 0).to(rows.dtype)
+        down, seed = _join(downs, 0).to(rows.dtype), _draw(rows, places)
         scaled = [up * place.scale for up, place in zip(ups, places, strict=True)]
-        return cls(torch.mm(rows, down.t()), down, [up.to(rows.dtype) for up in scaled], places, 1)
+        columns = _columns(rows, places, seed, lambda inputs: torch.mm(inputs, down.t()))
+        return cls(_join(columns, 1), down, [up.to(rows.dtype) for up in scaled], places, 1, seed)
 
     @classmethod
     def _start_in_parts(
@@ -91,23 +98,30 @@ class LowRankUpdate(NamedTuple):
         for up, place, out in zip(ups, places, parted, strict=True):
             high, again, low = out.chunk(3, 1)
             _split(up, None, (high, low, again), place.scale)
+        columns, seed = rows.new_empty((len(rows), 3 * rank)), _draw(rows, places)
+        outs = columns.split([3 * one for one in ranks], 1)
         # The last two parts are all of A.
-        left, right = _wide_product(rows, down[rank:].t()).split(rank, 1)
-        columns = rows.new_empty((len(rows), 3 * rank))
-        halves = zip(left.split(ranks, 1), right.split(ranks, 1), strict=True)
-        for half, out in zip(halves, columns.split([3 * one for one in ranks], 1), strict=True):
-            _split(*half, out.chunk(3, 1))
-        return cls(columns, down, parted, places, 3)
+        sums = _columns(rows, places, seed, lambda inputs: _wide_product(inputs, down[rank:].t()), halves=2)
+        for half, other, out in zip(sums[::2], sums[1::2], outs, strict=True):
+            _split(half, other, out.chunk(3, 1))
+        return cls(columns, down, parted, places, 3, seed)
 
     @classmethod
     def restore(cls, tensors: Sequence[torch.Tensor], places: Sequence[AdapterPlace], parts: int) -> Self:
         """Return the updates with these `tensors`, in the order of the property of this name."""
-        return cls(tensors[0], tensors[1], tensors[2:], places, parts)
+        columns, down, *others = tensors
+        count = len(places)
+        return cls(columns, down, others[:count], places, parts, *(others[count:] or [None]))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that a backward pass needs."""
-        return [self.columns, self.down, *self.ups]
+        return [self.columns, self.down, *self.ups, *(() if self.seed is None else [self.seed])]
+
+    @property
+    def rank(self) -> int:
+        """Return the sum of the adapters' ranks."""
+        return sum(place.rank for place in self.places)
 
     def add_to(self, product: torch.Tensor) -> None:
         """Add the updates to the product (T, N) in place."""
@@ -128,6 +142,18 @@ class LowRankUpdate(NamedTuple):
             _split(left, right, out)
         return slopes
 
+    def add_input_gradient(self, of_rows: torch.Tensor, slopes: torch.Tensor) -> None:
+        """Add the adapters' share to the gradient (T, H) of the rows in place."""
+        if self.seed is None:
+            of_rows.addmm_(slopes, self.down)
+            return
+        ranks = [place.rank for place in self.places]
+        parted = slopes.unflatten(1, (self.parts, self.rank)).split(ranks, 2)
+        downs = self.down.unflatten(0, (self.parts, self.rank)).split(ranks, 1)
+        for site, (place, slope, down) in enumerate(zip(self.places, parted, downs, strict=True)):
+            share = torch.mm(slope.flatten(1), down.flatten(0, 1))
+            add_dropped_rows(of_rows, share, self.seed, site, place.drops)
+
     def gradients(
         self,
         of_product: torch.Tensor,
@@ -143,11 +169,17 @@ class LowRankUpdate(NamedTuple):
         """
         given: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[::2]):
-            rank = sum(place.rank for place in self.places)
-            of_down = _wide_product(slopes[:, : min(self.parts, 2) * rank].t(), rows())
-            if self.parts > 1:
-                of_down = of_down[:rank] + of_down[rank:]
-            given[::2] = of_down.to(dtypes[0]).split([place.rank for place in self.places])
+            # The first two parts are all of the slopes.
+            used = slopes[:, : min(self.parts, 2) * self.rank].t()
+            turned = _columns(
+                rows(),
+                self.places,
+                self.seed,
+                lambda inputs: _wide_product(used, inputs).t(),
+                halves=min(self.parts, 2),
+            )
+            of_downs = turned if self.parts == 1 else map(torch.add, turned[::2], turned[1::2])
+            given[::2] = [one.t().to(dtypes[0]) for one in of_downs]
         for index, (place, _, part) in enumerate(self._by_adapter()):
             if needed[2 * index + 1]:
                 slope = of_product[:, place.start : place.stop].t()
@@ -164,6 +196,36 @@ class LowRankUpdate(NamedTuple):
 
 def _join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat(tuple(parts), dim) if len(parts) > 1 else parts[0]
+
+
+def _draw(rows: torch.Tensor, places: Sequence[AdapterPlace]) -> torch.Tensor | None:
+    """Return a seed, drawn by torch's generator, if adapters drop elements of their input."""
+    if not any(place.drops for place in places):
+        return None
+    return torch.randint(HIGHEST, (1,), dtype=torch.int64, device=rows.device)
+
+
+def _columns(
+    rows: torch.Tensor,
+    places: Sequence[AdapterPlace],
+    seed: torch.Tensor | None,
+    multiply: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    halves: int = 1,
+) -> list[torch.Tensor]:
+    """Return the columns of each adapter in a product of the rows that `multiply` computes, in turn.
+
+    The product has all ranks, `halves` times. With a seed each adapter has another product, of its own mask.
+    """
+    ranks = [place.rank for place in places] * halves
+    if seed is None:
+        every = [multiply(rows).split(ranks, 1)] * len(places)
+    else:
+        every = [
+            multiply(drop_rows(rows, seed, site, place.drops)).split(ranks, 1)
+            for site, place in enumerate(places)
+        ]
+    return [parts[index] for own, parts in enumerate(every) for index in range(own, len(ranks), len(places))]
 
 
 def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ class Projections(NamedTuple):
         places, start = [], 0
         for size, adapter in zip(sizes, self.adapters or [None] * len(sizes), strict=True):
             if adapter is not None:
-                places.append(AdapterPlace(start, start + size, len(adapter.down), adapter.scale))
+                places.append(AdapterPlace(start, start + size, len(adapter.down), *adapter[2:]))
             start += size
         return Layout(sizes, bool(self.biases), tuple(places), tuple(self.states))
 
@@ -137,7 +137,7 @@ class JointProduct(NamedTuple):
         """Return the gradient (T, H) of the rows."""
         of_rows = torch.mm(of_product, self.matrix(of_product.dtype))
         if self.update is not None and slopes is not None:
-            of_rows.addmm_(slopes, self.update.down)
+            self.update.add_input_gradient(of_rows, slopes)
         return of_rows
 
     def gradients(

@@ -23,6 +23,7 @@ import torch
 from snugfit.features.kernels.operations import (
     column_sums,
     cross_entropy,
+    dropped_rows,
     gated_mlp,
     low_rank,
     rms_norm,
@@ -44,6 +45,7 @@ FILES = {
     column_sums: "column_sums",
     cross_entropy: "cross_entropy",
     low_rank: "split_halves",
+    dropped_rows: "dropped_rows",
 }
 """Our operations, and the file of each one's programs."""
 
@@ -235,12 +237,27 @@ def split(device: str, dtype: torch.dtype, rows: int, columns: int, scale: float
     return [parts[2], parts[0]]
 
 
+def drop_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield dropped rows of less than a block of columns and of more."""
+    for rows, columns in ((5, 20), (3, 1100)):
+        yield f"drop {rows} x {columns}", functools.partial(drop, device, dtype, rows, columns)
+
+
+def drop(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch.Tensor]:
+    """Return the remaining elements, and their sum with other rows."""
+    seed = torch.tensor([1 << 40 | 5], device=device)
+    given, into = (drawn(device, dtype, rows, columns, seed=one) for one in (0, 1))
+    dropped = dropped_rows.drop_rows(given, seed, 2, 20_000)
+    dropped_rows.add_dropped_rows(into, given, seed, 2, 20_000)
+    return [dropped, into]
+
+
 def compare(device: str) -> bool:
     """Print a line for each case, and return True if all are close."""
     close = True
     bounds = {dtype: one for dtype, one in BOUNDS.items() if device == "cuda" or dtype is not torch.float16}
     for (dtype, bound), cases in itertools.product(
-        bounds.items(), (norm_cases, gated_cases, rotary_cases, loss_cases, split_cases)
+        bounds.items(), (norm_cases, gated_cases, rotary_cases, loss_cases, split_cases, drop_cases)
     ):
         for name, run in cases(device, dtype):
             with by_kernels(False):

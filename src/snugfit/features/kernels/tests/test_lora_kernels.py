@@ -21,10 +21,14 @@ from snugfit.features.kernels.adapted import projections_of, unsupported
 from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.operations.four_bits import unpack
 from snugfit.features.kernels.operations.lora_linear import lora_linear
+from snugfit.features.kernels.operations.philox import keep_mask, threshold
+from snugfit.features.kernels.operations.seeds import HIGHEST
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.step.build import build_model
+from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.setup import CheckpointWish
 from snugfit.training.run.train import train
 from third_step import hold_third_step
 from tiers import slow_but
@@ -58,7 +62,6 @@ def adapted(model: nn.Module, targets: list[str], r: int = 4, **more: Any) -> An
 
 
 OWN_CODE: dict[str, dict[str, Any]] = {
-    "dropout of adapters": {"lora_dropout": 0.1},
     "DoRA": {"use_dora": True},
     "lora_bias": {"lora_bias": True},
 }
@@ -80,7 +83,8 @@ def gradients_of(module: Any, x: torch.Tensor, *, ours: bool) -> dict[str, torch
     else:
         y = module(x)
     torch.manual_seed(5)
-    y.backward(torch.randn(y.shape).to(y.dtype))
+    # Slopes that 16 bits hold exactly.
+    y.backward(torch.randn(y.shape).bfloat16().to(y.dtype))
     trained = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
     assert all("lora" in name for name in trained)
     module.zero_grad()
@@ -127,6 +131,54 @@ def test_16_bits_are_nowhere_less_exact_than_peft(autocast: bool) -> None:
         errors = [float((one[name].double() - value).norm() / value.norm()) for one in (own, ours)]
         # A and B of 32 bits have gradients of 16 significant bits at least.
         assert errors[1] < max(1.02 * errors[0], 0 if autocast or name in "xy" else 1e-5), (name, errors)
+
+
+class Masked(nn.Module):
+    """Dropout by the mask of a call site."""
+
+    def __init__(self, seed: torch.Tensor, site: int, drops: int) -> None:
+        super().__init__()
+        self.arguments, self.factor = (seed, site), 65536 / (65536 - drops)
+        self.drops = drops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * keep_mask(*self.arguments, *x.shape, self.drops) * self.factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_of_adapters_has_a_mask_for_each(dtype: torch.dtype) -> None:
+    """peft's modules with the same masks are the reference."""
+    plain = three(dtype, r=4, lora_dropout=0.3, targets=["q", "v"]).train()
+    exact = copy.deepcopy(plain).double()
+    torch.manual_seed(11)
+    seed = torch.randint(HIGHEST, (1,))
+    for site, layer in enumerate((exact.base_model.model.q, exact.base_model.model.v)):
+        layer.lora_dropout["default"] = Masked(seed, site, threshold(0.3))
+    x = torch.randn(64, HIDDEN, dtype=dtype)
+    expected = gradients_of(exact, x.double(), ours=False)
+    torch.manual_seed(11)
+    got = gradients_of(plain, x, ours=True)
+    for name, value in expected.items():
+        bound = 1e-5 if dtype is torch.float32 or name not in "xy" else 2**-7
+        assert error(got[name], value) < 2 * bound, name
+    still = gradients_of(plain.eval(), x, ours=True)["y"]
+    assert not torch.equal(got["y"], still)
+
+
+def test_dropout_of_adapters_is_drawn_again_by_layers_that_are_computed_again() -> None:
+    fused = adapted(small("llama"), ALL, lora_dropout=0.2)
+    use_fused(fused)
+    again = copy.deepcopy(fused)
+    checkpoint_layers(again, CheckpointWish())
+    results = []
+    for model in (fused, again):
+        torch.manual_seed(2)
+        results.append(run(model))
+    assert torch.equal(results[0][0], results[1][0])
+    for name, gradient in results[0][1].items():
+        assert gradient is None or torch.equal(gradient, results[1][1][name]), name
+    torch.manual_seed(3)
+    assert not torch.equal(run(fused)[0], results[0][0])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
@@ -176,7 +228,7 @@ def test_unsupported_adapters_run_peft_s_code(why: str) -> None:
 @pytest.mark.parametrize(
     ("family", "adapters", "why"),
     [
-        ("llama", "lora(dropout=0.1, dora=true)", "dropout of adapters, DoRA"),
+        ("llama", "lora(dropout=0.1, dora=true)", "DoRA"),
         ("bert", "lora", "adapters of bert"),
     ],
 )
@@ -200,10 +252,15 @@ def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("precision", ["bf16_pure", "bf16"])
-def test_a_real_step_with_adapters_allocates_what_its_trace_says(precision: str) -> None:
-    recipe = f"lora(r=4, targets=all-linear) + {precision} + fused"
-    hold_third_step(small_job("llama", 2), Recipe.parse(recipe).setup())
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "lora(r=4, targets=all-linear) + bf16_pure",
+        "lora(r=4, targets=all-linear, dropout=0.1) + bf16 + every_layer",
+    ],
+)
+def test_a_real_step_with_adapters_allocates_what_its_trace_says(recipe: str) -> None:
+    hold_third_step(small_job("llama", 2), Recipe.parse(f"{recipe} + fused").setup())
 
 
 # ---- masters of adapters ---------------------------------------------------------------------------------
