@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true")
     given = parser.parse_args()
     if given.alone:
-        config = json.loads(given.model) if given.model.startswith("{") else None
+        config = json.loads(given.model) if given.model[:1] == "{" else None
         model = Model.from_config(config, name="small") if config else Model.find(given.model)
         job = Job(model=model, task=Task.CAUSAL_LM, batch_size=given.batch, sequence_length=given.length)
         [recipe] = given.recipes
