@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from snugfit.features.kernels.adapted import is_adapted, is_packed, projections_of
 from snugfit.features.kernels.attention import attend
+from snugfit.features.kernels.operations.adapted import is_adapted, is_packed, projections_of
 from snugfit.features.kernels.operations.attention_inputs import attention_inputs
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
 from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
-from snugfit.features.kernels.operations.lora_linear import lora_linear
 from snugfit.features.kernels.operations.operators import activation_dtype
-from snugfit.features.kernels.operations.projections import Projections
+from snugfit.features.kernels.operations.projections import Projections, lora_linear
 from snugfit.features.kernels.operations.rms_norm import add_rms_norm
 from snugfit.features.kernels.operations.rotary import Heads, Norms
 from snugfit.step.own_forward import OwnForward

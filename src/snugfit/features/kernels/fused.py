@@ -15,8 +15,9 @@ a second than recomputing whole layers does. Beside `chunked_loss` a kernel writ
 the logits.
 
 LoRA adapters of decoders are part of the joint products (`operations/low_rank.py`): their updates are added
-in place. Frozen weights get no gradients, and the layer's input is not copied. Layers with unsupported
-settings of peft run its own code, and a warning lists the settings (`adapted.py`). So do encoders' layers.
+in place. Frozen weights get no gradients, and the layer's input is not copied. Weights of 4 bits are unpacked
+for each product (`operations/four_bits.py`). Layers with unsupported settings of peft run its own code, and a
+warning lists the settings (`operations/adapted.py`). So do encoders' layers.
 
 Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which uses its fast kernels
 for a batch without a mask, or `padding_free`. A padded batch of an encoder in 16 bits runs the kernels for
@@ -141,7 +142,7 @@ class Fused(Technique):
 def _own_code(job: Job, adapters: Technique) -> str:
     """Return the settings of adapters for which no kernels exist; empty if all are supported."""
     if job.model.module is not None:
-        from snugfit.features.kernels.adapted import unsupported_settings
+        from snugfit.features.kernels.operations.adapted import unsupported_settings
 
         return ", ".join(unsupported_settings(job.model.module))
     if not any(wish.freezes for wish in used_wishes(adapters.alone)):

@@ -31,7 +31,7 @@ def quantize_in_order(key: str = "CUDA", drain: Callable[[], None] | None = None
     try:
         for name in OPERATORS:
             own = torch.library.get_kernel(f"bitsandbytes::{name}", key).call_boxed
-            kernel = _drained(own, drain or _drain)
+            kernel = _drain_around(own, drain or _drain)
             with overriding():
                 library.impl(name, kernel, key, with_keyset=True, allow_override=True)
         yield
@@ -39,7 +39,7 @@ def quantize_in_order(key: str = "CUDA", drain: Callable[[], None] | None = None
         library._destroy()
 
 
-def _drained(own: Callable[..., Any], drain: Callable[[], None]) -> Callable[..., Any]:
+def _drain_around(own: Callable[..., Any], drain: Callable[[], None]) -> Callable[..., Any]:
     def run(keyset: Any, *arguments: Any) -> Any:
         drain()
         result = own(keyset, *arguments)

@@ -82,8 +82,8 @@ class AttentionInputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of all inputs: one kernel over those of queries, keys and values, then matrix
         products."""
-        cosines, sines, query_scale, key_scale, product, *others = ctx.saved_tensors
-        source, joint = others[:3], JointProduct.restore(ctx.joint, others[3:])
+        cosines, sines, query_scale, key_scale, product, *saved = ctx.saved_tensors
+        source, joint = saved[:3], JointProduct.restore(ctx.joint, saved[3:])
         of_query, of_key, of_value = gradients
         norms = _norms(ctx.kind, query_scale, key_scale)
         of_product, *of_scales = rotate_backward(

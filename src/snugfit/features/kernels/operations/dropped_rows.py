@@ -24,7 +24,7 @@ def drop_rows(rows: torch.Tensor, seed: torch.Tensor, site: int, drops: int) -> 
     `seed` is one int64. `site` distinguishes masks of one seed, and `drops` of 65,536 draws drop an element.
     """
     if not has_kernel(rows):
-        return rows * keep_mask(seed, site, *rows.shape, drops)
+        return rows * keep_mask(seed, site, len(rows), rows.size(1), drops)
     out = torch.empty_like(rows)
     _DROP_ROWS(rows, seed, site, drops, out=out)
     return out
@@ -37,4 +37,4 @@ def add_dropped_rows(
     if has_kernel(into):
         _ADD_DROPPED_ROWS(into, rows, seed, site, drops)
     else:
-        into.add_(rows * keep_mask(seed, site, *rows.shape, drops))
+        into.add_(rows * keep_mask(seed, site, len(rows), rows.size(1), drops))

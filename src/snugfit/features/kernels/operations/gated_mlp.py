@@ -74,8 +74,8 @@ class GatedMLP(torch.autograd.Function):
 
         Recompute the product of gate and up first if it was not saved.
         """
-        product, *others = ctx.saved_tensors
-        source, matrices = others[:3], others[3:]
+        product, *saved = ctx.saved_tensors
+        source, matrices = saved[:3], saved[3:]
         wide = JointProduct.restore(ctx.wide, matrices[: ctx.count])
         narrow = JointProduct.restore(ctx.narrow, matrices[ctx.count :])
         needs_wide = ctx.needs_input_grad[5 : 5 + wide.layout.tensor_count]

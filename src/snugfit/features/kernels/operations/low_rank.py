@@ -6,8 +6,9 @@ the product's size exists beside it. The scale s is folded into B before B is ro
 
 peft's adapters may have 32 bits where activations have 16. Without autocast peft then computes updates in 32
 bits, from a copy of x. Here each 32-bit factor is the sum of two 16-bit numbers, high + low, which hold 16 of
-its significant bits. With S = x A^T = Sh + Sl and B = Bh + Bl, the update is [Sh | Sl | Sh] [Bh | Bh | Bl]^T.
-The missing product Sl Bl is below the rounding of the sum. Sums of all products have 32 bits.
+its significant bits. Let S = x A^T = Sh + Sl and B = Bh + Bl. Then the update is the product of
+[Sh | Sl | Sh] and [Bh | Bh | Bl]^T. The missing Sl Bl^T is below the rounding of the sum. Sums of all
+products have 32 bits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Adapter(NamedTuple):
     """Number of 65,536 draws that drop an element of x; the scale of the remaining ones is in `scale`."""
 
 
-class AdapterPlace(NamedTuple):
+class AdapterSpan(NamedTuple):
     """The columns of a joint product to which an adapter adds, and its settings."""
 
     start: int
@@ -58,26 +59,24 @@ class LowRankUpdate(NamedTuple):
     columns: torch.Tensor  # (T, parts * R): S, all parts of each adapter in turn
     down: torch.Tensor  # (parts * R, H): A, each part of all adapters in turn
     ups: Sequence[torch.Tensor]  # (N, parts * r) of each adapter: s B
-    places: Sequence[AdapterPlace]
+    spans: Sequence[AdapterSpan]
     parts: int
     seed: torch.Tensor | None  # one int64 if elements of x are dropped
 
     @classmethod
-    def start(
-        cls, rows: torch.Tensor, factors: Sequence[torch.Tensor], places: Sequence[AdapterPlace]
-    ) -> Self:
+    def start(cls, rows: torch.Tensor, factors: Sequence[torch.Tensor], spans: Sequence[AdapterSpan]) -> Self:
         """Return the updates of a product of these rows (T, H). `factors` are A and B of each adapter in
-        turn, and `places` are not empty.
+        turn, and `spans` are not empty.
         """
         downs, ups = [one.detach() for one in factors[::2]], [one.detach() for one in factors[1::2]]
         # Under autocast peft rounds the factors too; without it, peft widens the rows.
         autocast = torch.is_autocast_enabled(autocast_device(rows))
         if rows.dtype in NARROW and ups[0].dtype not in NARROW and not autocast:
-            return cls._start_in_parts(rows, downs, ups, places)
-        down, seed = _join(downs, 0).to(rows.dtype), _draw(rows, places)
-        scaled = [up * place.scale for up, place in zip(ups, places, strict=True)]
-        columns = _columns(rows, places, seed, lambda inputs: torch.mm(inputs, down.t()))
-        return cls(_join(columns, 1), down, [up.to(rows.dtype) for up in scaled], places, 1, seed)
+            return cls._start_in_parts(rows, downs, ups, spans)
+        down, seed = _join(downs, 0).to(rows.dtype), _draw(rows, spans)
+        scaled = [up * span.scale for up, span in zip(ups, spans, strict=True)]
+        columns = _columns(rows, spans, seed, lambda inputs: torch.mm(inputs, down.t()))
+        return cls(_join(columns, 1), down, [up.to(rows.dtype) for up in scaled], spans, 1, seed)
 
     @classmethod
     def _start_in_parts(
@@ -85,33 +84,34 @@ class LowRankUpdate(NamedTuple):
         rows: torch.Tensor,
         downs: Sequence[torch.Tensor],
         ups: Sequence[torch.Tensor],
-        places: Sequence[AdapterPlace],
+        spans: Sequence[AdapterSpan],
     ) -> Self:
         """Return the updates with each 32-bit factor in two parts, of which the first occurs twice."""
-        ranks = [place.rank for place in places]
+        ranks = [span.rank for span in spans]
         rank = sum(ranks)
         down = rows.new_empty((3 * rank, rows.size(1)))
         for wide, *parts in zip(downs, *(part.split(ranks) for part in down.chunk(3)), strict=True):
             high, again, low = parts
             _split(wide, None, (high, low, again))
         parted = [rows.new_empty((len(up), 3 * up.size(1))) for up in ups]
-        for up, place, out in zip(ups, places, parted, strict=True):
+        for up, span, out in zip(ups, spans, parted, strict=True):
             high, again, low = out.chunk(3, 1)
-            _split(up, None, (high, low, again), place.scale)
-        columns, seed = rows.new_empty((len(rows), 3 * rank)), _draw(rows, places)
+            _split(up, None, (high, low, again), span.scale)
+        columns, seed = rows.new_empty((len(rows), 3 * rank)), _draw(rows, spans)
         outs = columns.split([3 * one for one in ranks], 1)
         # The last two parts are all of A.
-        sums = _columns(rows, places, seed, lambda inputs: _wide_product(inputs, down[rank:].t()), halves=2)
+        sums = _columns(rows, spans, seed, lambda inputs: _wide_product(inputs, down[rank:].t()), halves=2)
         for half, other, out in zip(sums[::2], sums[1::2], outs, strict=True):
             _split(half, other, out.chunk(3, 1))
-        return cls(columns, down, parted, places, 3, seed)
+        return cls(columns, down, parted, spans, 3, seed)
 
     @classmethod
-    def restore(cls, tensors: Sequence[torch.Tensor], places: Sequence[AdapterPlace], parts: int) -> Self:
+    def restore(cls, tensors: Sequence[torch.Tensor], spans: Sequence[AdapterSpan], parts: int) -> Self:
         """Return the updates with these `tensors`, in the order of the property of this name."""
-        columns, down, *others = tensors
-        count = len(places)
-        return cls(columns, down, others[:count], places, parts, *(others[count:] or [None]))
+        columns, down, *rest = tensors
+        count = len(spans)
+        seed = rest[count] if len(rest) > count else None
+        return cls(columns, down, rest[:count], spans, parts, seed)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -121,19 +121,19 @@ class LowRankUpdate(NamedTuple):
     @property
     def rank(self) -> int:
         """Return the sum of the adapters' ranks."""
-        return sum(place.rank for place in self.places)
+        return sum(span.rank for span in self.spans)
 
     def add_to(self, product: torch.Tensor) -> None:
         """Add the updates to the product (T, N) in place."""
-        for place, up, part in self._by_adapter():
-            product[:, place.start : place.stop].addmm_(part, up.t())
+        for span, up, part in self._by_adapter():
+            product[:, span.start : span.stop].addmm_(part, up.t())
 
     def slopes(self, of_product: torch.Tensor) -> torch.Tensor:
         """Return the gradient (T, parts * R) of S, dy s B: each part of all adapters in turn."""
-        parts = [of_product[:, place.start : place.stop] for place in self.places]
+        parts = [of_product[:, span.start : span.stop] for span in self.spans]
         if self.parts == 1:
             return _join([torch.mm(part, up) for part, up in zip(parts, self.ups, strict=True)], 1)
-        ranks = [place.rank for place in self.places]
+        ranks = [span.rank for span in self.spans]
         slopes = of_product.new_empty((len(of_product), 3 * sum(ranks)))
         outs = zip(*(part.split(ranks, 1) for part in slopes.chunk(3, 1)), strict=True)
         for part, up, rank, out in zip(parts, self.ups, ranks, outs, strict=True):
@@ -147,12 +147,12 @@ class LowRankUpdate(NamedTuple):
         if self.seed is None:
             of_rows.addmm_(slopes, self.down)
             return
-        ranks = [place.rank for place in self.places]
+        ranks = [span.rank for span in self.spans]
         parted = slopes.unflatten(1, (self.parts, self.rank)).split(ranks, 2)
         downs = self.down.unflatten(0, (self.parts, self.rank)).split(ranks, 1)
-        for site, (place, slope, down) in enumerate(zip(self.places, parted, downs, strict=True)):
+        for site, (span, slope, down) in enumerate(zip(self.spans, parted, downs, strict=True)):
             share = torch.mm(slope.flatten(1), down.flatten(0, 1))
-            add_dropped_rows(of_rows, share, self.seed, site, place.drops)
+            add_dropped_rows(of_rows, share, self.seed, site, span.drops)
 
     def gradients(
         self,
@@ -173,41 +173,41 @@ class LowRankUpdate(NamedTuple):
             used = slopes[:, : min(self.parts, 2) * self.rank].t()
             turned = _columns(
                 rows(),
-                self.places,
+                self.spans,
                 self.seed,
                 lambda inputs: _wide_product(used, inputs).t(),
                 halves=min(self.parts, 2),
             )
             of_downs = turned if self.parts == 1 else map(torch.add, turned[::2], turned[1::2])
             given[::2] = [one.t().to(dtypes[0]) for one in of_downs]
-        for index, (place, _, part) in enumerate(self._by_adapter()):
+        for index, (span, _, part) in enumerate(self._by_adapter()):
             if needed[2 * index + 1]:
-                slope = of_product[:, place.start : place.stop].t()
-                of_up = _wide_product(slope, part[:, : min(self.parts, 2) * place.rank])
+                slope = of_product[:, span.start : span.stop].t()
+                of_up = _wide_product(slope, part[:, : min(self.parts, 2) * span.rank])
                 of_up = of_up if self.parts == 1 else _add_halves(of_up)
-                given[2 * index + 1] = of_up.mul_(place.scale).to(dtypes[2 * index + 1])
+                given[2 * index + 1] = of_up.mul_(span.scale).to(dtypes[2 * index + 1])
         return [one if asked else None for one, asked in zip(given, needed, strict=True)]
 
-    def _by_adapter(self) -> list[tuple[AdapterPlace, torch.Tensor, torch.Tensor]]:
-        """Return each adapter's place, its B and its columns of S."""
-        columns = self.columns.split([self.parts * place.rank for place in self.places], 1)
-        return list(zip(self.places, self.ups, columns, strict=True))
+    def _by_adapter(self) -> list[tuple[AdapterSpan, torch.Tensor, torch.Tensor]]:
+        """Return each adapter's span, its B and its columns of S."""
+        columns = self.columns.split([self.parts * span.rank for span in self.spans], 1)
+        return list(zip(self.spans, self.ups, columns, strict=True))
 
 
 def _join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat(tuple(parts), dim) if len(parts) > 1 else parts[0]
 
 
-def _draw(rows: torch.Tensor, places: Sequence[AdapterPlace]) -> torch.Tensor | None:
+def _draw(rows: torch.Tensor, spans: Sequence[AdapterSpan]) -> torch.Tensor | None:
     """Return a seed, drawn by torch's generator, if adapters drop elements of their input."""
-    if not any(place.drops for place in places):
+    if not any(span.drops for span in spans):
         return None
     return torch.randint(HIGHEST, (1,), dtype=torch.int64, device=rows.device)
 
 
 def _columns(
     rows: torch.Tensor,
-    places: Sequence[AdapterPlace],
+    spans: Sequence[AdapterSpan],
     seed: torch.Tensor | None,
     multiply: Callable[[torch.Tensor], torch.Tensor],
     *,
@@ -217,15 +217,15 @@ def _columns(
 
     The product has all ranks, `halves` times. With a seed each adapter has another product, of its own mask.
     """
-    ranks = [place.rank for place in places] * halves
+    ranks = [span.rank for span in spans] * halves
     if seed is None:
-        every = [multiply(rows).split(ranks, 1)] * len(places)
+        every = [multiply(rows).split(ranks, 1)] * len(spans)
     else:
         every = [
-            multiply(drop_rows(rows, seed, site, place.drops)).split(ranks, 1)
-            for site, place in enumerate(places)
+            multiply(drop_rows(rows, seed, site, span.drops)).split(ranks, 1)
+            for site, span in enumerate(spans)
         ]
-    return [parts[index] for own, parts in enumerate(every) for index in range(own, len(ranks), len(places))]
+    return [parts[index] for own, parts in enumerate(every) for index in range(own, len(ranks), len(spans))]
 
 
 def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,8 @@
-"""Linear layers of one input as one product: weights, biases that some have, and adapters that some have."""
+"""Linear layers of one input as one product: weights, biases, and the adapters that some of them have.
+
+A forward pass saves x, or tensors from which a norm computes it again. It saves S = x A^T too, with r columns
+for each adapter. Frozen weights get no gradient.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,19 @@ import torch
 
 from snugfit.features.kernels.operations.four_bits import unpack
 from snugfit.features.kernels.operations.joint_linear import join_weights
-from snugfit.features.kernels.operations.low_rank import Adapter, AdapterPlace, LowRankUpdate
+from snugfit.features.kernels.operations.low_rank import Adapter, AdapterSpan, LowRankUpdate
+from snugfit.features.kernels.operations.operators import activation_dtype
 from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
+from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
 
 
 class Layout(NamedTuple):
-    """Sizes by which `Projections.tensors` are told apart."""
+    """Sizes and numbers of the parts of `Projections.tensors`."""
 
     sizes: tuple[int, ...]
     """Numbers of columns of the results."""
     has_biases: bool
-    places: tuple[AdapterPlace, ...]
+    spans: tuple[AdapterSpan, ...]
     """Places of the adapters in the joint product."""
     states: tuple[Any, ...] = ()
     """bitsandbytes' `QuantState` of each weight if all have 4 bits."""
@@ -29,12 +35,12 @@ class Layout(NamedTuple):
         """Return the entries for weights, biases and adapters, of a sequence with one for each tensor."""
         count = len(self.sizes)
         end = count * (1 + self.has_biases)
-        return entries[:count], entries[count:end], entries[end : end + 2 * len(self.places)]
+        return entries[:count], entries[count:end], entries[end : end + 2 * len(self.spans)]
 
     @property
     def tensor_count(self) -> int:
         """Return the number of tensors."""
-        return len(self.sizes) * (1 + self.has_biases) + 2 * len(self.places)
+        return len(self.sizes) * (1 + self.has_biases) + 2 * len(self.spans)
 
 
 class Projections(NamedTuple):
@@ -55,15 +61,15 @@ class Projections(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Return the sizes by which the tensors are told apart."""
+        """Return the sizes and numbers of the tensors."""
         shapes = [one.shape for one in self.states or self.weights]
         sizes = tuple(int(shape[0]) for shape in shapes)
-        places, start = [], 0
+        spans, start = [], 0
         for size, adapter in zip(sizes, self.adapters or [None] * len(sizes), strict=True):
             if adapter is not None:
-                places.append(AdapterPlace(start, start + size, len(adapter.down), *adapter[2:]))
+                spans.append(AdapterSpan(start, start + size, len(adapter.down), *adapter[2:]))
             start += size
-        return Layout(sizes, bool(self.biases), tuple(places), tuple(self.states))
+        return Layout(sizes, bool(self.biases), tuple(spans), tuple(self.states))
 
 
 Settings = tuple[Layout, Sequence[torch.dtype], int]
@@ -84,9 +90,9 @@ class JointProduct(NamedTuple):
     ) -> tuple[torch.Tensor, Self]:
         """Return the product (T, N) in the dtype of the rows, and its backward pass."""
         weights, biases, factors = layout.separate(tensors)
-        kept = weights if layout.states else [join_weights(weights, rows.dtype)]
-        update = LowRankUpdate.start(rows, factors, layout.places) if layout.places else None
-        joint = cls(layout, [one.dtype for one in tensors], kept, update)
+        matrices = weights if layout.states else [join_weights(weights, rows.dtype)]
+        update = LowRankUpdate.start(rows, factors, layout.spans) if layout.spans else None
+        joint = cls(layout, [one.dtype for one in tensors], matrices, update)
         return joint.multiply(rows, join_weights(biases, rows.dtype) if biases else None), joint
 
     @classmethod
@@ -94,7 +100,7 @@ class JointProduct(NamedTuple):
         """Return the joint product with these settings and saved tensors."""
         layout, dtypes, parts = settings
         count = len(layout.states) or 1
-        update = LowRankUpdate.restore(tensors[count:], layout.places, parts) if parts else None
+        update = LowRankUpdate.restore(tensors[count:], layout.spans, parts) if parts else None
         return cls(layout, dtypes, tensors[:count], update)
 
     @property
@@ -165,3 +171,49 @@ class JointProduct(NamedTuple):
         if self.update is not None and slopes is not None:
             given += self.update.gradients(of_product, slopes, rows_once, for_factors, factors)
         return [one if asked else None for one, asked in zip(given, needed, strict=True)]
+
+
+def lora_linear(x: torch.Tensor, projections: Projections) -> tuple[torch.Tensor, ...]:
+    """Return the results (..., N) of linear layers for one `x` (..., H), in autocast's dtype where that is
+    on.
+
+    They are views of one tensor, so the rows of several results are strided.
+    """
+    results: tuple[torch.Tensor, ...] = LoraLinear.apply(  # type: ignore[no-untyped-call]
+        x, projections.layout, *projections.tensors
+    )
+    return results
+
+
+class LoraLinear(torch.autograd.Function):
+    """Autograd function of `lora_linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: Layout, *tensors: torch.Tensor) -> Any:
+        """Return the results; save the input's rows or their source, and the adapters' S."""
+        rows = x.reshape(-1, x.size(-1)).to(activation_dtype(x))
+        product, joint = JointProduct.start(rows, layout, tensors)
+        *source, ctx.from_one = rows_to_keep(x, rows, needs_it=joint.needs_rows(ctx.needs_input_grad[2:]))
+        ctx.save_for_backward(*source, *joint.tensors)
+        ctx.x_dtype, ctx.joint = x.dtype, joint.settings
+        return product.view(*x.shape[:-1], -1).split(layout.sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of `x`, weights, biases and adapters."""
+        # A checkpoint unpacks saved tensors once.
+        saved = ctx.saved_tensors
+        source, joint = saved[:3], JointProduct.restore(ctx.joint, saved[3:])
+        joined = gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)
+        of_product = joined.reshape(-1, joined.size(-1))
+        slopes = joint.slopes(of_product)
+        of_tensors = joint.gradients(
+            of_product,
+            slopes,
+            lambda: rows_again(source, ctx.from_one, of_product.dtype),
+            ctx.needs_input_grad[2:],
+        )
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = joint.input_gradient(of_product, slopes).view(*joined.shape[:-1], -1).to(ctx.x_dtype)
+        return of_x, None, *of_tensors

@@ -17,11 +17,11 @@ from torch import nn
 
 from small_models import small_job
 from small_runs import assert_same_weights, events, killed_in, losses, skip_without_packages, small_run
-from snugfit.features.kernels.adapted import projections_of, unsupported
 from snugfit.features.kernels.fused_model import use_fused
+from snugfit.features.kernels.operations.adapted import objection, projections_of
 from snugfit.features.kernels.operations.four_bits import unpack
-from snugfit.features.kernels.operations.lora_linear import lora_linear
 from snugfit.features.kernels.operations.philox import keep_mask, threshold
+from snugfit.features.kernels.operations.projections import lora_linear
 from snugfit.features.kernels.operations.seeds import HIGHEST
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -211,7 +211,7 @@ def test_unsupported_adapters_run_peft_s_code(why: str) -> None:
     plain = adapted(small("qwen2"), ["q_proj", "down_proj"], **OWN_CODE[why])
     fused = copy.deepcopy(plain)
     use_fused(fused)
-    assert unsupported(fused.base_model.model.model.layers[0].self_attn.q_proj) == why
+    assert objection(fused.base_model.model.model.layers[0].self_attn.q_proj) == why
     changed = {type(one).__name__ for one in fused.modules() if "forward" in vars(one)}
     assert changed == {"Qwen2DecoderLayer", "Qwen2RMSNorm"}
     model = Model.from_module(plain, {"input_ids": ids(), "labels": ids()})

@@ -20,7 +20,7 @@ BLOCK = 1024
 def drop_row(  # type: ignore[no-untyped-def]
     rows, into, seed, columns, site, drops, ADDS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Triton kernel: write a part of one row with zeros for dropped elements, or add it to what is there."""
+    """Triton kernel: write or add a part of one row, with zeros for dropped elements."""
     row, begin = tl.program_id(0), tl.program_id(1) * BLOCK
     column = begin + tl.arange(0, BLOCK)
     inside = column < columns

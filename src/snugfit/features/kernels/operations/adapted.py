@@ -29,7 +29,7 @@ def projections_of(layers: Sequence[Any], *, biased: bool | None = None) -> Proj
     None if one of them is neither torch's own nor in 4 bits, or has unsupported adapters. None too if only
     some have a bias or 4 bits, or if a bias differs from `biased`.
     """
-    if not all(_is_supported(layer) or unsupported(layer) == "" for layer in layers):
+    if not all(_is_supported(layer) or objection(layer) == "" for layer in layers):
         return None
     bases = [_base(layer) for layer in layers]
     biases = [base.bias for base in bases if base.bias is not None]
@@ -70,10 +70,10 @@ def is_adapted(layer: Any) -> bool:
 def unsupported_settings(model: torch.nn.Module) -> list[str]:
     """Return the settings of this model's LoRA adapters for which no kernels exist, once each."""
     layers = [layer for layer in model.modules() if is_adapted(layer)]
-    return sorted({why for layer in layers if (why := unsupported(layer))})
+    return sorted({why for layer in layers if (why := objection(layer))})
 
 
-def unsupported(layer: Any) -> str:
+def objection(layer: Any) -> str:
     """Return why a layer's code must run as it is: its type, or a setting of its adapters. Empty if snugfit's
     kernels compute the same.
     """
