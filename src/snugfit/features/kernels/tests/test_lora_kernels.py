@@ -5,6 +5,7 @@ On the CPU the operations are plain torch, of which the products are the same on
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from snugfit.features.kernels.operations.projections import lora_linear
 from snugfit.features.kernels.operations.seeds import HIGHEST
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.prediction.allocator import replay
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
 from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.techniques.recipe import Recipe
@@ -261,6 +265,26 @@ def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
 )
 def test_a_real_step_with_adapters_allocates_what_its_trace_says(recipe: str) -> None:
     hold_third_step(small_job("llama", 2), Recipe.parse(f"{recipe} + fused").setup())
+
+
+def test_without_a_gpu_its_products_are_predicted() -> None:
+    """No frozen weight has a gradient, and a layer saves nothing of peft's 32-bit copies of its input."""
+    job = small_job("llama", 3, batch_size=16, sequence_length=128)
+    adapters = "lora(r=1, targets=all-linear)"
+    recipes = ("bf16_pure + fused", *(f"{adapters} + bf16_pure{kernels}" for kernels in ("", " + fused")))
+    whole, peft, ours = (rehearse(job, Recipe.parse(one).setup(), CudaPolicy()) for one in recipes)
+    counts = Counter(kernel.operator for kernel in ours.kernels)
+    # The first layer's input needs no gradient.
+    assert counts["aten::addmm_"] == 3 * (7 + 4) - 1
+    # A and B of seven adapters, S and its gradient.
+    assert counts["triton::split_halves"] == 3 * 7 * 4
+    products = [
+        sum(kernel.flops for kernel in trace.kernels if "mm" in kernel.operator) for trace in (whole, ours)
+    ]
+    assert products[1] < 0.85 * products[0], "two products of three, and those with adapters"
+    peaks = [replay(trace).requested_peak for trace in (peft, ours)]
+    tokens, hidden = 16 * 128, job.model.config["hidden_size"]
+    assert peaks[0] - peaks[1] > 3 * 4 * tokens * hidden * 4, "of three layers' four inputs"
 
 
 # ---- masters of adapters ---------------------------------------------------------------------------------
