@@ -149,6 +149,8 @@ def _own_code(job: Job, adapters: Technique) -> str:
         return ""
     if not _is_decoder(job):
         return f"adapters of {job.model.config.get('model_type')}"
+    if getattr(adapters, "bits", 4) == 8:
+        return "weights of 8 bits"
     return "DoRA" if getattr(adapters, "dora", False) else ""
 
 

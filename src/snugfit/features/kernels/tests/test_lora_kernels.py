@@ -233,6 +233,7 @@ def test_unsupported_adapters_run_peft_s_code(why: str) -> None:
     ("family", "adapters", "why"),
     [
         ("llama", "lora(dropout=0.1, dora=true)", "DoRA"),
+        ("llama", "qlora(bits=8)", "weights of 8 bits"),
         ("bert", "lora", "adapters of bert"),
     ],
 )
