@@ -22,11 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 from snugfit.documents import write_document
 from snugfit.features.kernels.head.chunked_loss import ChunkedCrossEntropy, Loss
 from snugfit.features.kernels.operations.add_norm import add_norm
-from snugfit.features.kernels.operations.attention_inputs import Projections, attention_inputs
+from snugfit.features.kernels.operations.attention_inputs import attention_inputs
 from snugfit.features.kernels.operations.bias_gelu import bias_gelu
 from snugfit.features.kernels.operations.cross_entropy import CrossEntropyKernel
 from snugfit.features.kernels.operations.gated_mlp import gated_mlp
 from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
+from snugfit.features.kernels.operations.projections import Projections
 from snugfit.features.kernels.operations.rms_norm import add_rms_norm
 from snugfit.features.kernels.operations.rotary import Heads
 from snugfit.versions import versions
@@ -102,7 +103,7 @@ def parts_of_decoder(shapes: Shapes) -> dict[str, tuple[Side, Side]]:
         return (*LigerRopeFunction.apply(query, key, *turned), value)
 
     def our_inputs(states: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return attention_inputs(states, turned, heads, Projections(weights, ()), None)
+        return attention_inputs(states, turned, heads, Projections(weights), None)
 
     rows, head = made(batch * length, hidden), made(shapes.vocabulary, hidden, scale=0.02)
     labels = torch.randint(shapes.vocabulary, (batch * length,), device=CUDA)
@@ -116,7 +117,10 @@ def parts_of_decoder(shapes: Shapes) -> dict[str, tuple[Side, Side]]:
             ),
         ),
         "gated MLP": (
-            Side(lambda *a: gated_mlp(*a, tanh=False), (x, gate, up, down)),
+            Side(
+                lambda x, *w: gated_mlp(x, Projections(w[:2]), Projections(w[2:]), tanh=False),
+                (x, gate, up, down),
+            ),
             Side(
                 lambda h, g, u, d: linear(LigerSiLUMulFunction.apply(linear(h, g), linear(h, u)), d),
                 (x, gate, up, down),

@@ -165,9 +165,6 @@ class Technique(ABC):
     needs_several_gpus: ClassVar[bool] = False
     """True for training on several GPUs, which one GPU cannot use."""
 
-    reads_weights: ClassVar[bool] = False
-    """True where its kernels read the weights of linear layers and do not call the layers."""
-
     single_process: ClassVar[bool] = False
     """True if it is simulated neither in several processes nor by DeepSpeed's engine."""
 

@@ -8,6 +8,9 @@ gradient 2, the other half of the master 2, and AdamW's moments 8. `bf16` takes 
 more for autocast's copies. With `adamw_compact(master_bits=24)` 8 bits hold the difference, and masters are
 rounded by chance.
 
+Beside adapters the frozen weights are bfloat16 alone. Adapters, which peft creates in fp32, are split in two
+halves, so the model's products with them take 16 bits. peft's files have the first halves.
+
 It differs from `bf16` in the same way as `bf16_pure`. Normalisations, softmax and sums of layers are computed
 in bfloat16 unless a model's own code widens them, and gradients are bfloat16. Autograd adds up the gradients
 of micro-batches in bfloat16, each addition rounded to 8 significant bits. So with many of them the gradient
@@ -20,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from snugfit.features.engine.fields import ADDED, ALL
 from snugfit.features.engine.master_optimizers import keeps_masters
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
@@ -48,7 +52,9 @@ class Bf16Master(Technique):
         """Set fields of the Setup: weights split in two halves, no autocast, and an optimizer that updates
         both.
         """
-        return setup.with_precision(weights="bfloat16").with_fields(masters=True)
+        # The slot of adapters comes first, so the Setup has their field.
+        adds = any(wish.freezes for wish in used_wishes(setup))
+        return setup.with_precision(weights="bfloat16").with_fields(masters=ADDED if adds else ALL)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield objections unless the optimizer updates master weights, on one GPU in one process."""
@@ -58,11 +64,6 @@ class Bf16Master(Technique):
             yield (
                 f"{recipe[Slot.OPTIMIZER]} does not update master weights in two halves. Try 'adamw', "
                 "'adamw_fused' or 'adamw_compact', or 'bf16' with this optimizer."
-            )
-        if any(wish.freezes for wish in used_wishes(recipe[Slot.ADAPTERS].alone)):
-            yield (
-                "adapters are fp32 next to weights that do not train, so "
-                f"{recipe[Slot.ADAPTERS]} leaves nothing to split. Try 'bf16' or 'bf16_pure'."
             )
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "weights in two halves are not supported in several processes. Try 'bf16'."

@@ -17,11 +17,14 @@ class CaptureWish:
     """
 
 
-MASTERS = Wish[bool](
-    "masters", bool, False, adamw=Call(path="snugfit.features.engine.master_optimizers:master_adamw")
+ALL, ADDED = "all", "added"
+"""Values of the field `masters`: the model's weights train, or adapters that are added to frozen weights."""
+
+MASTERS = Wish[str](
+    "masters", str, "", adamw=Call(path="snugfit.features.engine.master_optimizers:master_adamw")
 )
-"""The field `masters`: True if trained weights of any loaded dtype become bfloat16. The optimizer keeps their
-remainder in 16 bits, so that it updates them in 32."""
+"""The field `masters`: not empty if trained weights of any loaded dtype become bfloat16. The optimizer keeps
+their remainder in 16 bits, so that it updates them in 32."""
 
 RELEASE = Wish[bool](
     "release_gradients", bool, False, parts=Call(path="snugfit.features.engine.parts:ReleasedParts")

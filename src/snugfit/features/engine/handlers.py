@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import UsageError
-from snugfit.features.engine.fields import CAPTURE, FILLED, MASTERS, RELEASE
+from snugfit.features.engine.fields import ALL, CAPTURE, FILLED, MASTERS, RELEASE
 from snugfit.features.engine.replay.graphs import REHEARSED, CudaGraphs
 from snugfit.step.wishes.handler import Context, Handler
 from snugfit.techniques.feature import InstallStage
@@ -47,13 +47,13 @@ class MastersHandler(Handler):
         "script": "its optimizer is snugfit's own code",
     }
 
-    def model_arguments(self, value: bool) -> dict[str, Any]:
+    def model_arguments(self, value: str) -> dict[str, Any]:
         """Return the argument that loads weights in 32 bits: a loader that rounds them would lose the low
-        bits."""
-        # A loader that rounds weights to bfloat16 would leave no other half.
-        return {"dtype": "float32"} if value else {}
+        bits. Frozen weights have no use for these.
+        """
+        return {"dtype": "float32"} if value == ALL else {}
 
-    def wrap(self, value: bool, model: Any) -> None:
+    def wrap(self, value: str, model: Any) -> None:
         """Convert trained weights to bfloat16, each with its low bits in a second tensor."""
         if value:
             from snugfit.features.engine.masters.halves import split_weights

@@ -8,17 +8,19 @@ keys and values are one, and so are those of gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from snugfit.features.kernels.attention import attend
-from snugfit.features.kernels.operations.attention_inputs import Projections, attention_inputs
+from snugfit.features.kernels.operations.adapted import is_adapted, is_packed, projections_of
+from snugfit.features.kernels.operations.attention_inputs import attention_inputs
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
-from snugfit.features.kernels.operations.joint_linear import is_plain, lay_side_by_side
+from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
 from snugfit.features.kernels.operations.operators import activation_dtype
+from snugfit.features.kernels.operations.projections import Projections, lora_linear
 from snugfit.features.kernels.operations.rms_norm import add_rms_norm
 from snugfit.features.kernels.operations.rotary import Heads, Norms
 from snugfit.step.own_forward import OwnForward
@@ -106,11 +108,6 @@ def _either(
     return forward(module, family, own, *arguments, **keywords)
 
 
-def _are_plain(layers: Sequence[Any], *, biased: bool | None = None) -> bool:
-    """Return True if all these modules are plain `torch.nn.Linear` layers, with a bias or without."""
-    return all(is_plain(layer) and biased in (None, layer.bias is not None) for layer in layers)
-
-
 # ---- norms -----------------------------------------------------------------------------------------------
 
 
@@ -142,15 +139,15 @@ def _norm(
 
 
 def _fuse_attention(module: Any, family: DecoderFamily) -> bool:
-    layers = module.q_proj, module.k_proj, module.v_proj
-    biased = layers[0].bias is not None if _are_plain(layers) else False
+    projections = projections_of((module.q_proj, module.k_proj, module.v_proj))
     # Halves of a head are rotated into each other, so its width must be even.
-    if not _are_plain(layers, biased=biased) or module.head_dim % 2:
+    if projections is None or module.head_dim % 2:
         return False
     # Adjacent weights are one matrix, so the three products are one.
-    lay_side_by_side([layer.weight for layer in layers])
-    if biased:
-        lay_side_by_side([layer.bias for layer in layers])
+    if not projections.states:
+        lay_side_by_side(projections.weights)
+    if projections.biases:
+        lay_side_by_side(projections.biases)
     _replace(module, _attend, family)
     return True
 
@@ -166,9 +163,9 @@ def _attend(
     **keywords: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Compute a decoder's attention (B, S, H), with products, norms and rotation by snugfit's kernels."""
-    layers = self.q_proj, self.k_proj, self.v_proj
+    projections = projections_of((self.q_proj, self.k_proj, self.v_proj))
     # An adapter may have replaced a layer since the model was built.
-    if not _are_plain(layers):
+    if projections is None:
         return own(  # type: ignore[no-any-return]
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
         )
@@ -178,10 +175,7 @@ def _attend(
     # Qwen3 and Gemma 3 norm each head.
     if hasattr(self, "q_norm"):
         norms = Norms(self.q_norm.weight, self.k_norm.weight, _eps(self.q_norm), family.from_one)
-    weights = Projections(
-        [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
-    )
-    query, key, value = attention_inputs(hidden_states, position_embeddings, heads, weights, norms)
+    query, key, value = attention_inputs(hidden_states, position_embeddings, heads, projections, norms)
     if past_key_values is not None:
         key, value = _remember(past_key_values, key, value, self.layer_idx)
     extras = {NAMES[name]: getattr(self, name, getattr(self.config, name, None)) for name in family.extras}
@@ -192,7 +186,15 @@ def _attend(
         self, (query, key, value), attention_mask, self.attention_dropout, self.scaling, options
     )
     # The output of some kernels is transposed, and the product needs rows.
-    return self.o_proj(given.contiguous()), scores
+    return _project(self.o_proj, given.contiguous()), scores
+
+
+def _project(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the result (..., N) of a linear layer, with its adapter's update if it has one."""
+    projections = projections_of([layer]) if is_adapted(layer) or is_packed(layer) else None
+    if projections is None:
+        return layer(x)  # type: ignore[no-any-return]
+    return lora_linear(x, projections)[0]
 
 
 def _remember(
@@ -217,17 +219,21 @@ def _remember(
 
 
 def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
-    if not _are_plain(_mlp_layers(module), biased=False) or _activation(module) not in TANH:
+    into, back = _mlp_projections(module)
+    if into is None or back is None or _activation(module) not in TANH:
         return False
-    lay_side_by_side([module.gate_proj.weight, module.up_proj.weight])
+    if not into.states:
+        lay_side_by_side(into.weights)
     _replace(module, _gate, family)
     # False marks a gated MLP; `fused(recomputed_mlps)` sets some to True.
     setattr(module, RECOMPUTES, False)
     return True
 
 
-def _mlp_layers(module: Any) -> tuple[Any, ...]:
-    return module.gate_proj, module.up_proj, module.down_proj
+def _mlp_projections(module: Any) -> tuple[Projections | None, Projections | None]:
+    """Return the layers before and after the activation; None for those that must run their own code."""
+    into = projections_of((module.gate_proj, module.up_proj), biased=False)
+    return into, projections_of([module.down_proj], biased=False)
 
 
 def _activation(module: Any) -> str:
@@ -237,12 +243,11 @@ def _activation(module: Any) -> str:
 
 
 def _gate(self: Any, family: DecoderFamily, own: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-    layers = _mlp_layers(self)
-    if not _are_plain(layers, biased=False):
+    into, back = _mlp_projections(self)
+    if into is None or back is None:
         return own(x)  # type: ignore[no-any-return]
-    weights = [layer.weight for layer in layers]
     keeps = not getattr(self, RECOMPUTES, False)
-    return gated_mlp(x, *weights, tanh=TANH[_activation(self)], keeps=keeps)
+    return gated_mlp(x, into, back, tanh=TANH[_activation(self)], keeps=keeps)
 
 
 # ---- the layer -------------------------------------------------------------------------------------------

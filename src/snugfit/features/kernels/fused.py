@@ -13,7 +13,12 @@ where autocast leaves it there. Layers save the stream, queries, keys and values
 up. They recompute normed tensors and the input of the last product. The product of gate and up is the largest
 of them. With `recomputed_mlps` that many layers, from the first, recompute it too. This frees more bytes for
 a second than recomputing whole layers does. Beside `chunked_loss` a kernel writes the gradient of logits over
-the logits. A layer that an adapter changed runs its own code.
+the logits.
+
+LoRA adapters of decoders are part of the joint products (`operations/low_rank.py`): their updates are added
+in place. Frozen weights get no gradients, and the layer's input is not copied. Weights of 4 bits are unpacked
+for each product (`operations/four_bits.py`). Layers with unsupported settings of peft run its own code, and a
+warning lists the settings (`operations/adapted.py`). So do encoders' layers.
 
 Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which uses its fast kernels
 for a batch without a mask, or `padding_free`. A padded batch of an encoder in 16 bits runs the kernels for
@@ -32,6 +37,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
+from snugfit.techniques.wish import used_wishes
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -54,7 +60,6 @@ class Fused(Technique):
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = ("triton>=3.0",)
     extra: ClassVar = "compile"
-    reads_weights: ClassVar = True
     on_cpu: ClassVar = "runs as plain torch code: its kernels are for GPUs"
     least_capability: ClassVar = (8, 0)  # older GPUs were not tried, and Triton drops them
     source: ClassVar = (
@@ -101,6 +106,11 @@ class Fused(Technique):
                 "smaller number to recompute fewer."
             )
 
+    def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield a warning if layers with adapters run peft's own code."""
+        if why := _own_code(job, recipe[Slot.ADAPTERS]):
+            yield f"layers with adapters run peft's own code, as there are no kernels for {why}."
+
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Yield the default settings, for supported models."""
@@ -129,6 +139,21 @@ class Fused(Technique):
             names = {name.removesuffix("_text") for name in KNOWN}  # of files, which have other modules too
             known = any(f"transformers.models.{name}.modeling_{name}" in files for name in names)
         return "" if known else f"fused has no kernels for {model_type}. It covers {', '.join(KNOWN)}."
+
+
+def _own_code(job: Job, adapters: Technique) -> str:
+    """Return the settings of adapters for which no kernels exist; empty if all are supported."""
+    if job.model.module is not None:
+        from snugfit.features.kernels.operations.adapted import unsupported_settings
+
+        return ", ".join(unsupported_settings(job.model.module))
+    if not any(wish.freezes for wish in used_wishes(adapters.alone)):
+        return ""
+    if not _is_decoder(job):
+        return f"adapters of {job.model.config.get('model_type')}"
+    if getattr(adapters, "bits", 4) == 8:
+        return "weights of 8 bits"
+    return "DoRA" if getattr(adapters, "dora", False) else ""
 
 
 def _is_decoder(job: Job) -> bool:

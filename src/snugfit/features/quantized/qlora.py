@@ -90,11 +90,7 @@ class Qlora(LowRank):
         if self.bits == 8 and job.build_on == "host":
             yield "weights of 8 bits are quantized on the GPU. Leave build_on out, or try bits=4."
         yield from super().objections(job, recipe)
-        kernels, engine, checkpointing = (
-            recipe[slot] for slot in (Slot.KERNELS, Slot.ENGINE, Slot.CHECKPOINTING)
-        )
-        if kernels.reads_weights:
-            yield f"products of {kernels} read weights, which are quantized here. Try 'torch_kernels'."
+        engine, checkpointing = (recipe[slot] for slot in (Slot.ENGINE, Slot.CHECKPOINTING))
         if engine.alone.lowering is not None:
             yield f"products with quantized weights are not compiled, so leave {engine} out, or try 'lora'."
         if (wish := checkpointing.value) is not None and wish.keep:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from snugfit.features.quantized.fields import QUANTIZE
 from snugfit.features.quantized.quantized_weights import HEADS, QuantizedConstruction
 from snugfit.job.inputs import has_classes
-from snugfit.step.wishes.handler import Handler, ScriptContext
+from snugfit.step.wishes.handler import Context, Handler, ScriptContext
 from snugfit.step.wishes.python_text import literal
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
@@ -44,6 +44,16 @@ class QuantizeHandler(Handler):
             if value is not None
             else {}
         )
+
+    def around_run(self, value: QuantizeWish | None) -> Context | None:
+        """Return a context in which weights are quantized in the order of the current stream's work."""
+        import torch
+
+        if value is None or not torch.cuda.is_available():
+            return None
+        from snugfit.features.quantized.default_stream import quantize_in_order
+
+        return quantize_in_order
 
     def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
         """Return the `quantization_config` argument of `from_pretrained` for an exported script.

@@ -35,9 +35,3 @@ def test_a_target_that_is_not_there_is_one_clear_error() -> None:
         build_model(
             job_of(BERT, "masked-lm"), Recipe.parse("lora(targets=q_proj)").setup(), torch.device("meta")
         )
-
-
-def test_masters_of_the_model_s_own_weights_are_refused() -> None:
-    message = r"bf16_master: adapters are fp32.*lora leaves nothing to split.*'bf16'"
-    with pytest.raises(RecipeError, match=message):
-        Recipe.parse("bf16_master + lora").check(job_of(BERT, "masked-lm"), installed=False)

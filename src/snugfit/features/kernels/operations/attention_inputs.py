@@ -3,28 +3,21 @@
 The three are views of one product (T, N). If heads are normed, queries and keys are views of the rotated
 tensor, as (B, heads, S, D). Attention reads the views without a copy. In the backward pass their gradients
 become one gradient of the product. One more product gives the gradient of all three weights, as slices, and
-another that of x.
+another that of x. Frozen weights have adapters where peft put some (`low_rank.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from snugfit.features.kernels.operations.joint_linear import join_weights
 from snugfit.features.kernels.operations.operators import activation_dtype
-from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
+from snugfit.features.kernels.operations.products import results_are_kept
+from snugfit.features.kernels.operations.projections import JointProduct, Layout, Projections
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
 from snugfit.features.kernels.operations.rotary import Angles, Heads, Norms, rotate, rotate_backward
-
-
-class Projections(NamedTuple):
-    """Weights and biases of queries, keys and values, in this order."""
-
-    weights: Sequence[torch.Tensor]  # (heads * D, H) each
-    biases: Sequence[torch.Tensor]  # (heads * D,) each; none of them, or three
 
 
 def attention_inputs(
@@ -38,7 +31,7 @@ def attention_inputs(
     scales: Sequence[torch.Tensor | None] = (None, None) if norms is None else norms[:2]
     kind = None if norms is None else norms[2:]
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = AttentionInputs.apply(  # type: ignore[no-untyped-call]
-        hidden, *angles, heads, kind, *scales, *projections.weights, *projections.biases
+        hidden, *angles, heads, kind, *scales, projections.layout, *projections.tensors
     )
     return given
 
@@ -56,6 +49,7 @@ class AttentionInputs(torch.autograd.Function):
         kind: tuple[float, bool] | None,
         query_scale: torch.Tensor | None,
         key_scale: torch.Tensor | None,
+        layout: Layout,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return queries, keys and values; save the weights, and tensors from which the normed input is
@@ -66,23 +60,19 @@ class AttentionInputs(torch.autograd.Function):
         dtype = activation_dtype(hidden)
         batch, length, _ = hidden.shape
         rows = hidden.reshape(batch * length, -1).to(dtype)
-        matrix = join_weights(parameters[:3], dtype)
-        if len(parameters) > 3:
-            product = torch.addmm(join_weights(parameters[3:], dtype), rows, matrix.t())
-        else:
-            product = torch.mm(rows, matrix.t())
+        product, joint = JointProduct.start(rows, layout, parameters)
         # Selective checkpointing returns the product again, so it must not be rotated in place.
-        if kind is None and results_are_kept():
+        if kind is None and joint.update is None and results_are_kept():
             product = product.clone()  # which is rotated in place
         angles = cosines.contiguous(), sines.contiguous()
         turned = rotate(product, angles, length, heads, _norms(kind, query_scale, key_scale))
         # Without norms, the rotation is undone by angles alone.
         product_to_keep = product if kind is not None else None
         # The input is normed again in backward, which is cheaper than its bytes.
-        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=any(ctx.needs_input_grad[7:10]))
-        ctx.save_for_backward(matrix, *angles, query_scale, key_scale, product_to_keep, *source)
-        ctx.kind, ctx.hidden_dtype = kind, hidden.dtype
-        ctx.parameters = [(len(one), one.dtype) for one in parameters]
+        needs_rows = joint.needs_rows(ctx.needs_input_grad[8:])
+        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
+        ctx.save_for_backward(*angles, query_scale, key_scale, product_to_keep, *source, *joint.tensors)
+        ctx.kind, ctx.hidden_dtype, ctx.joint = kind, hidden.dtype, joint.settings
         ends = [heads.queries * heads.width, (heads.queries + heads.keys) * heads.width]
         # Attention reads the three parts as views, without a copy.
         parts = turned[:, : ends[0]], turned[:, ends[0] :], product[:, ends[1] :]
@@ -92,7 +82,8 @@ class AttentionInputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of all inputs: one kernel over those of queries, keys and values, then matrix
         products."""
-        matrix, cosines, sines, query_scale, key_scale, product, *source = ctx.saved_tensors
+        cosines, sines, query_scale, key_scale, product, *saved = ctx.saved_tensors
+        source, joint = saved[:3], JointProduct.restore(ctx.joint, saved[3:])
         of_query, of_key, of_value = gradients
         norms = _norms(ctx.kind, query_scale, key_scale)
         of_product, *of_scales = rotate_backward(
@@ -102,31 +93,20 @@ class AttentionInputs(torch.autograd.Function):
             of_scale if needed else None
             for of_scale, needed in zip(of_scales, ctx.needs_input_grad[5:7], strict=True)
         ]
-        of_parameters = _of_parameters(ctx, of_product, source)
+        slopes = joint.slopes(of_product)
+        of_parameters = joint.gradients(
+            of_product,
+            slopes,
+            lambda: rows_again(source, ctx.from_one, of_product.dtype),
+            ctx.needs_input_grad[8:],
+        )
         of_hidden = None
         # One product gives the gradient of the input from all three parts.
         if ctx.needs_input_grad[0]:
             batch, _, length, _ = of_query.shape
-            of_hidden = torch.mm(of_product, matrix).view(batch, length, -1).to(ctx.hidden_dtype)
-        return of_hidden, *[None] * 4, *of_scales, *of_parameters
-
-
-def _of_parameters(
-    ctx: Any, of_product: torch.Tensor, source: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """Return the gradients of query, key and value weights, and of the biases if any, as slices of one tensor
-    each.
-    """
-    needed = ctx.needs_input_grad[7:]
-    sizes, dtypes = zip(*ctx.parameters, strict=True)
-    given: list[torch.Tensor | None] = [None] * len(needed)
-    # One product gives the gradients of all three weights, as slices.
-    if any(needed[:3]):
-        rows = rows_again(source, ctx.from_one, of_product.dtype)
-        given[:3] = weight_gradient(of_product, rows, dtypes[0]).split(list(sizes[:3]))
-    if any(needed[3:]):
-        given[3:] = of_product.sum(0).to(dtypes[3]).split(list(sizes[3:]))
-    return [one if asked else None for one, asked in zip(given, needed, strict=True)]
+            of_hidden = joint.input_gradient(of_product, slopes).view(batch, length, -1)
+            of_hidden = of_hidden.to(ctx.hidden_dtype)
+        return of_hidden, *[None] * 4, *of_scales, None, *of_parameters
 
 
 def _norms(

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from snugfit.features.kernels.operations.joint_linear import join_weights
 from snugfit.features.kernels.operations.operators import activation_dtype, define, has_kernel
-from snugfit.features.kernels.operations.products import weight_gradient
+from snugfit.features.kernels.operations.projections import JointProduct, Layout, Projections
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
 
 RECOMPUTES = "recomputes_gate_and_up"
@@ -26,21 +25,16 @@ _GATE_BACKWARD = define(
 
 
 def gated_mlp(
-    hidden: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    tanh: bool,
-    keeps: bool = True,
+    hidden: torch.Tensor, into: Projections, back: Projections, *, tanh: bool, keeps: bool = True
 ) -> torch.Tensor:
-    """Return the MLP's output (..., H) for hidden states (..., H) and weights (I, H), (I, H) and (H, I).
+    """Return the MLP's output (..., H) for hidden states (..., H).
 
-    The activation is SiLU, or with `tanh` GELU's approximation. `keeps` saves the product of gate and up for
-    the backward pass; otherwise it is recomputed there.
+    `into` has the weights of gate and up (I, H) each, and `back` the weight of down (H, I), all without a
+    bias. The activation is SiLU, or with `tanh` GELU's approximation. `keeps` saves the product of gate and
+    up for the backward pass; otherwise it is recomputed there.
     """
     given: torch.Tensor = GatedMLP.apply(  # type: ignore[no-untyped-call]
-        hidden, gate, up, down, tanh, keeps
+        hidden, into.layout, back.layout, tanh, keeps, *into.tensors, *back.tensors
     )
     return given
 
@@ -52,27 +46,26 @@ class GatedMLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
+        into: Layout,
+        back: Layout,
         tanh: bool,
         keeps: bool,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
         """Return the output; save the weights, and tensors from which the normed input is recomputed.
 
         With `keeps`, save the product of gate and up too.
         """
-        dtype = activation_dtype(hidden)
-        rows = hidden.reshape(-1, hidden.size(-1)).to(dtype)
+        rows = hidden.reshape(-1, hidden.size(-1)).to(activation_dtype(hidden))
         # Gate and up are one product (T, 2 * I).
-        wide, narrow = join_weights((gate, up), dtype), down.detach().to(dtype)
-        product = torch.mm(rows, wide.t())
-        out = torch.mm(activate(product, tanh), narrow.t())
+        product, wide = JointProduct.start(rows, into, tensors[: into.tensor_count])
+        out, narrow = JointProduct.start(activate(product, tanh), back, tensors[into.tensor_count :])
         # The input is needed for weights, or to compute the product again.
-        needs_rows = not keeps or any(ctx.needs_input_grad[1:3])
+        needs_rows = not keeps or wide.needs_rows(ctx.needs_input_grad[5 : 5 + into.tensor_count])
         *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
-        ctx.save_for_backward(product if keeps else None, wide, narrow, *source)
-        ctx.tanh, ctx.hidden_dtype, ctx.weight_dtypes = tanh, hidden.dtype, (gate.dtype, down.dtype)
+        ctx.save_for_backward(product if keeps else None, *source, *wide.tensors, *narrow.tensors)
+        ctx.tanh, ctx.hidden_dtype, ctx.dtype = tanh, hidden.dtype, rows.dtype
+        ctx.wide, ctx.narrow, ctx.count = wide.settings, narrow.settings, len(wide.tensors)
         return out.view(*hidden.shape[:-1], -1)
 
     @staticmethod
@@ -81,31 +74,37 @@ class GatedMLP(torch.autograd.Function):
 
         Recompute the product of gate and up first if it was not saved.
         """
-        product, wide, narrow, *source = ctx.saved_tensors
-        needs_hidden, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
+        product, *saved = ctx.saved_tensors
+        source, matrices = saved[:3], saved[3:]
+        wide = JointProduct.restore(ctx.wide, matrices[: ctx.count])
+        narrow = JointProduct.restore(ctx.narrow, matrices[ctx.count :])
+        needs_wide = ctx.needs_input_grad[5 : 5 + wide.layout.tensor_count]
+        needs_narrow = ctx.needs_input_grad[5 + wide.layout.tensor_count :]
         rows = None
         if product is None:
-            rows = rows_again(source, ctx.from_one, wide.dtype)
-            product = torch.mm(rows, wide.t())
+            rows = rows_again(source, ctx.from_one, ctx.dtype)
+            product = wide.multiply(rows)
         of_out = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
-        between = torch.mm(of_out, narrow)
+        slopes = narrow.slopes(of_out)
+        between = narrow.input_gradient(of_out, slopes)
         # The kernel overwrites the product with the gradients of gate and up, and `between` with their
-        # output.
-        activate_backward(product, between, ctx.tanh, again=needs_down)
-        of_down = of_gate = of_up = of_hidden = None
-        if needs_down:
-            # The third product's input is computed again by the kernel, and was not saved.
-            of_down = weight_gradient(of_out, between, ctx.weight_dtypes[1])
+        # output: the third product's input, which was not saved.
+        activate_backward(product, between, ctx.tanh, again=narrow.needs_rows(needs_narrow))
+        of_narrow = narrow.gradients(of_out, slopes, [between].pop, needs_narrow)
         # `between` is large, and the gradients of gate and up do not need it.
         del between
-        if needs_gate or needs_up:
-            rows = rows_again(source, ctx.from_one, product.dtype) if rows is None else rows
-            # One product gives the gradients of both weights.
-            of_gate, of_up = weight_gradient(product, rows, ctx.weight_dtypes[0]).chunk(2)
-        if needs_hidden:
-            of_hidden = torch.mm(product, wide).view(*gradient.shape[:-1], -1).to(ctx.hidden_dtype)
-        of_both = of_gate if needs_gate else None, of_up if needs_up else None
-        return of_hidden, *of_both, of_down, None, None
+        slopes = wide.slopes(product)
+        of_wide = wide.gradients(
+            product,
+            slopes,
+            lambda: rows_again(source, ctx.from_one, product.dtype) if rows is None else rows,
+            needs_wide,
+        )
+        of_hidden = None
+        if ctx.needs_input_grad[0]:
+            of_hidden = wide.input_gradient(product, slopes).view(*gradient.shape[:-1], -1)
+            of_hidden = of_hidden.to(ctx.hidden_dtype)
+        return of_hidden, None, None, None, None, *of_wide, *of_narrow
 
 
 # ---- the kernels ----------------------------------------------------------------------------------------

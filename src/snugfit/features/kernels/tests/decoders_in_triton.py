@@ -20,7 +20,15 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.features.kernels.operations import column_sums, cross_entropy, gated_mlp, rms_norm, rotary
+from snugfit.features.kernels.operations import (
+    column_sums,
+    cross_entropy,
+    dropped_rows,
+    gated_mlp,
+    low_rank,
+    rms_norm,
+    rotary,
+)
 from snugfit.features.kernels.operations.rotary import Heads, Norms
 from triton_cases import asks_all
 
@@ -36,6 +44,8 @@ FILES = {
     gated_mlp: "gated",
     column_sums: "column_sums",
     cross_entropy: "cross_entropy",
+    low_rank: "split_halves",
+    dropped_rows: "dropped_rows",
 }
 """Our operations, and the file of each one's programs."""
 
@@ -206,12 +216,48 @@ def lose(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch
     return [run(logits, labels, share, -100), logits]
 
 
+def split_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield factors and sums of 32 bits in two parts of 16."""
+    for rows, columns, scale in ((5, 300, 1.0), (300, 7, 0.3)) if dtype is not torch.float32 else ():
+        given = functools.partial(split, device, dtype, rows, columns, scale)
+        yield f"split {rows} x {columns}, scale={scale}", given
+
+
+def split(device: str, dtype: torch.dtype, rows: int, columns: int, scale: float) -> list[torch.Tensor]:
+    """Return both copies of the first part, and check that the parts' sum has 16 significant bits.
+
+    The interpreter truncates the first part, so the second one differs from the reference.
+    """
+    halves = drawn(device, torch.float32, rows, 2 * columns).chunk(2, 1)
+    parts = torch.zeros(rows, 3 * columns, device=device, dtype=dtype).chunk(3, 1)
+    low_rank._split(halves[0], halves[1] if scale == 1 else None, parts, scale)
+    exact = (halves[0] + halves[1] if scale == 1 else halves[0]) * scale
+    error = (parts[0].float() + parts[1].float() - exact).abs() / exact.abs().clamp(min=1e-3)
+    assert error.max() < 2.0**-14
+    return [parts[2], parts[0]]
+
+
+def drop_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield dropped rows of less than a block of columns and of more."""
+    for rows, columns in ((5, 20), (3, 1100)):
+        yield f"drop {rows} x {columns}", functools.partial(drop, device, dtype, rows, columns)
+
+
+def drop(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch.Tensor]:
+    """Return the remaining elements, and their sum with other rows."""
+    seed = torch.tensor([1 << 40 | 5], device=device)
+    given, into = (drawn(device, dtype, rows, columns, seed=one) for one in (0, 1))
+    dropped = dropped_rows.drop_rows(given, seed, 2, 20_000)
+    dropped_rows.add_dropped_rows(into, given, seed, 2, 20_000)
+    return [dropped, into]
+
+
 def compare(device: str) -> bool:
     """Print a line for each case, and return True if all are close."""
     close = True
     bounds = {dtype: one for dtype, one in BOUNDS.items() if device == "cuda" or dtype is not torch.float16}
     for (dtype, bound), cases in itertools.product(
-        bounds.items(), (norm_cases, gated_cases, rotary_cases, loss_cases)
+        bounds.items(), (norm_cases, gated_cases, rotary_cases, loss_cases, split_cases, drop_cases)
     ):
         for name, run in cases(device, dtype):
             with by_kernels(False):

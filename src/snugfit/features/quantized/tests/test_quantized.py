@@ -21,6 +21,7 @@ from small_models import small_job
 from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
 from snugfit import fit
 from snugfit.errors import RecipeError
+from snugfit.features.quantized.default_stream import quantize_in_order
 from snugfit.features.quantized.four_bit_products import fuses
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -74,6 +75,21 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert_same_weights(whole.model, again.model)
     kept = sum(file.stat().st_size for file in (tmp_path / "cut" / "checkpoint-6").glob("*.safetensors"))
     assert kept < 60_000, "adapters alone are kept"
+
+
+def test_the_device_is_drained_around_each_quantization() -> None:
+    """Scales are quantized too: two operators for a weight."""
+    from bitsandbytes import functional
+
+    weight, calls = torch.randn(64, 128), []
+    expected, state = functional.quantize_4bit(weight, compress_statistics=True)
+    with quantize_in_order("CPU", lambda: calls.append(1)):
+        packed, other = functional.quantize_4bit(weight, compress_statistics=True)
+    assert len(calls) == 4
+    assert torch.equal(packed, expected)
+    assert torch.equal(other.absmax, state.absmax)
+    functional.quantize_4bit(weight)
+    assert len(calls) == 4
 
 
 def test_weights_of_a_folder_are_quantized_as_transformers_does(stored: Path) -> None:

@@ -22,10 +22,8 @@ from tiers import slow_but
 @pytest.mark.parametrize(
     ("family", "recipe", "says"),
     [
-        ("bert", "fused + qlora", r"read weights, which are quantized here\. Try 'torch_kernels'"),
         ("llama", "compiled + qlora", r"quantized weights are not compiled, so leave compiled out"),
         ("llama", "qlora + selective(products)", r"selective\(products\) keeps nothing\. Try 'every_layer'"),
-        ("llama", "qlora + bf16_master", "adapters are fp32"),
         ("llama", "fp8 + zero2", "not simulated together with fp8"),
         ("llama", "fp8 + ddp", "not simulated together with fp8"),
         ("llama", "qlora + fsdp", "not simulated together with qlora"),

@@ -1,0 +1,123 @@
+"""Linear layers of a model as `Projections`: torch's own, and those to which peft added a LoRA adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from snugfit.features.kernels.operations.joint_linear import is_plain
+from snugfit.features.kernels.operations.low_rank import Adapter
+from snugfit.features.kernels.operations.philox import scale, threshold
+from snugfit.features.kernels.operations.projections import Projections
+
+_LORA = ("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
+"""Module and name of peft's classes of a linear layer with LoRA adapters."""
+
+_FOUR_BITS = "bitsandbytes.nn.modules", "Linear4bit"
+"""Module and name of bitsandbytes' class of a linear layer in 4 bits."""
+
+
+VARIANTS = {"DoraLinearVariant": "DoRA"}
+"""Names of variants of LoRA by their classes in peft."""
+
+
+def projections_of(layers: Sequence[Any], *, biased: bool | None = None) -> Projections | None:
+    """Return the weights, biases and adapters of linear layers with one input.
+
+    None if one of them is neither torch's own nor in 4 bits, or has unsupported adapters. None too if only
+    some have a bias or 4 bits, or if a bias differs from `biased`.
+    """
+    if not all(_is_supported(layer) or objection(layer) == "" for layer in layers):
+        return None
+    bases = [_base(layer) for layer in layers]
+    biases = [base.bias for base in bases if base.bias is not None]
+    if len(biases) not in (0, len(bases)) or biased not in (None, bool(biases)):
+        return None
+    states = [base.weight.quant_state for base in bases if is_packed(base)]
+    if len(states) not in (0, len(bases)):
+        return None
+    adapters = [_adapter(layer) for layer in layers]
+    return Projections([base.weight for base in bases], biases, adapters, states)
+
+
+def is_packed(layer: Any) -> bool:
+    """Return True if this is bitsandbytes' linear layer in 4 bits."""
+    return (type(layer).__module__, type(layer).__name__) == _FOUR_BITS
+
+
+def _is_supported(layer: Any) -> bool:
+    """Return True for a linear layer of torch or in 4 bits, without a wrapper or hook."""
+    if not is_packed(layer):
+        return is_plain(layer)
+    # Inference on a CPU packs weights in another order.
+    state = getattr(layer.weight, "quant_state", None)
+    is_usual = state is not None and not getattr(state, "packing_format_for_cpu", False)
+    return is_usual and layer.weight.size(-1) == 1 and not _is_hooked(layer)
+
+
+def _is_hooked(layer: Any) -> bool:
+    """Return True if a hook or a wrapper expects to be called with the layer's input."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+
+
+def is_adapted(layer: Any) -> bool:
+    """Return True if peft added LoRA adapters to this linear layer."""
+    return (type(layer).__module__, type(layer).__name__) in _LORA
+
+
+def unsupported_settings(model: torch.nn.Module) -> list[str]:
+    """Return the settings of this model's LoRA adapters for which no kernels exist, once each."""
+    layers = [layer for layer in model.modules() if is_adapted(layer)]
+    return sorted({why for layer in layers if (why := objection(layer))})
+
+
+def objection(layer: Any) -> str:
+    """Return why a layer's code must run as it is: its type, or a setting of its adapters. Empty if snugfit's
+    kernels compute the same.
+    """
+    if not is_adapted(layer):
+        return f"a {type(layer).__name__}"
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(names) > 1 or layer.merged or layer.disable_adapters:
+        return "several active adapters, merged or disabled ones"
+    return next(_reasons(layer, names), "")
+
+
+def _reasons(layer: Any, names: Sequence[str]) -> Iterator[str]:
+    """Yield the unsupported settings of a layer and of these adapters."""
+    modules = [layer.get_base_layer()]
+    for name in names:
+        modules += [layer.lora_A[name], layer.lora_B[name]]
+        variant = layer.lora_variant.get(name)
+        if type(layer.lora_dropout[name]) not in (torch.nn.Identity, torch.nn.Dropout):
+            yield "dropout of another kind"
+        if variant is not None:
+            yield VARIANTS.get(type(variant).__name__, type(variant).__name__)
+        if layer.lora_B[name].bias is not None:
+            yield "lora_bias"
+    if layer.fan_in_fan_out:
+        yield "fan_in_fan_out"
+    if _is_hooked(layer):
+        yield "hooks"
+    if not all(map(_is_supported, modules)):
+        yield f"adapters of a {type(modules[0]).__name__}"
+
+
+def _base(layer: Any) -> Any:
+    return layer.get_base_layer() if is_adapted(layer) else layer
+
+
+def _adapter(layer: Any) -> Adapter | None:
+    """Return the factors of a layer's active adapter; None without one."""
+    names = [name for name in layer.active_adapters if name in layer.lora_A] if is_adapted(layer) else []
+    # An adapter that another module has active does not change this one.
+    if not names:
+        return None
+    name = names[0]
+    dropout = layer.lora_dropout[name]
+    # torch's own module drops nothing outside of training.
+    drops = threshold(dropout.p) if isinstance(dropout, torch.nn.Dropout) and dropout.training else 0
+    scaling = layer.scaling[name] * scale(drops)
+    return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, scaling, drops)

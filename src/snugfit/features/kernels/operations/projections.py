@@ -1,0 +1,219 @@
+"""Linear layers of one input as one product: weights, biases, and the adapters that some of them have.
+
+A forward pass saves x, or tensors from which a norm computes it again. It saves S = x A^T too, with r columns
+for each adapter. Frozen weights get no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from snugfit.features.kernels.operations.four_bits import unpack
+from snugfit.features.kernels.operations.joint_linear import join_weights
+from snugfit.features.kernels.operations.low_rank import Adapter, AdapterSpan, LowRankUpdate
+from snugfit.features.kernels.operations.operators import activation_dtype
+from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
+from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
+
+
+class Layout(NamedTuple):
+    """Sizes and numbers of the parts of `Projections.tensors`."""
+
+    sizes: tuple[int, ...]
+    """Numbers of columns of the results."""
+    has_biases: bool
+    spans: tuple[AdapterSpan, ...]
+    """Places of the adapters in the joint product."""
+    states: tuple[Any, ...] = ()
+    """bitsandbytes' `QuantState` of each weight if all have 4 bits."""
+
+    def separate(self, entries: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Return the entries for weights, biases and adapters, of a sequence with one for each tensor."""
+        count = len(self.sizes)
+        end = count * (1 + self.has_biases)
+        return entries[:count], entries[count:end], entries[end : end + 2 * len(self.spans)]
+
+    @property
+    def tensor_count(self) -> int:
+        """Return the number of tensors."""
+        return len(self.sizes) * (1 + self.has_biases) + 2 * len(self.spans)
+
+
+class Projections(NamedTuple):
+    """Linear layers of one input, such as queries, keys and values, in the order of their results."""
+
+    weights: Sequence[torch.Tensor]  # (N, H) each, or (N * H / 2, 1) with two numbers to a byte
+    biases: Sequence[torch.Tensor] = ()  # (N,) each; none of them, or one of each layer
+    adapters: Sequence[Adapter | None] = ()  # none of them, or one or None of each layer
+    states: Sequence[Any] = ()  # bitsandbytes' `QuantState` of each layer if all weights have 4 bits
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors, as an autograd function takes them: weights, biases, A and B of each adapter
+        in turn.
+        """
+        factors = [factor for adapter in self.adapters if adapter is not None for factor in adapter[:2]]
+        return [*self.weights, *self.biases, *factors]
+
+    @property
+    def layout(self) -> Layout:
+        """Return the sizes and numbers of the tensors."""
+        shapes = [one.shape for one in self.states or self.weights]
+        sizes = tuple(int(shape[0]) for shape in shapes)
+        spans, start = [], 0
+        for size, adapter in zip(sizes, self.adapters or [None] * len(sizes), strict=True):
+            if adapter is not None:
+                spans.append(AdapterSpan(start, start + size, len(adapter.down), *adapter[2:]))
+            start += size
+        return Layout(sizes, bool(self.biases), tuple(spans), tuple(self.states))
+
+
+Settings = tuple[Layout, Sequence[torch.dtype], int]
+"""Settings of a joint product: its layout, the dtypes of the tensors, and the parts of its adapters."""
+
+
+class JointProduct(NamedTuple):
+    """A product of rows (T, H) with the weights of all layers, as its backward pass needs it."""
+
+    layout: Layout
+    dtypes: Sequence[torch.dtype]  # of `Projections.tensors`
+    weights: Sequence[torch.Tensor]  # (N, H) all in the dtype of the product, or each one in 4 bits
+    update: LowRankUpdate | None
+
+    @classmethod
+    def start(
+        cls, rows: torch.Tensor, layout: Layout, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Self]:
+        """Return the product (T, N) in the dtype of the rows, and its backward pass."""
+        weights, biases, factors = layout.separate(tensors)
+        matrices = weights if layout.states else [join_weights(weights, rows.dtype)]
+        update = LowRankUpdate.start(rows, factors, layout.spans) if layout.spans else None
+        joint = cls(layout, [one.dtype for one in tensors], matrices, update)
+        return joint.multiply(rows, join_weights(biases, rows.dtype) if biases else None), joint
+
+    @classmethod
+    def restore(cls, settings: Settings, tensors: Sequence[torch.Tensor]) -> Self:
+        """Return the joint product with these settings and saved tensors."""
+        layout, dtypes, parts = settings
+        count = len(layout.states) or 1
+        update = LowRankUpdate.restore(tensors[count:], layout.spans, parts) if parts else None
+        return cls(layout, dtypes, tensors[:count], update)
+
+    @property
+    def settings(self) -> Settings:
+        """Return the attributes that are no tensors."""
+        return self.layout, self.dtypes, self.update.parts if self.update else 0
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors to save for the backward pass."""
+        return [*self.weights, *(self.update.tensors if self.update else ())]
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all weights (N, H) in the dtype of the product; those of 4 bits are unpacked each time."""
+        states = self.layout.states
+        return unpack(self.weights, states, dtype) if states else self.weights[0]
+
+    def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
+        turned = self.matrix(rows.dtype).t()
+        product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
+        # An unpacked matrix is large, and the updates do not need it.
+        del turned
+        if self.update is not None:
+            # Selective checkpointing returns the product again, so it must not change.
+            product = product.clone() if results_are_kept() else product
+            self.update.add_to(product)
+        return product
+
+    def needs_rows(self, needed: Sequence[bool]) -> bool:
+        """Return True if a weight or an A needs a gradient. `needed` has one entry for each tensor."""
+        weights, _, factors = self.layout.separate(needed)
+        return any(weights) or any(factors[::2])
+
+    def slopes(self, of_product: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of S, from that of the product (T, N); None without adapters."""
+        return self.update.slopes(of_product) if self.update else None
+
+    def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient (T, H) of the rows."""
+        of_rows = torch.mm(of_product, self.matrix(of_product.dtype))
+        if self.update is not None and slopes is not None:
+            self.update.add_input_gradient(of_rows, slopes)
+        return of_rows
+
+    def gradients(
+        self,
+        of_product: torch.Tensor,
+        slopes: torch.Tensor | None,
+        rows: Callable[[], torch.Tensor],
+        needed: Sequence[bool],
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of all tensors. Those of weights are slices of one tensor, as are those of
+        biases.
+
+        `rows` returns the rows (T, H), and is called once if at all.
+        """
+        for_weights, for_biases, for_factors = self.layout.separate(needed)
+        weights, biases, factors = self.layout.separate(self.dtypes)
+        rows_once = functools.cache(rows)
+        given: list[torch.Tensor | None] = [None] * (len(for_weights) + len(for_biases))
+        # One product gives the gradients of all weights, as slices.
+        if any(for_weights):
+            of_weights = weight_gradient(of_product, rows_once(), weights[0])
+            given[: len(weights)] = of_weights.split(self.layout.sizes)
+        if any(for_biases):
+            given[len(weights) :] = of_product.sum(0).to(biases[0]).split(self.layout.sizes)
+        if self.update is not None and slopes is not None:
+            given += self.update.gradients(of_product, slopes, rows_once, for_factors, factors)
+        return [one if asked else None for one, asked in zip(given, needed, strict=True)]
+
+
+def lora_linear(x: torch.Tensor, projections: Projections) -> tuple[torch.Tensor, ...]:
+    """Return the results (..., N) of linear layers for one `x` (..., H), in autocast's dtype where that is
+    on.
+
+    They are views of one tensor, so the rows of several results are strided.
+    """
+    results: tuple[torch.Tensor, ...] = LoraLinear.apply(  # type: ignore[no-untyped-call]
+        x, projections.layout, *projections.tensors
+    )
+    return results
+
+
+class LoraLinear(torch.autograd.Function):
+    """Autograd function of `lora_linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: Layout, *tensors: torch.Tensor) -> Any:
+        """Return the results; save the input's rows or their source, and the adapters' S."""
+        rows = x.reshape(-1, x.size(-1)).to(activation_dtype(x))
+        product, joint = JointProduct.start(rows, layout, tensors)
+        *source, ctx.from_one = rows_to_keep(x, rows, needs_it=joint.needs_rows(ctx.needs_input_grad[2:]))
+        ctx.save_for_backward(*source, *joint.tensors)
+        ctx.x_dtype, ctx.joint = x.dtype, joint.settings
+        return product.view(*x.shape[:-1], -1).split(layout.sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of `x`, weights, biases and adapters."""
+        # A checkpoint unpacks saved tensors once.
+        saved = ctx.saved_tensors
+        source, joint = saved[:3], JointProduct.restore(ctx.joint, saved[3:])
+        joined = gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)
+        of_product = joined.reshape(-1, joined.size(-1))
+        slopes = joint.slopes(of_product)
+        of_tensors = joint.gradients(
+            of_product,
+            slopes,
+            lambda: rows_again(source, ctx.from_one, of_product.dtype),
+            ctx.needs_input_grad[2:],
+        )
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = joint.input_gradient(of_product, slopes).view(*joined.shape[:-1], -1).to(ctx.x_dtype)
+        return of_x, None, *of_tensors
