@@ -43,7 +43,7 @@ class ModelInputs:
         return task == self.task
 
     def complete(self, config: Any) -> None:
-        """Add to a transformers config the keys that these inputs need and that configs of the hub have."""
+        """Add keys that these inputs need to a transformers config, as configs of the hub have them."""
 
     def of_job(self, job: Any, config: Any) -> Any:
         """Return the `SampleInputs` (`batch.py`) of a job. Raise `JobError` for a model of unknown shapes."""

@@ -1,4 +1,4 @@
-"""Uses of a model besides training and evaluation, which features add.
+"""Uses of a model besides training and evaluation (phases), which features add.
 
 A feature's module `phases.py` has an `AddedPhase` for each, which is read before there are jobs.
 """
@@ -43,17 +43,19 @@ class AddedPhase:
         return given
 
     def tokens(self, job: Any) -> int:
-        """Return the number of tokens that a step makes, for tokens per second."""
+        """Return the number of tokens that a step processes, for a throughput in tokens per second."""
         return int(job.batch_size * job.sequence_length)
 
     def step_class(self, loop: str) -> type[Any]:
-        """Return the `Step` of a loop (`step/step.py`). Raises `UsageError` for an unsupported loop."""
+        """Return the subclass of `Step` that runs this phase in a training loop (`step/step.py`). Raises
+        `UsageError` for an unsupported loop.
+        """
         raise NotImplementedError
 
     def rehearse(
         self, job: Any, open_step: Callable[[Any], Any], record: Callable[[Any, int], Any], steps: int
     ) -> Any:
-        """Return the `Trace` of a simulated run of `steps` steps.
+        """Return the `Trace` (recorded allocations and kernels) of a simulated run of `steps` steps.
 
         `open_step` returns the step of a job. `record` runs a number of its steps and returns their
         `Recording`.
@@ -64,7 +66,7 @@ class AddedPhase:
         """Return the results of this phase in a `Prediction`, as a dataclass; None without any."""
 
     def lines(self, summary: Any) -> Mapping[str, str]:
-        """Return lines of a report for the results of this phase, by label."""
+        """Return lines of a prediction's report with the results of this phase, by label."""
         return {}
 
 
