@@ -156,7 +156,9 @@ def _object(value: Any, where: str) -> Row:
 
 
 def _json(path: Path) -> Rows:
-    """Open a `.json` file: one list of objects, or an object per line, as `datasets` and pandas write it."""
+    """Return the rows of a `.json` file: one list of objects, or an object per line, as `datasets` and pandas
+    write it.
+    """
     with open(path, "rb") as file:
         begins = file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
     if begins == b"[":
@@ -192,7 +194,9 @@ def read_text(path: Path) -> str:
 
 
 def decode(content: bytes, where: str) -> str:
-    """Decode UTF-8 without the byte order mark that Windows writes before it. Raises `UsageError`."""
+    """Decode UTF-8, without the byte order mark that Windows writes first. Raises `UsageError` for another
+    encoding.
+    """
     content = content.removeprefix(_BYTE_ORDER_MARK)  # the codec utf-8-sig takes three times as long
     try:
         return content.decode()

@@ -45,7 +45,7 @@ def move_moments(
 ) -> torch.Tensor:
     """Update both moments by these gradients with the same operations as torch's `_single_tensor_adam`.
 
-    Return the divisor of the update. `root` is that of the second moment's bias correction.
+    Return the divisor of the update. `root` is the square root of the second moment's bias correction.
     """
     first.lerp_(slope, first_share)
     second.mul_(second_keep).addcmul_(slope, slope, value=second_share)
