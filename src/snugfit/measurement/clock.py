@@ -1,4 +1,4 @@
-"""A GPU's clock while steps were timed, from the readings of the sampler.
+"""A GPU's clock while steps were timed, from the readings of the NVML thread.
 
 A prediction is for a GPU with a constant clock. A GPU lowers its clock at its power limit or when it is hot.
 The steps then take longer for a reason outside the recipe.
@@ -33,8 +33,8 @@ def read_clock(card: Card, moment: float) -> ClockReading:
 def clock_between(
     readings: Iterable[ClockReading], card: Card, begin: float | None, end: float | None
 ) -> GpuClock | None:
-    """Return the GPU's clock between two moments; None without a reading between them, or without the
-    moments.
+    """Return the GPU's clock between two times of the monotonic clock; None without a reading between them,
+    or without these times.
     """
     if begin is None or end is None:
         return None

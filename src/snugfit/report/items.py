@@ -77,7 +77,7 @@ class PeakItem:
 
 
 def items_at_peak(prediction: Prediction) -> list[PeakItem]:
-    """Return the groups of tensors at the peak with everyday names, the largest first."""
+    """Return the tensors at the peak in groups with everyday names, the largest group first."""
     optimizer = prediction.recipe.setup().optimizer_path.split(":")[-1]
     sizes: dict[str, Counter[str]] = defaultdict(Counter)
     for line in prediction.anatomy.largest:
@@ -104,7 +104,9 @@ def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
 
 
 def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
-    """Return the name of tensors of the forward or backward pass, or of the optimizer's step."""
+    """Return the everyday name of tensors that the forward pass, the backward pass or the optimizer's step
+    allocated.
+    """
     path, part = line.module, part_of(line.module)
     if line.phase == "build":
         return "whole model while it is built"
@@ -124,7 +126,7 @@ def part_of(module: str) -> str:
 
 
 def _notable(by_dtype: Counter[str]) -> Iterator[str]:
-    """Yield the dtypes that hold a notable fraction of these bytes, for the name of a group of tensors."""
+    """Yield the dtypes that have a notable fraction of these bytes, for the text of a group of tensors."""
     for dtype, size in by_dtype.most_common():
         if dtype and size >= NOTABLE * by_dtype.total():
             yield dtype

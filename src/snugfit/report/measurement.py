@@ -37,7 +37,7 @@ def render(measurement: Measurement) -> RenderableType:
 
 
 def short(measurement: Measurement) -> Page:
-    """Return the result on one screen: outcome, memory, seconds and notes."""
+    """Return the report of a measurement on one screen: outcome, memory, seconds and notes."""
     footprint, timing = measurement.footprint, measurement.timing
     where = f"{measurement.gpus} x {measurement.device.name}" if measurement.gpus > 1 else None
     about = f"{subject(measurement.job, measurement.recipe, where or measurement.device.name)}: "
@@ -115,7 +115,7 @@ def _heading(measurement: Measurement) -> Text:
 
 
 def ranks_table(measurement: Measurement) -> PlainTable:
-    """Return a table with one line for each rank; the rank of the measurement's footprint is marked."""
+    """Return a table with one line for each rank. The rank whose memory the measurement reports is marked."""
     on_gpu = measurement.device.type != "cpu"
     worst = next((one for one in measurement.ranks if one.footprint == measurement.footprint), None)
     rows = []
@@ -149,7 +149,7 @@ def fabric_rows(measurement: Measurement) -> list[tuple[str, str, str]]:
 
 
 def timing_table(timing: Timing, more: Sequence[tuple[str, str, str]] = ()) -> PlainTable:
-    """Return a table of the seconds of a step with the figures derived from them."""
+    """Return a table of the seconds of a measured step, with the figures derived from them."""
     rows = [
         ("step", show_seconds(timing.step_seconds), f"mean of {timing.steps} steady steps"),
         *_with_disturbed(timing),

@@ -30,8 +30,8 @@ BY_SET = ("decay_groups", "build_on", "learning_rate")
 def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterator[str]:
     """Yield commands and calls that use a plan's best recipe.
 
-    None follow if nothing fits, or if the job only evaluates. A model that exists only in Python has none
-    either: the user's own script trains it.
+    There are none if no recipe fits, or if the job only evaluates. A model that exists only in Python has
+    none either: the user's own script trains it.
     """
     job = plan.job
     if plan.best is None or job.model.module is not None or not job.trains:

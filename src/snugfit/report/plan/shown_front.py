@@ -1,4 +1,4 @@
-"""Selection of a few rows of a plan's Pareto front that differ from each other."""
+"""Selection of a few recipes from a plan's Pareto front of memory and time that differ from each other."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ NEAR_MISSES = 2
 
 
 def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) -> list[Choice]:
-    """Return the rows of the Pareto front to show, at most `most`: the best recipe, and rows that differ from
-    it and from each other.
+    """Return the recipes of the Pareto front to show, at most `most`: the best one, and others that differ
+    from each other.
 
-    Fitting rows come first, the fastest first, then the near misses. With `everything` all rows are returned.
+    Fitting recipes come first, the fastest first, then those that almost fit. With `everything` all are
+    returned.
     """
     answer = plan.best_or_nearest
 

@@ -1,4 +1,4 @@
-"""Sentences that all short reports share: the fit, four numbers, and the most important warning."""
+"""Sentences that all short reports share: the fit in memory, four numbers, and the most important warning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def _is_more_than(memory: int, gpu: Gpu) -> bool:
 
 
 def trained_weights(job: Job, recipe: Recipe) -> str:
-    """Return `all weights`, `LoRA r=16`, or `evaluation` for a job that trains none."""
+    """Return the trained weights of a job as text: `all weights`, `LoRA r=16`, or `evaluation` if
+    none train.
+    """
     adapters = recipe[Slot.ADAPTERS]
     if not job.trains:
         return "evaluation" if job.added_phase is None else job.added_phase.title
@@ -68,9 +70,10 @@ def show_fit(
     condition: str = "",
     limit: str = "the card has",
 ) -> str:
-    """Return `fits, 2.5 GiB free, about 16 s a step`, or the missing memory of a step that does not fit.
+    """Return text on the fit in memory: `fits, 2.5 GiB free, about 16 s a step`, or the missing memory.
 
-    `headroom` is given for a step that leaves less free, `condition` for a verdict that may not hold.
+    `headroom` is given for a step that leaves fewer bytes free than this, `condition` for a result that may
+    not hold.
     """
     if memory is None:
         return f"needs {show_gib(needed)}; add --gpu NAME to see whether it fits"
@@ -110,7 +113,7 @@ def four_numbers(
     speed: StepSpeed | None,
     per_gpu: str = "",
 ) -> Iterator[tuple[str, str]]:
-    """Yield labelled lines with the memory, its parts, the seconds of a step and the throughput."""
+    """Yield four labelled lines: the memory, its parts, the seconds of a step and the throughput."""
     limit = f" of {show_gib(memory)}" if memory else ""
     yield "GPU memory", f"{show_gib(needed)}{limit}{per_gpu}"
     yield "of which", ", ".join(f"{show_gib(size)} {what}" for size, what in parts if size)
