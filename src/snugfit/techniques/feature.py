@@ -1,8 +1,7 @@
 """The interface between the core and its features.
 
 A feature is a folder of `features/` that can be deleted, or a plugin. Its `feature.py` has one subclass of
-`Feature`, whose methods the core calls. Its fields of `Setup` are in `fields.py`, its tasks in `tasks.py`,
-and so on.
+`Feature`, whose methods the core calls. Fields of `Setup` are in `fields.py`, tasks in `tasks.py`.
 """
 
 from __future__ import annotations
@@ -116,9 +115,7 @@ class Feature:
         return None
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return a command's `Request` (job, recipe, GPU) after the feature's options. Raises
-        `UsageError`.
-        """
+        """Return a command's `Request` (job, recipe, GPU) as options change it. Raises `UsageError`."""
         return request
 
     def read_mesh(self, recipe: Any, text: str) -> Any:
@@ -222,7 +219,7 @@ class Feature:
         return True
 
     def program_decisions(self) -> Context[list[Any]]:
-        """Return a context that yields the list of a compiler's decisions on layers (`few_layers.py`)."""
+        """Return a context that yields the list of a compiler's decisions on layers (`few_layers`)."""
         return nullcontext([])
 
     def context_bytes(self, operators: Collection[str]) -> int:

@@ -115,8 +115,8 @@ class LogitsWish:
     """Tokens of a chunk; None computes them from `LOGITS_BYTES`."""
 
     def tokens_at_once(self, vocabulary: int, itemsize: int = 4) -> int:
-        """Return the number of tokens for which logits are computed together. By default it is the largest
-        power of two whose logits, of `itemsize` bytes each, take at most `LOGITS_BYTES`.
+        """Return the number of tokens in a chunk. Without a set number, it is the largest power of two whose
+        logits, of `itemsize` bytes each, take at most `LOGITS_BYTES`.
         """
         # The bit length minus one is the largest power of two within.
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
