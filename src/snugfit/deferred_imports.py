@@ -101,7 +101,7 @@ class PutOffName(type):
     `isinstance`."""
 
     home: str
-    """The module that has the real object."""
+    """The module that defines the real object."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return cls.home in sys.modules and isinstance(instance, _real(cls))

@@ -32,7 +32,8 @@ from snugfit.errors import UsageError
 T = TypeVar("T")
 
 LARGEST_DOCUMENT = 8 << 20
-"""Largest size of a document, in bytes; a real one has a few kilobytes, with a thousand timed steps fifty."""
+"""Largest size of a JSON document, in bytes. Most have a few kilobytes, one with a thousand timed steps
+fifty."""
 
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 """Flags to open a file without waiting on a pipe. Windows has neither of the two."""

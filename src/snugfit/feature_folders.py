@@ -52,9 +52,9 @@ class Plugin:
 
     name: str
     package: str
-    """Import path of its package."""
+    """Import path of the plugin's package."""
     version: str
-    """Its version and a digest of its source."""
+    """Version of the plugin, and a digest of its source."""
 
 
 def use_plugins(words: Iterable[str]) -> None:

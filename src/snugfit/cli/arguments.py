@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from snugfit.cli.request import Request
 
 TAKE_AUTO = ("predict", "measure", "train")
-"""Commands that replace `auto`: those about one recipe on one GPU."""
+"""Commands that replace `auto` in a recipe: those about one recipe on one GPU."""
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 

@@ -71,7 +71,7 @@ class Request:
     """The options as they were given."""
 
     configuration: Configuration | None = None
-    """The user's own configuration, when one was given."""
+    """The user's configuration file as it was read; None without one."""
 
     model_name: str = ""
     """The model as it was named."""
@@ -86,7 +86,8 @@ class Request:
     """Number of the best recipes that a plan lists."""
 
     follow_up: Callable[[Any, str], None] | None = None
-    """Further work on a plan that fits. It prints in a format; as JSON, one document with the plan."""
+    """Function with further work on a plan that fits. It prints its result in a format; for JSON, one
+    document with the plan."""
 
     @classmethod
     def read(cls, flags: Mapping[str, Any], *, takes_auto: bool = False) -> Self:

@@ -38,7 +38,7 @@ class Encoded:
     """The token ids and labels of one row."""
 
     ids: list[int]
-    """The tokens of the input."""
+    """The token ids of the input."""
 
     labels: list[int] | None = None
     """One label per token, or the target's tokens. For words, each token's index into `row_labels`."""

@@ -155,7 +155,7 @@ class _RowLabels:
 
     values: list[Any]
     rows: array[int]
-    """The row of each value."""
+    """The index of the row of each value."""
 
     def where(self, where: Where) -> Where:
         return lambda index: where(self.rows[index])

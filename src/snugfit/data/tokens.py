@@ -46,7 +46,7 @@ class Tokens:
     """The tokens of one text, or of a pair of texts."""
 
     ids: list[int]
-    """Its tokens, special ones included."""
+    """The token ids of the text, special ones included."""
 
     types: list[int] | None
     """1 for each token of the second text, else 0; None if the model takes no types."""

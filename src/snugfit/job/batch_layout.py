@@ -65,7 +65,7 @@ class BatchLayout:
     """Rows of each tensor that contains samples, by its name."""
 
     unclear: Mapping[str, int]
-    """Length of each tensor that may or may not contain samples, by name."""
+    """Length of each tensor for which it is unclear if it contains samples, by name."""
 
     @classmethod
     def of(

@@ -138,7 +138,8 @@ class Job:
     """Settings of a phase that a feature adds, by name; empty for training and evaluation."""
 
     batch_size: int = 4
-    """The global batch of one optimizer step, in samples; a recipe may cut it, never change it."""
+    """The global batch of one optimizer step, in samples. A recipe may split it, but never changes its
+    size."""
 
     sequence_length: int = 512
     """Tokens of one input sequence (encoder side); not used by images and speech."""

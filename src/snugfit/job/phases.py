@@ -18,7 +18,7 @@ class AddedPhase:
     """
 
     name: ClassVar[str]
-    """Its value in `Phase`."""
+    """The phase's value in `Phase`."""
 
     title: ClassVar[str]
     """The word for the phase in the head of a report, such as `evaluation`."""
@@ -27,7 +27,7 @@ class AddedPhase:
     """A sentence for reports on such a job."""
 
     setting_types: ClassVar[Mapping[str, type]] = {}
-    """Types of its settings by name, which are keys of a job file."""
+    """Types of the phase's settings by name, which are keys of a job file."""
 
     slots: ClassVar[frozenset[str]] = frozenset()
     """Slots of recipes that no other phase uses, by name."""
@@ -36,7 +36,8 @@ class AddedPhase:
     """Slots of recipes that this phase does not use, beside those of training alone."""
 
     sizes: ClassVar[Mapping[str, tuple[str, int]]] = {}
-    """Sizes that `--largest` may search besides the core's: a field of `Job` or a setting, and its limit."""
+    """Sizes that `--largest` may search in addition to the core's: a field of `Job` or a setting, and its
+    upper limit."""
 
     def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the complete settings of a job in this phase. Raises `JobError` for unusable ones."""

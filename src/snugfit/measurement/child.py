@@ -55,10 +55,10 @@ SEED = 0
 """Seed of the random weights and data, equal in every run."""
 
 HISTORY_STEP = 2
-"""The step after which a recorded history is written: the first steady one."""
+"""Index of the step after which recorded allocations are written: the first that is like all later ones."""
 
 HISTORY_ENTRIES = 1_000_000
-"""Upper bound on the allocations and frees of a history. A choice, not measured."""
+"""Largest number of recorded allocations and frees. A choice, not measured."""
 
 
 def main() -> None:
@@ -210,7 +210,7 @@ class _Context(NamedTuple):
     """Growth of the device's used bytes; None on a CPU, and where NVML does not answer."""
 
     ready: float
-    """The moment at which the context and the group were created, by the monotonic clock."""
+    """The time at which the context and the process group were created, by the monotonic clock."""
 
     group: Any = None
     """The process group of the ranks; None where one process trains."""

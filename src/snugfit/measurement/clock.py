@@ -20,7 +20,7 @@ class ClockReading(NamedTuple):
     moment: float
     """Seconds of the monotonic clock."""
     mhz: int
-    """The SM clock at that moment, in MHz."""
+    """The SM clock at that time, in MHz."""
     reasons: int
     """NVML's bits for the reasons of a lower clock."""
 

@@ -50,13 +50,13 @@ class ChildExit:
     """Exit code, or minus the signal's number."""
 
     timed_out: bool
-    """True if it was still running at its deadline."""
+    """True if the process was still running at its deadline."""
 
     tail: str
-    """The end of its output to stdout and stderr."""
+    """The last output of the process to stdout and stderr."""
 
     oom_kills: int
-    """Number of processes that the kernel killed for memory in the meantime, from the counters visible
+    """Number of processes that the kernel killed for memory during the run, from the counters visible
     here."""
 
 

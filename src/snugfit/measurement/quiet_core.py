@@ -31,8 +31,8 @@ DISTURBED_RATIO = 1.25
 1.0 to 1.1 and 1.6 to 1.9."""
 
 INTERVAL, INTERVAL_ALL_DISTURBED = 0.2, 1.0
-"""Seconds until the next check after an undisturbed core, and after none (chosen). A check takes 0.1 ms, and
-2 ms if all of 16 cores are tried."""
+"""Seconds until the next check if some core was undisturbed, and if none was (chosen). A check takes 0.1 ms,
+and 2 ms if all of 16 cores are tried."""
 
 MAX_CORES_TRIED = 32
 """Number of cores tried in one check. Cores that were quiet last, or never tried, come first."""

@@ -39,10 +39,10 @@ class Census:
     """The processes with a CUDA context on the GPU at one moment, and their bytes."""
 
     used_bytes: int
-    """Bytes in use on the device by all of them."""
+    """Bytes in use on the device by all processes."""
 
     own: tuple[GpuProcess, ...]
-    """Processes of the sampling side, for which `belongs` is True."""
+    """Processes of this measurement, for which `belongs` is True."""
 
     foreign: tuple[GpuProcess, ...]
     """All the other processes."""
@@ -66,7 +66,7 @@ class Sampler:
         self.peak_bytes: int | None = None
         """Largest used bytes so far; None before the first reading."""
         self._rises: list[tuple[float, int]] = []
-        """Each increase of the maximum of used bytes, with its moment by the monotonic clock."""
+        """Each increase of the largest used bytes, with its time by the monotonic clock."""
         self.censuses: dict[frozenset[int], Census] = {}
         """For each distinct set of process ids, the census with the most used bytes."""
         self.refusal: str | None = None

@@ -94,7 +94,7 @@ class Stopwatch(Observer):
         self.timed_from: float | None = None
         """Start of the first steady step on the host, by the monotonic clock."""
         self._starting: list[Any] = [self._mark()]
-        """Marks of the start-up: this stopwatch is created, the model is built, the first step ends."""
+        """Times of the start-up: this stopwatch is created, the model is built, the first step ends."""
 
     def step_begins(self, index: int) -> None:
         """Mark the beginning of the first timed step."""

@@ -51,7 +51,7 @@ class Target:
     """`cuda` or `cpu`, the device type of torch."""
 
     card: Card | None = None
-    """The GPU in NVML; None on the CPU, and where NVML does not answer."""
+    """The GPU's NVML handle; None on the CPU, and where NVML does not answer."""
 
     driver: str | None = None
 
@@ -62,7 +62,7 @@ class Target:
     """Reason why a GPU is used that NVML does not report; None otherwise."""
 
     beside: tuple[str, ...] = ()
-    """The UUIDs of all GPUs that train together, with this one; empty for one alone."""
+    """The UUIDs of all GPUs that train together, this one included; empty for one alone."""
 
     @property
     def torch_device(self) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction, TensorLine
 
 NOTABLE = 0.1
-"""Smallest share of an item's bytes at which its dtype is named."""
+"""Smallest fraction of a group's bytes at which its dtype is named."""
 
 EXPERTS = "expert"
 
@@ -60,7 +60,7 @@ BOUND_BY = {
     "statistical normalisations": "softmax and normalization on the GPU",
     "element-wise": "element-wise kernels on the GPU",
 }
-"""Names of a step's bounds in sentences."""
+"""Text for the limit of a step's speed, by `StepSeconds.bound`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class PeakItem:
     name: str
     bytes: int
     dtypes: tuple[str, ...]
-    """Dtypes of its tensors, that of the most bytes first."""
+    """Dtypes of the tensors in the group, that of the most bytes first."""
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.dtypes)})" if self.dtypes else self.name

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 ITEMS = 3
-"""Number of items at the peak in a short report."""
+"""Largest number of groups of tensors in a short report."""
 
 LOSS_OVER_ALL_LOGITS = "Evaluation is a forward pass that computes the loss over all logits."
 

@@ -162,7 +162,7 @@ class _SinceLastLine:
         self.steps, self.samples, self.tokens = 0, 0, 0
         self.seconds, self.stalled, self.at_peak = 0.0, 0.0, 0.0
         self.proposed = proposed
-        """True once more workers have been proposed."""
+        """True once a report has proposed more workers."""
 
     def add(self, event: Event) -> None:
         self.steps += 1

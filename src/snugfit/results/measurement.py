@@ -75,15 +75,15 @@ class RankMeasured:
     rank: int
     """Number of the rank, from 0."""
     gpu_index: int | None
-    """CUDA index of its GPU; None on a CPU."""
+    """CUDA index of the rank's GPU; None on a CPU."""
     uuid: str | None
-    """UUID of its GPU; None on a CPU, and where NVML does not answer."""
+    """UUID of the rank's GPU; None on a CPU, and where NVML does not answer."""
     footprint: Footprint | None
-    """Its bytes at their peak."""
+    """The rank's bytes at their peak."""
     step_seconds: float | None
     """Mean seconds of its steady steps, as in `Timing`."""
     contaminated: str | None = None
-    """Reason why its GPU was shared with other processes; None where it was not."""
+    """Reason why the rank's GPU was shared with other processes; None where it was not."""
     crowded: str | None = None
     """Use of the host's cores by other processes, as in `Measurement`."""
     disturbed: float | None = None

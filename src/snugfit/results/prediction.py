@@ -104,11 +104,11 @@ class RankPredicted:
     rank: int
     """The first rank of its stage."""
     stage: int
-    """Its pipeline stage, from 0; with several stages on the rank, the first."""
+    """Pipeline stage of the rank, from 0; with several stages on the rank, the first."""
     layers: int
-    """Number of its layers."""
+    """Number of layers of the rank."""
     requested_bytes: int
-    """Bytes requested by its tensors and kernels at the peak, as in `Footprint`."""
+    """Bytes requested by the rank's tensors and kernels at the peak, as in `Footprint`."""
     allocated_bytes: int
     """Bytes of the blocks handed out, as in `Footprint`."""
     reserved_bytes: int
@@ -116,7 +116,7 @@ class RankPredicted:
     nvml_bytes: int | None
     """Bytes in use on the device; None where no context size is available."""
     idle_seconds: float | None = None
-    """Seconds of the step in which it waits for other stages; None where seconds are not predicted."""
+    """Seconds of the step in which the rank waits for other stages; None where seconds are not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)

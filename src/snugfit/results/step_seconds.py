@@ -47,10 +47,10 @@ class PhaseSpan:
     """`load`, `forward`, `backward`, `clip` or `update`."""
 
     start_seconds: float
-    """Start of the launch, or of the run, of its first kernel."""
+    """Start of the launch, or of the run on the device, of the phase's first kernel."""
 
     end_seconds: float
-    """End of the launch, or of the run, of its last kernel."""
+    """End of the launch, or of the run on the device, of the phase's last kernel."""
 
     busy_seconds: float
     """Part of the span in which the host or the device works rather than waits."""

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 PHASES = ("build", "load", "forward", "backward", "clip", "update")
 SKIPPED = "skipped"
-"""Phase of a micro-batch whose passes a short simulation skips."""
+"""Phase of a micro-batch whose forward and backward passes a short simulation skips."""
 
 LOOPS = ("plain", "accelerate", "trainer")
-"""Names of the loops; `open_step.py` maps each to its Step."""
+"""Names of the training loops; `open_step.py` maps each to its subclass of `Step`."""
 
 
 class Observer:

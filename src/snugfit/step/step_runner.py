@@ -16,13 +16,13 @@ class StepRunner(ABC):
     """
 
     updates_within = False
-    """True if weights are updated within the passes, and no gradients remain."""
+    """True if weights are updated within the backward pass, and no gradients remain."""
 
     has_begun = False
-    """True if the current step has already updated a weight within its passes."""
+    """True if the current step has already updated a weight within its backward pass."""
 
     norm: torch.Tensor | None = None
-    """Norm of the last passes' gradients, a scalar on the device; None if it is unknown."""
+    """Norm of the gradients of the last backward pass, a scalar on the device; None if it is unknown."""
 
     why_not = ""
     """Reason why steps are not replayed but run as the loop is written; empty if they are."""

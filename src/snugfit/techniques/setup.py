@@ -99,7 +99,7 @@ class CheckpointWish:
 
 
 EVERY_LAYER = CheckpointWish()
-"""The wish that recomputes each layer by itself."""
+"""The checkpointing setting that recomputes each layer by itself."""
 
 
 LOGITS_BYTES = 256 << 20

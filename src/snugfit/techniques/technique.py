@@ -159,8 +159,8 @@ class Technique(ABC):
     """True if a plan can search recipes with it; otherwise `predict` takes a recipe that has it."""
 
     grade_cost: ClassVar[float] = 1.0
-    """Least seconds that a grade adds (`grades`), as a share of those on the line to recomputing each
-    layer."""
+    """Least seconds that a grade adds (`grades`), as a share of the seconds by linear interpolation to
+    recomputing each layer."""
 
     needs_several_gpus: ClassVar[bool] = False
     """True for training on several GPUs, which one GPU cannot use."""

@@ -46,7 +46,7 @@ from snugfit.step.applier import group_bytes
 from snugfit.step.host_link import managed_on_gpu
 
 _MESSAGE_LINES = 20
-"""Lines of a dead child's output in the measurement; the ledger stores up to 64 KiB of it."""
+"""Number of output lines of a failed process in the measurement; the ledger stores up to 64 KiB of it."""
 
 
 def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tuple[Measurement, str]:
@@ -260,7 +260,7 @@ class Children:
         self._open = ExitStack()
         self._change = threading.Condition()
         self.failed: list[int] = []
-        """The numbers of the children that failed by themselves, in the order of detection."""
+        """The numbers of the child processes that failed by themselves, in the order of detection."""
         self._ended, self._killing = 0, False
 
     def __enter__(self) -> Self:
@@ -335,12 +335,12 @@ class RankRun:
     request: MeasurementRequest
     target: Target
     baseline: GpuBaseline | None
-    """The state of its GPU before the run; None on the CPU, and without NVML."""
+    """The state of the rank's GPU before the run; None on the CPU, and without NVML."""
     sampler: Sampler | None
     result: ChildResult
     exited: ChildExit
     quiet: Sequence[bool]
-    """For each of its steps: True if it was not disturbed (`quiet_on_all`)."""
+    """For each of the rank's steps: True if it was not disturbed (`quiet_on_all`)."""
 
     def footprint(self) -> Footprint | None:
         """Return the bytes of the rank's process at their peak; None without a result."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 GAINS = 3
-"""Number of techniques whose gain is listed."""
+"""Largest number of techniques whose savings are listed."""
 
 LEAST_GAIN = 0.005
 """Smallest difference of bytes or seconds that is listed, as a share."""
@@ -43,7 +43,7 @@ ROWS = 6
 """Largest number of rows in the table of alternatives."""
 
 CURES = 3
-"""Number of listed changes with which a step would fit."""
+"""Largest number of listed changes with which a step would fit."""
 
 
 def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:

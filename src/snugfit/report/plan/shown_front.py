@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 8
 APART = 0.03
-"""Share of bytes and of seconds below which rows that differ in both count as one answer."""
+"""Fraction of bytes and of seconds: recipes that differ by less in both count as one."""
 
 NEAR_MISSES = 2
-"""Number of shown rows that do not fit, the nearest misses, if other rows fit."""
+"""Number of shown recipes that almost fit, if others fit."""
 
 
 def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) -> list[Choice]:

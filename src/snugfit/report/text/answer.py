@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 UNREAD = "if the unread parts change nothing"
-"""Condition of a verdict if the user's configuration was not read in full."""
+"""Condition of a report's answer if the user's configuration file was not read in full."""
 
 SCALED_RATES = "step time, as no rates of this GPU were measured"
 

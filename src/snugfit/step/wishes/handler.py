@@ -53,7 +53,7 @@ class LiveTraining:
     """Name of the front-end, one of `applier.FRONT_ENDS`."""
 
     recipe: Recipe
-    """The recipe to apply to the model."""
+    """The new recipe that is applied to the model."""
 
     model: Any
     """The model; a handler may replace it by another."""
@@ -62,7 +62,7 @@ class LiveTraining:
     """The device of all of the model's weights."""
 
     own_forwards: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    """Modules with a replaced forward method, each with its attributes from before."""
+    """Modules with a replaced forward method, each with its attributes before the replacement."""
 
     def technique(self, slot: Slot) -> Technique:
         """Return the recipe's technique of this slot (a choice such as precision), or of another slot with
@@ -141,7 +141,7 @@ class Handler:
     """Front-ends that cannot implement the field, each with the reason."""
 
     accelerate_does_it: ClassVar[bool] = False
-    """True if accelerate's own arguments add the effect around a forward pass."""
+    """True if accelerate's own arguments add the field's effect around a forward pass."""
 
     read_by_loops: ClassVar[bool] = False
     """True if every loop implements the field itself and reads it from the Setup."""

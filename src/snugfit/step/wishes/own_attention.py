@@ -19,7 +19,7 @@ class OwnAttention:
 
     name: str
     why_no_script: str
-    """Reason why no exported script can use it."""
+    """Reason why no exported script can use the attention."""
     register: Call
     """Function that registers the attention in transformers."""
     enter: Call
