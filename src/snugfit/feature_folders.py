@@ -120,7 +120,7 @@ def _load(word: str) -> Plugin:
 
 
 def _package_at(folder: Path) -> ModuleType:
-    """Import the package of a folder whose parent is not on Python's path."""
+    """Import and return the package in this folder, whose parent is not on Python's path."""
     start = folder / "__init__.py"
     if not folder.name.isidentifier() or importlib.util.find_spec(folder.name) is not None:
         raise FeatureError(

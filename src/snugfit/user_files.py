@@ -24,8 +24,8 @@ LARGEST_FILE = 1 << 20
 
 
 def read_text(path: Path, *, what: str = "file", largest: int = LARGEST_FILE) -> str:
-    """Return the text of a regular file of at most `largest` bytes. Raises `UsageError`, in which `what`
-    names the kind of file.
+    """Return the text of a regular file of at most `largest` bytes. Raises `UsageError` for any other file;
+    its message calls the file a `what`.
     """
     with refuse_unreadable(path):
         refuse_no_file(path, what, largest)

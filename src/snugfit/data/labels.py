@@ -1,4 +1,4 @@
-"""Conversion of class labels to numbers, from the datasets' numbers, names, or numbers written as text.
+"""Conversion of class labels to numbers, given as numbers, names, or numbers written as text.
 
 Names are numbered in alphabetical order, which is the same on every machine and at every start. The dataset's
 own order (a `ClassLabel`) goes first, and so does the order of a split that was read before. A label beyond

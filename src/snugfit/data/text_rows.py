@@ -43,8 +43,8 @@ class LineRows(Rows):
     """The rows of a text file with one row per line that is not blank."""
 
     def __init__(self, path: Path, parse: Callable[[str, str], Row]) -> None:
-        """Open the file; `parse` converts a line to a row, and its second argument is the line's location for
-        error messages.
+        """Open the file and find its lines. `parse` converts a line to a row; its second argument is the
+        line's location for error messages.
         """
         self.source, self.folder = str(path), path.parent
         self._path, self._parse = path, parse

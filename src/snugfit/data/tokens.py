@@ -60,7 +60,7 @@ class Tokens:
 
 @final
 class Tokenizer:
-    """A wrapper of a transformers tokenizer that returns plain lists of ids."""
+    """A wrapper of a transformers tokenizer that returns token ids as plain lists."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.of_transformers = tokenizer
@@ -77,7 +77,7 @@ class Tokenizer:
         limit: int | None,
         words: bool = False,
     ) -> list[Tokens]:
-        """Return the tokens of each text, at most `limit` of them.
+        """Return the tokens of each text, at most `limit` per text.
 
         A longer text is tokenized a second time, with truncation. Raises `UsageError` if the tokenizer fails.
         """

@@ -91,8 +91,8 @@ def class_names(task: str, model_type: str) -> frozenset[str]:
 
 @cache
 def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
-    """Return transformers' table `name` of auto classes, as class names by model type, read
-    from its source.
+    """Return transformers' table `name` of auto classes: the names of model classes by model type. The source
+    text is parsed.
     """
     pairs: list[tuple[ast.expr | None, ast.expr]] = []
     for statement in _syntax_tree(file).body:

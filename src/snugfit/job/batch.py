@@ -75,13 +75,16 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Return the number of tokens that are not padding; 0 for pictures and sound. Waits for the device."""
+    """Return the number of tokens in a batch that are not padding; 0 for pictures and sound. It waits for the
+    batch's device.
+    """
     return int(token_count(batch))
 
 
 def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Return the number of tokens that are not padding, as a scalar tensor on the batch's device. Only
-    reading its value waits for the device."""
+    """Return the number of tokens in a batch that are not padding, as a scalar tensor on its device. Only
+    reading the tensor's value waits for the device.
+    """
     if "attention_mask" in batch:
         counted: torch.Tensor = batch["attention_mask"].sum()
         return counted

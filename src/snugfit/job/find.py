@@ -25,7 +25,7 @@ HUB_SECONDS = 4.0
 
 
 class ModelFacts(NamedTuple):
-    """The config values of a model, with its name and their source, such as a preset."""
+    """A model's config values with the model's name, and the source of the values, such as a preset."""
 
     name: str
     """The full name of the model, with its owner."""

@@ -1,8 +1,8 @@
 """Detection of models whose samples depend on each other, as by batch norm, so that micro-batches differ from
 the whole batch.
 
-Gradients of micro-batches add up to those of the batch if the loss is a mean over samples. Two kinds are
-none:
+Gradients of micro-batches add up to those of the batch if the loss is a mean over samples. Two kinds of
+losses are no such mean:
 
 - layers of a batch norm normalise by the mean and variance of the batch that they are given;
 - a loss over the batch compares each sample with the others (CLIP, SimCLR, in-batch negatives). Or it takes

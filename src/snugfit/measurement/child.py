@@ -204,7 +204,7 @@ def _import_code_of(job: Job, setup: Setup) -> None:
 
 
 class _Context(NamedTuple):
-    """The CUDA context of the measured process, with its bytes, and its process group."""
+    """The result of creating a CUDA context in the measured process: its bytes, and the process group."""
 
     growth_bytes: int | None
     """Growth of the device's used bytes; None on a CPU, and where NVML does not answer."""

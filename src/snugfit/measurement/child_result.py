@@ -1,7 +1,7 @@
 """The result that a measured child writes for its parent: one typed document, checked field by field.
 
-The parent accepts no field of a wrong type: one makes the whole result a `bad-result`. Only a loss may be
-null, because a loss can be NaN and JSON has no NaN.
+The parent accepts no field of a wrong type: one wrong field makes the outcome `bad-result`. Only a loss may
+be null, because a loss can be NaN and JSON has no NaN.
 """
 
 from __future__ import annotations

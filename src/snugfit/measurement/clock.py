@@ -15,7 +15,7 @@ from snugfit.results.measurement import GpuClock
 
 
 class ClockReading(NamedTuple):
-    """The clock of a GPU and the reasons for a lower one, read from NVML at one moment."""
+    """One NVML reading of a GPU's clock, with the reasons for a lower clock."""
 
     moment: float
     """Seconds of the monotonic clock."""

@@ -210,8 +210,8 @@ def _compute_processes(card: Card) -> list[GpuProcess]:
 
 
 def _list(processes: list[GpuProcess]) -> str:
-    """Return processes as text for a message, at most four with their numbers: `process 17 (512 MiB), this
-    process (23)`.
+    """Return processes as text for a message: `process 17 (512 MiB), this process (23)`. It lists at most
+    four by number.
     """
     shown = []
     for process in processes:

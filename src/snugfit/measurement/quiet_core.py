@@ -110,7 +110,7 @@ class QuietCore:
         return statistics.fmean(seconds > DISTURBED_RATIO * self._best for seconds in self._samples)
 
     def loop_seconds(self) -> float | None:
-        """Return the median seconds of the timed loop over all checks; None without a check."""
+        """Return the median seconds of the test loop over all checks of the core; None without a check."""
         return statistics.median(self._samples) if self._samples else None
 
     def _move(self) -> bool:

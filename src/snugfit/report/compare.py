@@ -144,7 +144,7 @@ def _missing(prediction: Prediction) -> str:
 
 
 def beside(comparison: Comparison) -> RenderableType:
-    """Return a report that lists predicted and measured bytes and seconds next to each other, with errors."""
+    """Return a report that lists predicted and measured bytes and seconds in columns, with errors."""
     rows = [
         (
             FIGURES[line.figure],

@@ -72,9 +72,7 @@ def verdict(prediction: Prediction) -> Sentence:
 
 
 def _limit(prediction: Prediction) -> str:
-    """Return the beginning of a clause on the memory limit, with its verb: `the card has`, or `the limit
-    is`.
-    """
+    """Return the beginning of a clause on the memory limit: `the card has`, or `the limit is`."""
     gpu = prediction.gpu
     if gpu is None or gpu.memory_bytes != prediction.memory_bytes:
         return "the limit is"

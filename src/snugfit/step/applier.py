@@ -117,8 +117,8 @@ def refuse_unsupported(front_end: str, setup: Setup) -> None:
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """Return the value of a training setting for a message: text or a number, otherwise the slot (such as
-    precision) that it belongs to.
+    """Return the value of a training setting for a message, if it is text or a number. Otherwise return the
+    slot (such as precision) of the technique that sets it.
     """
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)

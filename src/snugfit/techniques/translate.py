@@ -118,7 +118,7 @@ def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, 
 
 
 def _flat(arguments: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values in nested mappings, such as arguments in groups."""
+    """Yield the values in nested mappings, such as arguments in named groups."""
     for value in arguments.values():
         yield from _flat(value) if isinstance(value, Mapping) else (value,)
 

@@ -1,4 +1,4 @@
-"""Base class of AdamW variants with their own update, and torch's arguments."""
+"""Base class of AdamW variants with an update of their own, and the parts that they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP = "step"
 
 
 class OwnAdamW(torch.optim.Optimizer):
-    """Base class of AdamW variants: torch's arguments and defaults, without an update."""
+    """Base class of AdamW variants: it has the arguments and defaults of torch's AdamW, without an update."""
 
     further: ClassVar[Mapping[str, Any]] = {}
     """Arguments of a subclass with their defaults, which are stored in groups too."""

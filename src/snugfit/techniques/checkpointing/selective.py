@@ -1,5 +1,5 @@
-"""Technique of selective checkpointing: each layer keeps its input and its costly results, and recomputes the
-rest.
+"""Technique of selective checkpointing: each layer keeps its input and the results of its slow operators, and
+recomputes the rest.
 
 Products with weights and attention take nearly all of a layer's time, and their results are only a part of
 its activations. These are kept, so norms, activation functions, casts and sums are computed again. The price

@@ -1,4 +1,6 @@
-"""Stochastic gradient descent with momentum: 4 bytes of state an element, none without momentum."""
+"""Stochastic gradient descent with momentum. Its optimizer state is 4 bytes for each element of a weight;
+without momentum there is none.
+"""
 
 from __future__ import annotations
 
