@@ -1,6 +1,4 @@
-"""Stochastic gradient descent with momentum. Its optimizer state is 4 bytes for each element of a weight;
-without momentum there is none.
-"""
+"""Stochastic gradient descent with momentum: 4 bytes of state an element, none without momentum."""
 
 from __future__ import annotations
 
