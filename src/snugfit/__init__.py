@@ -87,7 +87,7 @@ _HOMES = {
 """Modules of the core by public name. Features have their own (`Feature.public_names`)."""
 
 _SHOWN = ("cli", "comparison", "features", "measurement", "planning", "prediction", "results")
-"""Names of the classes whose results print themselves, by a function of `report`."""
+"""Packages whose functions return results with their own text form, which `report` defines."""
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ INTERRUPTED = 130
 
 
 def _end(*_: object) -> None:
-    """End the process with the message of an interrupted command."""
+    """Print that the command was interrupted, and end the process. It handles Ctrl-C during imports."""
     os.write(2, b"snugfit: interrupted\n")
     os._exit(INTERRUPTED)
 
@@ -28,7 +28,7 @@ if RAISES:
 
 
 def main() -> None:
-    """Load the plugins of the command line, and run it. This is the console entry point."""
+    """Load the plugins that the command line names, then run its command. This is the console entry point."""
     from snugfit.errors import SnugfitError, escape_controls
 
     try:

@@ -101,7 +101,7 @@ class PutOffName(type):
     `isinstance`."""
 
     home: str
-    """The module that has the real object."""
+    """The module that defines the real object."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return cls.home in sys.modules and isinstance(instance, _real(cls))
@@ -150,14 +150,14 @@ class _AsItIs:
         return function(*arguments, **keywords)
 
     def forget(self) -> None:
-        """Remove this object from the function, so that torch requests the disabled form again."""
+        """Remove this wrapper from its function, so that torch disables compilation of the function again."""
         function = self._function()
         if function is not None and vars(function).get(RUNS_AS_IT_IS) is self:
             delattr(function, RUNS_AS_IT_IS)
 
 
 class _StandInSettings:
-    """Placeholder of torch's compiler settings. Access to a setting that is not listed here imports the
+    """Placeholder of `torch._dynamo.config`. Access to a setting that is not listed here imports the
     compiler.
     """
 
@@ -181,10 +181,10 @@ class _StandInCompiler:
         self._as_they_are: list[weakref.ref[_AsItIs]] = []
 
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **_: Any) -> Any:
-        """Return the function unchanged for `torch._compile`, or a wrapper that disables it later for
-        decorators.
+        """Return a function that is excluded from compilation, in the place of `torch._dynamo.disable`.
 
-        `torch._compile` requests the disabled form when its function first runs, and caches it.
+        A decorator gets one that imports the compiler at its first call. `torch._compile` passes
+        `wrapping=False`, and gets one that only calls `fn`.
         """
         from torch._compile import _disable_dynamo
 
@@ -195,7 +195,7 @@ class _StandInCompiler:
         return as_it_is
 
     def graph_break(self, msg: str = "") -> None:
-        """Do nothing: the code is not compiled."""
+        """Do nothing, since no code is compiled before the compiler is imported."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in REGISTERING:
@@ -208,8 +208,8 @@ class _StandInCompiler:
         return register
 
     def hand_over(self) -> None:
-        """Give the imported compiler the stored decorator calls, and exclude functions from compilation
-        again.
+        """Repeat the stored decorator calls with the imported compiler, and detach the wrappers of excluded
+        functions.
         """
         registered, self._registered = self._registered, []
         for name, function in registered:
@@ -227,8 +227,8 @@ def _real(stand_in: PutOffName) -> Any:
 
 
 class _Deferral:
-    """Deferral of imports: it replaces `__import__` of the process, and detects real imports as an import
-    finder.
+    """Replacement of Python's `__import__` that returns placeholders for rarely used modules. As an import
+    finder, it also detects real imports of them.
     """
 
     def __init__(self) -> None:
@@ -278,7 +278,9 @@ class _Deferral:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a deferred module. Its loader ends the deferral and rebinds the placeholders."""
+        """Return the import spec of a deferred module; None for any other. Its loader ends the deferral and
+        rebinds the placeholders.
+        """
         if name not in PUT_OFF and name not in SYMBOLIC and name != COMPILER:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -299,7 +301,7 @@ class _Deferral:
         return spec
 
     def complete(self) -> None:
-        """Import every deferred module."""
+        """Import every deferred module, and replace its placeholders by the real objects."""
         with _outside_of_modes():
             self._end()
             self._bind_real()
@@ -320,7 +322,9 @@ class _Deferral:
             del torch.distributed.tensor
 
     def _bind_real(self) -> None:
-        """Rebind each name that refers to a placeholder, and repeat the compiler's decorator calls."""
+        """Import the deferred modules, and rebind each name that refers to a placeholder. Repeat the
+        compiler's decorator calls too.
+        """
         self._compiler.hand_over()
         given, self._stand_ins = self._stand_ins, {}
         real: dict[int, Any] = {}
@@ -338,12 +342,14 @@ class _Deferral:
 
 
 class _ListFinder:
-    """Import finder that replaces the function when its module is imported."""
+    """Import finder that replaces `fetch__all__` of transformers, which parses a file's `__all__` list."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find transformers' module only. Its loader replaces the function after the module's own code."""
+        """Return the import spec of the module that defines `fetch__all__`; None for any other. Its loader
+        replaces the function after the module has run.
+        """
         if name != LISTING:
             return None
         sys.meta_path.remove(self)
@@ -362,12 +368,14 @@ class _ListFinder:
 
 
 def of_last_list(read: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
-    """Return `read`, transformers' function from a file's text to its list, for the last list's text only."""
+    """Return a function that applies `read` only to the text from a file's last `__all__` on. `read` is
+    transformers' parser of that list.
+    """
     return lambda text: read(text[text.rfind("\n__all__") + 1 :])
 
 
 def hasten_import() -> None:
-    """Let the next import of transformers search its source files faster."""
+    """Install an import finder that speeds up transformers' search of its source files."""
     if LISTING not in sys.modules:
         sys.meta_path.insert(0, _ListFinder())
 

@@ -32,7 +32,8 @@ from snugfit.errors import UsageError
 T = TypeVar("T")
 
 LARGEST_DOCUMENT = 8 << 20
-"""Largest size of a document, in bytes; a real one has a few kilobytes, with a thousand timed steps fifty."""
+"""Largest size of a JSON document, in bytes. Most have a few kilobytes, one with a thousand timed steps
+fifty."""
 
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 """Flags to open a file without waiting on a pipe. Windows has neither of the two."""
@@ -43,7 +44,7 @@ _STDOUT: ContextVar[TextIO | None] = ContextVar("_STDOUT", default=None)
 
 
 class BadDocument(Exception):
-    """Error for a file that is not a document of snugfit. The message names the fault."""
+    """Error for a file that is no valid JSON document of snugfit. The message names the fault."""
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def only_documents_on_stdout() -> Iterator[None]:
 
 
 def stdout_of_documents() -> TextIO:
-    """Return the stream to which a command prints its document."""
+    """Return the stream to which a command prints its JSON document: the real stdout."""
     return _STDOUT.get() or sys.stdout
 
 
@@ -83,7 +84,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any]:
-    """Return the object in the file.
+    """Return the JSON object in the file.
 
     Raises `FileNotFoundError`, or `BadDocument` for any other content.
     """
@@ -101,7 +102,7 @@ def read_document(path: Path, *, limit: int = LARGEST_DOCUMENT) -> dict[str, Any
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes; never wait on a pipe or a device.
+    """Return the content of a regular file of at most `limit` bytes; never wait for a pipe or a device.
 
     Raises `OSError`, or `BadDocument` for another kind of file or a larger one.
     """
@@ -164,7 +165,7 @@ class JsonFields:
 
 
 class JsonDocument(JsonFields):
-    """Base class of answers that commands print as JSON."""
+    """Base class of results that commands print as JSON."""
 
     what: ClassVar[str]
     """Name of the document."""
@@ -173,7 +174,9 @@ class JsonDocument(JsonFields):
     """Version of the document's form. It rises when a key changes its meaning or goes."""
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the keys that are no fields, or that replace a field."""
+        """Return the computed keys of the document with their values, which are added to the fields or
+        replace them.
+        """
         return {}
 
     def to_json(self) -> dict[str, Any]:
@@ -183,7 +186,9 @@ class JsonDocument(JsonFields):
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the answer that `to_json` wrote. Raises `UsageError` for any other document."""
+        """Return the result from the document that `to_json` wrote. Raises `UsageError` for any other
+        document.
+        """
         if (document.get("what"), document.get("schema")) != (cls.what, cls.schema):
             raise UsageError(
                 f"This is not a document {cls.what!r} of this version of snugfit. Compute it again."
@@ -212,7 +217,7 @@ def encode(value: Any) -> Any:
 
 
 def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Return the dataclass from the fields that `encode_fields` wrote.
+    """Return an instance of the dataclass `kind` from the JSON object that `encode_fields` wrote.
 
     Keys that are no fields of it are ignored. Raises `KeyError` where a field without a default is missing,
     and `TypeError` for a value that is no object.
@@ -254,7 +259,7 @@ def _decode(kind: Any, value: Any) -> Any:
 
 
 def finite_or_null(numbers: Sequence[float]) -> list[float | None]:
-    """Return numbers for JSON: those that are not finite become null."""
+    """Return the numbers with None (null in JSON) in the place of NaN and infinity."""
     return [number if math.isfinite(number) else None for number in numbers]
 
 

@@ -101,7 +101,9 @@ NEAR_MISS = 0.75
 
 
 def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = NEAR_MISS) -> list[str]:
-    """Return the allowed words most like `word`, best first; empty if none reaches `cutoff` (1 is equal)."""
+    """Return the allowed words most similar to `word`, best first; empty if none reaches the similarity
+    `cutoff` (1 is equal).
+    """
     choices = list(legal)
     lowered = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=cutoff)

@@ -1,8 +1,8 @@
 """The packages of all features, and the objects that their modules define.
 
 A feature is a folder of `features/` that can be deleted, or a plugin: a package elsewhere with the same
-modules. Packages below the contract (`techniques/feature.py`) find its fields of `Setup` (`fields.py`) and
-its inputs of models (`inputs.py`) here.
+modules. Packages that `techniques/feature.py` itself imports find a feature's fields of `Setup` (`fields.py`)
+and model inputs (`inputs.py`) here.
 
 A plugin is named on the command line (`--plugin`) or in the environment variable `PLUGINS`, which processes
 inherit. It is an entry point of the group `snugfit.features`, or the path of a package's folder. Fields of
@@ -52,13 +52,15 @@ class Plugin:
 
     name: str
     package: str
-    """Import path of its package."""
+    """Import path of the plugin's package."""
     version: str
-    """Its version and a digest of its source."""
+    """Version of the plugin, and a digest of its source."""
 
 
 def use_plugins(words: Iterable[str]) -> None:
-    """Load plugins by name or path in this process and those that it starts. Raises `UsageError`."""
+    """Load plugins by name or path in this process and those that it starts. Raises `UsageError` if the
+    process has read the features already.
+    """
     named = plugin_words()
     absolute = [os.path.abspath(word) if Path(word).is_dir() else word for word in words]
     if new := [word for word in dict.fromkeys(absolute) if word not in named]:
@@ -73,12 +75,14 @@ def use_plugins(words: Iterable[str]) -> None:
 
 @functools.cache
 def plugins() -> tuple[Plugin, ...]:
-    """Return the plugins that `PLUGINS` names. Raises `UsageError` or `FeatureError`."""
+    """Return the plugins that the environment variable `PLUGINS` names. Raises `UsageError` or
+    `FeatureError`.
+    """
     return tuple(map(_load, plugin_words()))
 
 
 def plugin_words() -> list[str]:
-    """Return the names and paths of the plugins of this process."""
+    """Return the names and paths of plugins in the environment variable `PLUGINS`, each once."""
     return [*dict.fromkeys(word for word in os.environ.get(PLUGINS, "").split(os.pathsep) if word)]
 
 
@@ -116,7 +120,7 @@ def _load(word: str) -> Plugin:
 
 
 def _package_at(folder: Path) -> ModuleType:
-    """Import the package of a folder whose parent is not on Python's path."""
+    """Import and return the package in this folder, whose parent is not on Python's path."""
     start = folder / "__init__.py"
     if not folder.name.isidentifier() or importlib.util.find_spec(folder.name) is not None:
         raise FeatureError(
@@ -179,8 +183,8 @@ def feature_files(folder: str) -> Iterator[Traversable]:
 
 
 def feature_objects(module: str, kind: type[T], *, only: str = "") -> list[T]:
-    """Return the objects of this class that features' modules of this name define, of all features or of
-    one.
+    """Return the objects of this class in the module of this name in each feature. `only` limits the result
+    to one feature.
     """
     modules = [f"{package}.{module}" for name, package in feature_packages().items() if only in ("", name)]
     return [

@@ -23,8 +23,8 @@ from importlib.util import find_spec
 
 @contextlib.contextmanager
 def no_hub_kernels() -> Iterator[None]:
-    """Context in which `import kernels` fails, so that nothing is downloaded, and the warnings about it are
-    hidden.
+    """Context in which the package `kernels` cannot be imported, so that no kernel is downloaded. Warnings
+    about it are hidden.
     """
     absent = object()
     before: object = sys.modules.get("kernels", absent)
@@ -62,7 +62,7 @@ def quiet(*names: str) -> Iterator[None]:
 @contextlib.contextmanager
 def only_errors(once: Hashable = None) -> Iterator[None]:
     """Context in which bitsandbytes, torchao and the torch module that logs for torchao log only errors. A
-    `once` key that was used before changes nothing, since a simulation requests the class of a model often.
+    `once` key of an earlier call leaves the loggers unchanged, since a change is slow.
     """
     if once in _IMPORTED:
         yield

@@ -1,8 +1,8 @@
-"""Bytes and seconds in print, and bytes parsed from the user's text.
+"""Conversion of bytes and seconds to text, and of a user's text to bytes.
 
-In the code bytes are `int` and seconds are `float`. Printed bytes are MiB or GiB (powers of two), the units
-of GPUs, the allocator and nvidia-smi. A user's `16GB` means 16 * 10**9, since the written unit counts. A
-number without a unit is refused rather than guessed.
+In the code bytes are `int` and seconds are `float`. Text has MiB or GiB (powers of two), the units of GPUs,
+the allocator and nvidia-smi. A user's `16GB` means 16 * 10**9, since the written unit counts. A number
+without a unit is refused rather than guessed.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ LARGEST_FILE = 1 << 20
 
 
 def read_text(path: Path, *, what: str = "file", largest: int = LARGEST_FILE) -> str:
-    """Return the text of a regular file of at most `largest` bytes. Raises `UsageError`, in which `what`
-    names the kind of file.
+    """Return the text of a regular file of at most `largest` bytes. Raises `UsageError` for any other file;
+    its message calls the file a `what`.
     """
     with refuse_unreadable(path):
         refuse_no_file(path, what, largest)
@@ -87,7 +87,9 @@ def writable_folder(folder: Path) -> Path:
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, which reads scalars as the libraries' own readers do, within limits."""
+    """PyYAML's safe loader with limits: no tags, anchors or aliases, no repeated key, and at most `deepest`
+    levels.
+    """
 
     deepest: ClassVar[int] = 16
     """Largest number of nesting levels that is read."""
@@ -97,7 +99,7 @@ class LimitedLoader(yaml.SafeLoader):
         self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Build a YAML node, or raise an error for tags, anchors, aliases and deep nesting."""
+        """Build a YAML node. Raises `yaml.MarkedYAMLError` for tags, anchors, aliases and deep nesting."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise yaml.MarkedYAMLError(
@@ -118,7 +120,7 @@ class LimitedLoader(yaml.SafeLoader):
             self.depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping of YAML, or raise an error for a repeated key."""
+        """Build a mapping from a YAML node. Raises `yaml.MarkedYAMLError` for a repeated key."""
         keys: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in keys:
@@ -129,7 +131,9 @@ class LimitedLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:
-    """Return the one document in `text`. Raises `UsageError` that begins with `where` and names the line."""
+    """Return the one YAML document in `text`. Raises `UsageError` whose message begins with `where` and names
+    the line.
+    """
     try:
         return loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -142,7 +146,7 @@ def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader
 
 
 def load_json(text: str, where: str, *, constants: bool = False) -> Any:
-    """Parse the JSON in `text`. Raises `UsageError` that begins with `where`.
+    """Parse the JSON in `text`. Raises `UsageError` whose message begins with `where`.
 
     With `constants`, NaN and Infinity are numbers, in the notation of Python's `json`.
     """

@@ -1,4 +1,4 @@
-"""Versions of the packages behind a measurement, read from their metadata: no package is imported."""
+"""Versions of the packages that determine memory and time, read from their metadata without an import."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def _installed_version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `python`, `snugfit`, plugins, and packages of `CORE` and `OPTIONAL`."""
+    """Return the installed versions of `python`, `snugfit`, plugins, and packages of `CORE` and `OPTIONAL`,
+    by name.
+    """
     installed = {"python": platform.python_version(), "snugfit": __version__}
     for package in (*CORE, *OPTIONAL):
         version = version_of(package)

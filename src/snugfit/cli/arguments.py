@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from snugfit.cli.request import Request
 
 TAKE_AUTO = ("predict", "measure", "train")
-"""Commands that replace `auto`: those about one recipe on one GPU."""
+"""Commands that replace `auto` in a recipe: those about one recipe on one GPU."""
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
@@ -171,9 +171,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 
 
 def file_option(name: str, help: str, endings: Sequence[str], rule: str) -> Any:
-    """Return typer's option for a file of the answer. Its name is checked before long work begins.
+    """Return typer's option for a file to which the command writes its result. Its name is checked before
+    long work begins.
 
-    `rule` is the sentence of the error that lists the allowed endings.
+    `rule` is the error's sentence that lists the allowed endings.
     """
 
     def check(path: Path | None) -> Path | None:
@@ -218,7 +219,7 @@ def _job_arguments(
     loop: Loop = None,
     gpu: GpuName = None,
 ) -> None:
-    """Parameters of every command about a job, in the order of its help."""
+    """Declare the parameters of every command about a job, in the order of its help."""
 
 
 def show_version(asked: bool) -> None:
@@ -234,8 +235,8 @@ class Command(TyperCommand):
     """A command that accepts flags with underscores, and the further flags that a feature reads."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse a command's words and return the rest. Raises `UsageError` for two output formats at once,
-        and for an empty value, such as an unset shell variable gives.
+        """Parse a command's words and return those that are left. Raises `UsageError` for two output formats
+        at once, and for an empty value, such as an unset shell variable gives.
         """
         # After a command, `--version` counts before any mistake in its arguments.
         show_version(not {"-V", "--version"}.isdisjoint(args))
@@ -260,7 +261,7 @@ class Command(TyperCommand):
 
 
 def _with_dashes(word: str, declared: Collection[str]) -> str:
-    """Return an option with dashes for underscores, where it is declared so."""
+    """Return an option with its underscores replaced by dashes, if the command declares it with dashes."""
     flag, equals, value = word.partition("=")
     dashed = flag.replace("_", "-")
     return f"{dashed}{equals}{value}" if flag not in declared and dashed in declared else word
@@ -269,7 +270,7 @@ def _with_dashes(word: str, declared: Collection[str]) -> str:
 def about_a_job(command: Callable[..., int]) -> Callable[..., int]:
     """Return the command with parameters that describe a job, before its own parameters.
 
-    It is called with its own arguments, and with their `Request` as the first.
+    The command is called with the parsed `Request` (job, recipe, GPU), then with its own arguments.
     """
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
@@ -290,7 +291,7 @@ def job_parameters(command: str, *, without: Collection[str] = ()) -> list[inspe
 
 
 def feature_parameters(command: str) -> list[inspect.Parameter]:
-    """Return the options of features for a command."""
+    """Return the options that features add to a command."""
     return [parameter for options in hooks("options") for parameter in options(command)]
 
 
@@ -306,12 +307,14 @@ def job_options(command: str) -> list[str]:
 
 
 def say_written(path: Path) -> None:
-    """Print the path of a written answer on stderr: stdout is for the answer itself."""
+    """Print the path of a written file on stderr, since stdout is for the command's result."""
     typer.echo(f"Written: {path}", err=True)
 
 
 def read_request(given: Mapping[str, Any], command: str) -> Request:
-    """Return the request that a command's arguments make, and print how a configuration was used."""
+    """Return the `Request` (job, recipe, GPU) that a command's arguments describe. Print how a configuration
+    file was used.
+    """
     from snugfit.cli.request import Request
 
     request = Request.read(given, takes_auto=command in TAKE_AUTO)

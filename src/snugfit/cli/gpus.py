@@ -1,8 +1,8 @@
 """The command `snugfit gpus`: list the known GPUs, or compare plans for a job on each of them, alone or
 several together.
 
-The commands share a table, and an option of the others without a job is a mistake. Exit code 3 when none of
-the GPUs trains the job.
+Both forms share a table of GPUs. Without a job, an option for plans is an error. Exit code 3 when none of the
+GPUs trains the job.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _arguments(
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
-    """Arguments of the command, in addition to those of a job."""
+    """Declare the parameters of the command, in addition to those of a job."""
 
 
 def gpus(**asked: Any) -> int:
@@ -196,9 +196,9 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
 
 
 def _fixed_recipe(request: Request, asked: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe of the comparison on every GPU, if one was named.
+    """Return the recipe that the user fixed for every GPU; None without one.
 
-    The recipe of the user's own configuration is excluded: a plan starts from it.
+    The recipe of the user's configuration file is excluded, because a plan only starts from it.
     """
     from snugfit.techniques.recipe import Recipe
 

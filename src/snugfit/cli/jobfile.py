@@ -99,8 +99,9 @@ def kinds() -> dict[str, type]:
 
 @cache
 def training_keys() -> dict[str, type]:
-    """Return the keys that only `snugfit train` reads, with their types. Arguments of a schedule are no plain
-    value; they are given from Python."""
+    """Return the keys that only `snugfit train` reads, with their types. Arguments of a learning-rate
+    schedule are not included, because they are given from Python.
+    """
     key_types = _kinds_of(TrainOptions)
     del key_types["lr_scheduler_kwargs"]
     return key_types | _DATA
@@ -116,7 +117,9 @@ def _kinds_of(owner: type) -> dict[str, type]:
 
 
 def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
-    """Return the checked keys and values. One error names all faults of the keys."""
+    """Return the settings of a job file with checked keys and values. Raises `UsageError` that lists all
+    unknown keys.
+    """
     names = foreign_names()
     document = {names.same.get(key, key): value for key, value in document.items()}
     wrong = [_unknown(key, value, names.keys) for key, value in document.items() if key not in kinds()]
@@ -166,16 +169,15 @@ def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
 
 
 def _whose(document: dict[Any, Any]) -> list[str]:
-    """Return a list with one sentence that names the library if the file is another library's config;
-    otherwise an empty list.
+    """Return a sentence, in a list, that names the library to which the config file belongs; empty for an
+    unknown library.
     """
     strange = {key: value for key, value in document.items() if key not in kinds()}
     return [advice for of in hooks("advice_on_file") if (advice := of(strange))]
 
 
 def _about_value(key: str, value: Any) -> str:
-    """Return a sentence with our recipe for the name of another trainer's optimizer; empty for other
-    values."""
+    """Return a sentence with snugfit's recipe for another trainer's optimizer name; empty for other keys."""
     if key not in ("optim", "optimizer") or not isinstance(value, str):
         return ""
     from snugfit.techniques.roster import find

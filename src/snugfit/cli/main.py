@@ -103,12 +103,12 @@ def options(
 
 @functools.cache
 def _parser_of_all() -> Any:
-    """Return the parser of all commands. Typer would build it again for each command line."""
+    """Return the parser of all commands, built once: typer would build it again for each command line."""
     return get_command(app)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; every expected error becomes a message on stderr."""
+    """Run one command line and return its exit code. Every expected error becomes a message on stderr."""
     keep_libraries_off_stdout()
     code: object = 0
     COMMAND_LINE.set(tuple(arguments))
@@ -188,7 +188,7 @@ REMOVED_OPTIONS = {option: advice for one in features() for option, advice in on
 
 
 def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:
-    """Print a mistake in the command line, with the help on how to write it, and return the exit code."""
+    """Print an error in the command line, with a hint on the right notation, and return the exit code."""
     context: Any = getattr(mistake, "ctx", None)
     command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
     path = context.command_path if context else f"snugfit {command}".rstrip()
@@ -217,7 +217,8 @@ def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:
 
 
 def _similar_options(given: str, context: Any) -> list[str]:
-    """Return options with a similar spelling, or else those with such a word, or else options of features.
+    """Return options with a similar spelling. If there are none, return those that contain such a word, or
+    else options of features.
 
     For example, `--length` gives `--sequence-length`.
     """

@@ -96,7 +96,9 @@ def measure(
 
 
 def _predict(request: Request, device: str | None, gpus: int) -> Prediction:
-    """Return the prediction for the named GPU, or for the one that will be measured on, and as many."""
+    """Return the prediction for the command's GPU, or else for the GPU that will be measured, with the same
+    number of GPUs.
+    """
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.predict import predict
 

@@ -14,7 +14,7 @@ _Answer = TypeVar("_Answer")
 
 
 def _with_progress(function: Callable[_Given, _Answer], doing: str) -> Callable[_Given, _Answer]:
-    """Return the function with a line of progress while it runs."""
+    """Return the function, wrapped so that it shows a line of progress while it runs."""
 
     @functools.wraps(function)
     def call(*given: _Given.args, **named: _Given.kwargs) -> _Answer:

@@ -142,7 +142,9 @@ def plan(
 
 
 def _print_further(request: Request, chosen: Plan, form: str, *, fresh: bool) -> None:
-    """Print the results that features add to a plan that fits; as JSON the whole document."""
+    """Print the results that features add to a plan that fits. For JSON, print the plan's document with these
+    results as additional keys.
+    """
     from snugfit.report.text.page import print_as
     from snugfit.report.text.terminal import show_json
 
@@ -162,7 +164,7 @@ def _print_further(request: Request, chosen: Plan, form: str, *, fresh: bool) ->
 def _print(
     request: Request, chosen: Plan, form: given.Format, *, details: bool, everything: bool, quiet: bool
 ) -> None:
-    """Print the short answer, or the whole report for `details` and `everything`."""
+    """Print a plan's short report, or its whole report for `details` and `everything`."""
     from snugfit.report.plan import plan as report
     from snugfit.report.plan import short
     from snugfit.report.text.page import print_as
@@ -176,8 +178,9 @@ def _print(
 
 
 def _check(request: Request, price: float | None) -> Request:
-    """Return the request. Raises `UsageError` for options that a plan does not take, before long work
-    begins."""
+    """Return the command's request if a plan can use it. Raises `UsageError` for options that a plan does not
+    take, before long work begins.
+    """
     if price is not None:
         raise UsageError(
             "--price is for plans with --gpus. `snugfit gpus --for MODEL --prices` compares GPUs."
@@ -198,7 +201,9 @@ def _check(request: Request, price: float | None) -> Request:
 
 
 def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
-    """Return the plan, from the cache or from a search; with changes that fit where nothing does."""
+    """Return the plan, from the cache or from a search. If no recipe fits, it has changes with which one
+    would.
+    """
     from snugfit.cli.plan_cache import plan as remembered
     from snugfit.deferred_imports import defer_imports
 

@@ -1,15 +1,15 @@
-"""Answers of commands, stored on disk: a repeated command is answered from a file.
+"""A cache of commands' results on disk: a repeated command reads its result from a file.
 
-An answer (a prediction, a plan, the plans for many GPUs) is one JSON file in the user's cache folder. That is
+A result (a prediction, a plan, the plans for many GPUs) is one JSON file in the user's cache folder. That is
 `$XDG_CACHE_HOME/snugfit/answers`, or `~/.cache/...`. A digest of all its inputs is the file's name. The
 inputs are the job, every other argument, and the GPUs and their rates, which a calibration changes. They also
 include the versions of the packages of the simulation, and the source files of snugfit itself.
 
 A file that is damaged, or that another version wrote, is ignored. A folder that cannot be written is no
-error: each answer is then computed again. The least recently used answers are deleted when the folder grows
+error: each result is then computed again. The least recently used results are deleted when the folder grows
 too large.
 
-Reading an answer imports neither torch nor transformers.
+Reading a result imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class Storable(Protocol):
-    """Protocol for an answer that can be converted to a JSON document for the cache."""
+    """Protocol for a result that can be converted to a JSON document for the cache."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as a JSON object."""
+        """Return the result as a JSON object."""
 
 
 _Answer = TypeVar("_Answer", bound=Storable)
@@ -57,7 +57,7 @@ LARGEST_FOLDER = 64 << 20
 
 
 def folder() -> Path:
-    """Return the cache folder in which answers of commands are stored."""
+    """Return the cache folder in which results of commands are stored."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification ignores a relative path.
     root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -65,9 +65,9 @@ def folder() -> Path:
 
 
 def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
-    """Return a digest of all inputs of an answer for these GPUs.
+    """Return a digest of all inputs that determine a command's result for these GPUs.
 
-    It is None for a model that exists in this process only.
+    None for a model that exists in this process only, whose results are not cached.
     """
     if job.model.module is not None:
         return None
@@ -84,7 +84,7 @@ def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
 
 
 def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | None:
-    """Return the cached answer for this key, converted from its document by `read`; None if it is missing or
+    """Return the cached result for this key, converted from its document by `read`; None if it is missing or
     invalid.
     """
     file = folder() / f"{key}.json"
@@ -109,8 +109,8 @@ def answer(
 ) -> _Answer:
     """Return the result for this job, these GPUs and the arguments `asked`, from the cache or computed.
 
-    If none is stored, or with `fresh`, `compute` gives the answer, with its progress shown, and it is stored.
-    `first` is the progress line before any computation.
+    If none is stored, or with `fresh`, `compute` is called, with its progress shown, and its result is
+    stored. `first` is the progress line before any computation.
     """
     key = key_of(job, *gpus, **asked)
     if key and not fresh and (known := recall(key, read)) is not None:
@@ -125,8 +125,8 @@ def answer(
 def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
     """Return the plan of `planning.search.search.plan`, with the command's cache and its progress on stderr.
 
-    The arguments are those of that function. A plan that was made before, here or by the command, is answered
-    from a file unless it is `fresh`. With a `clock`, with custom start-up rates or without a GPU, the plan is
+    The arguments are those of that function. A plan that was made before, here or by the command, is read
+    from a file, except with `fresh`. With a `clock`, with custom start-up rates or without a GPU, the plan is
     not stored.
     """
     from snugfit.job.gpu import find_gpu
@@ -163,8 +163,8 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
 
 
 def remember(key: str, answer: Storable) -> None:
-    """Store a command's answer under this key, whole or not at all, and delete old ones if the folder is too
-    large.
+    """Store a command's result under this key, completely or not at all, and delete old results if the folder
+    is too large.
     """
     with contextlib.suppress(OSError, ValueError):
         folder().mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def remember(key: str, answer: Storable) -> None:
 
 
 def _prune(limit: int) -> None:
-    """Delete the least recently used answers until the rest has at most `limit` bytes."""
+    """Delete the least recently used results until the rest has at most `limit` bytes."""
     with os.scandir(folder()) as entries:
         files = [(entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in entries]
     total = 0
@@ -185,8 +185,8 @@ def _prune(limit: int) -> None:
 
 
 def _rates(gpu: Gpu, gpus: int) -> Any:
-    """Return this GPU's speed rates while `gpus` of them work, or why they are unknown, as a part of a cache
-    key.
+    """Return the rates (FLOP/s, bytes/s, ...) of this GPU while `gpus` of them work, as a part of a cache
+    key. If they are unknown, return the reason.
     """
     try:
         return rates_for(gpu, gpus).to_json()

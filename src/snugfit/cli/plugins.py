@@ -13,7 +13,9 @@ OPTION, JOB = "--plugin", "--job"
 
 
 def named_plugins(arguments: Sequence[str]) -> list[str]:
-    """Return the names and paths of `--plugin`, and of the key `plugin` in the job file."""
+    """Return the names and paths of plugins in the option `--plugin`, and in the key `plugin` of the job
+    file.
+    """
     return [*_values_of(OPTION, arguments), *_of_job_files(_values_of(JOB, arguments))]
 
 
@@ -46,7 +48,9 @@ def _values_of(option: str, arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _of_job_files(files: Iterator[str]) -> Iterator[str]:
-    """Yield the plugins of job files. The command itself reports a file that cannot be read."""
+    """Yield the plugins that job files name. A file that cannot be read is skipped; the command itself
+    reports it.
+    """
     for file in files:
         from snugfit.user_files import LimitedLoader, load_yaml, read_text
 

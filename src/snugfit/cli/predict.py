@@ -127,7 +127,7 @@ def _check_options(
 
 
 def _check_trace(path: Path, request: Request, compared: list[str] | None) -> None:
-    """Raise `UsageError` for a trace that could not be made, before long work begins."""
+    """Raise `UsageError`, before long work begins, if the options exclude a trace file."""
     if compared:
         raise UsageError("--trace writes one recipe. Leave --compare out.")
     if path.suffix == ".json" and request.gpu is None:
@@ -145,7 +145,7 @@ def _predict_all(request: Request, compared: list[str], *, fresh: bool) -> list[
 
 
 def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Prediction:
-    """Return the prediction under this recipe, stored or computed."""
+    """Return the prediction of the command's job under this recipe, from the cache or computed."""
     from snugfit.cli.plan_cache import answer
     from snugfit.results.prediction import Prediction
 
@@ -222,7 +222,7 @@ def _side_by_side(predictions: list[Prediction]) -> RecipeComparison:
 def _print(
     predictions: list[Prediction], *, operators: bool, details: bool, quiet: bool, as_json: bool
 ) -> None:
-    """Print the answer: short, or the whole report for `details` and `operators`."""
+    """Print the predictions: a short report, or the whole report for `details` and `operators`."""
     from snugfit.report.text.page import print_as
 
     form, several = "json" if as_json else "terminal", len(predictions) > 1

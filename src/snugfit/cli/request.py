@@ -1,7 +1,7 @@
-"""A command's request: flags, `--set`, a job file and a user's own configuration, merged and checked.
+"""The `Request` of a command: flags, `--set`, a job file and a user's configuration file, merged and checked.
 
-The later overrides the earlier: another library's configuration, then a job file, then `--set` for one of its
-keys, then a flag. A key that none of them gives has the job's own default.
+The later overrides the earlier: another library's configuration file, a job file, `--set` for one of its
+keys, a flag. A key that none of them gives has the job's own default.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A job, a recipe, and the GPU or memory that it must fit."""
+    """The checked input of a command: a job, a recipe, and the GPU or memory that it must fit."""
 
     job: Job
     """The training task of the request."""
@@ -71,7 +71,7 @@ class Request:
     """The options as they were given."""
 
     configuration: Configuration | None = None
-    """The user's own configuration, when one was given."""
+    """The user's configuration file as it was read; None without one."""
 
     model_name: str = ""
     """The model as it was named."""
@@ -86,11 +86,13 @@ class Request:
     """Number of the best recipes that a plan lists."""
 
     follow_up: Callable[[Any, str], None] | None = None
-    """Further work on a plan that fits. It prints in a format; as JSON, one document with the plan."""
+    """Function with further work on a plan that fits. It prints its result in a format; for JSON, one
+    document with the plan."""
 
     @classmethod
     def read(cls, flags: Mapping[str, Any], *, takes_auto: bool = False) -> Self:
-        """Return the request in a command's parameters. Raises `UsageError` for every mistake in it.
+        """Return the request that a command's parameters describe. Raises `UsageError` for every mistake in
+        them.
 
         `auto` in the recipe is a mistake too, unless `takes_auto`.
         """
@@ -202,7 +204,7 @@ class Request:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Return sentences on parts of the user's own configuration that were not read."""
+        """Return warnings about parts of the user's configuration file that were not read."""
         return tuple(self.configuration.doubts) if self.configuration else ()
 
     @property
@@ -215,7 +217,7 @@ class Request:
     def refuse_recipe_and_loop(self) -> None:
         """Raise `UsageError` if a recipe or a loop was given to a plan, which chooses its own.
 
-        A recipe of the user's own configuration is allowed: the plan starts from it.
+        A recipe of the user's configuration file is allowed: the plan starts from it.
         """
         from snugfit.techniques.recipe import Recipe
 
@@ -227,8 +229,9 @@ class Request:
         self.refuse_loop()
 
     def refuse_loop(self) -> None:
-        """Raise `UsageError` if a loop was given to a plan, unless it came from the user's own
-        configuration."""
+        """Raise `UsageError` if a loop was given to a plan, unless it came from the user's configuration
+        file.
+        """
         if self.loop != "plain" and not self.configuration:
             raise UsageError(
                 f"--loop {self.loop}: a plan is for the plain loop. Leave --loop out, then use snugfit "
@@ -237,8 +240,8 @@ class Request:
 
 
 def steps_of(samples: int | None, steps: int | None, batch_size: int) -> int | None:
-    """Return the number of optimizer steps, if the user gave the run's length. Raises `UsageError` if it was
-    given twice.
+    """Return the number of optimizer steps in a run from its samples or steps; None without either. Raises
+    `UsageError` if both were given.
     """
     if samples is not None and steps is not None:
         raise UsageError("--samples and --steps both give the length of the run. Give one of them.")
@@ -345,8 +348,8 @@ def _may_ask_hub(flags: Mapping[str, Any]) -> bool:
 
 
 def _task(model: Model) -> str:
-    """Return the architecture's task, and print it on stderr. Raises `UsageError` if the architecture names
-    none.
+    """Return the task that the model's architecture implies, and print it on stderr. Raises `UsageError` if
+    there is not exactly one.
     """
     from snugfit.job.architectures import tasks_of
 
@@ -359,7 +362,7 @@ def _task(model: Model) -> str:
 
 
 def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
-    """Raise `UsageError` for settings that the task does not use: pictures have no sequence length."""
+    """Raise `UsageError` for settings that the task does not use, such as a sequence length for pictures."""
     from snugfit.job.inputs import has_classes, has_sequence, has_target
 
     unused = {
@@ -380,7 +383,9 @@ def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
 
 
 def _without_effect(own: Mapping[str, Any], request: Request) -> Iterator[str]:
-    """Yield the user's `own` settings and the techniques of the recipe that the phase of the job ignores."""
+    """Yield the user's `own` settings, and the techniques of the recipe, that have no effect in the job's
+    phase.
+    """
     from snugfit.job.job import OF_UPDATES
     from snugfit.techniques.recipe import unused_slots
 

@@ -51,7 +51,9 @@ codecs.register_error(SIMILAR, similar_letters)
 
 
 class StandardOutput(io.TextIOWrapper):
-    """stdout. Raises `BrokenPipeError` when its reader is gone, `SnugfitError` when it takes nothing."""
+    """The stdout stream. Raises `BrokenPipeError` when its reader is gone, and `SnugfitError` when a write
+    fails.
+    """
 
     def write(self, text: str) -> int:
         """Write all of `text` and return its length."""
@@ -62,7 +64,7 @@ class StandardOutput(io.TextIOWrapper):
             return len(text)
 
     def flush(self) -> None:
-        """Write the buffered text."""
+        """Write the buffered text to the descriptor."""
         try:
             super().flush()
         except OSError as refusal:
@@ -78,7 +80,7 @@ class StandardOutput(io.TextIOWrapper):
 
 
 class StandardError(StandardOutput):
-    """stderr, which continues without a reader: text that cannot be written there is lost."""
+    """The stderr stream, which continues without a reader: text that cannot be written there is lost."""
 
     def _give_up(self, refusal: OSError) -> None:
         forget(self)
@@ -108,12 +110,12 @@ _TO_STDERR = _ToStderr()
 
 
 def keep_libraries_off_stdout() -> None:
-    """Redirect DeepSpeed's logs to stderr from here on."""
+    """Redirect DeepSpeed's log messages to stderr from now on."""
     logging.getLogger("DeepSpeed").addFilter(_TO_STDERR)
 
 
 def say_last(text: str) -> None:
-    """Print the outcome of a command. A stdout that fails is ignored, because the exit code gives the outcome
+    """Print the outcome of a command. A failed write is ignored, because the exit code reports the outcome
     too.
     """
     try:
@@ -123,7 +125,9 @@ def say_last(text: str) -> None:
 
 
 def open_all() -> None:
-    """Replace the process's streams by writable ones, also if their descriptors are closed."""
+    """Replace the process's standard streams by ones that accept writes, even if their descriptors are
+    closed.
+    """
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)

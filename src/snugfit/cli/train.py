@@ -140,7 +140,7 @@ def train(
 
 
 def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given options of the run, by name."""
+    """Return the options of the training run that were given, by name."""
     from snugfit.training.options import TrainOptions
 
     return {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
@@ -179,7 +179,7 @@ def _launch(request: Request, processes: int) -> int:
 def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | None:
     """Return the checkpoint from which a new run in this folder would resume; None without one.
 
-    Raises `UsageError` for one that does not exist.
+    Raises `UsageError` for a named checkpoint that does not exist.
     """
     from snugfit.training.checkpoint.manager import named_step
 
@@ -191,7 +191,9 @@ def _start(folder: Path, resume_from: str | None, *, restart: bool) -> Path | No
 
 
 def _show_run(request: Request, run: Run, start: Path | None) -> int:
-    """Print the run, its first checkpoint and its prediction on the named GPU, or else the local one."""
+    """Print a description of the run, the checkpoint that it starts from, and its prediction. The prediction
+    is for the named GPU, or else the local one. Return the exit code.
+    """
     job, order = run.job, run.order(1)
     steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
     gpu = request.gpu or gpu_here(str(run.device))
@@ -278,7 +280,7 @@ def _require(asked: Mapping[str, Any], key: str) -> str:
 
 
 def _weights(request: Request) -> str | None:
-    """Return the folder of the requested weights, or the word for random ones; None leaves it to the model.
+    """Return the folder of the requested weights, or the word for random ones; None means the model's own.
 
     A tuned model that is taken by the sizes of another has weights of its own, which are not the other's.
     """

@@ -34,7 +34,7 @@ class ErrorLine:
 
     @property
     def error(self) -> float:
-        """Relative error, predicted / measured - 1; positive when the prediction is too high."""
+        """The relative error, predicted / measured - 1; positive when the prediction is too high."""
         return self.predicted / self.measured - 1
 
 
@@ -64,7 +64,7 @@ class Comparison(Tabular):
         return [asdict(line) | {"error": line.error} for line in lines]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object with both documents and the relative errors."""
+        """Return a JSON object with the prediction, the measurement and the relative errors."""
         return {
             "schema": SCHEMA,
             "what": "comparison",
@@ -134,7 +134,7 @@ def _beside(prediction: Prediction, measurement: Measurement) -> Comparison:
 def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[str]:
     """Yield a sentence for each difference between the predicted and the measured experiment.
 
-    The dtype of the checkpoint's file does not count. The job names the dtype of the loaded weights, and
+    The dtype in the checkpoint's file is not compared. The job names the dtype of the loaded weights, and
     earlier measurements did not record the file's.
     """
     jobs = (prediction.job, measurement.job)
@@ -151,7 +151,7 @@ def _differences(prediction: Prediction, measurement: Measurement) -> Iterator[s
 
 
 def step_seconds_line(predicted: float | None, measured: float | None) -> ErrorLine | None:
-    """Return the predicted and measured seconds of a step, to be compared; None when one of the two is not
+    """Return the predicted and measured seconds of a step as an `ErrorLine`; None when one of the two is not
     known.
     """
     if not predicted or not measured:
@@ -160,7 +160,7 @@ def step_seconds_line(predicted: float | None, measured: float | None) -> ErrorL
 
 
 def error_lines(predicted: Footprint, measured: Footprint) -> tuple[ErrorLine, ...]:
-    """Compare the bytes that both footprints contain.
+    """Return the predicted and measured bytes that both footprints contain, for their comparison.
 
     Managed memory and NCCL's buffers count as context. Older measurements do not separate managed memory, and
     a measurement records only the first exchange's share of NCCL's buffers.

@@ -26,7 +26,7 @@ class RecipeComparison(JsonDocument, Tabular):
     def best(self) -> Prediction | None:
         """The fastest recipe that fits and leaves the headroom, or else that fits; None if none fits.
 
-        Without seconds it is the smallest.
+        Without predicted seconds, it is the recipe with the least memory.
         """
         candidates = [one for one in self.predictions if one.fits is not False]
         candidates = [one for one in candidates if not one.tight] or candidates

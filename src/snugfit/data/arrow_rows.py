@@ -55,7 +55,9 @@ class DatasetRows(Rows):
         return iter(self._dataset)
 
     def class_names(self, column: str) -> tuple[str, ...]:
-        """Return the names in a `ClassLabel`, or in a list of them."""
+        """Return the class names of a column of `ClassLabel`, or of lists of it; empty for any
+        other column.
+        """
         feature = self._dataset.features.get(column)
         inner = getattr(feature, "feature", feature)
         return tuple(getattr(inner, "names", None) or ())
@@ -161,9 +163,9 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def load_saved(folder: Path) -> Rows:
-    """Load the dataset in this folder, or its split `train`.
+    """Load the dataset in this folder. If it has several splits, load the one named `train`.
 
-    Several splits need one named `train`: each split is a subfolder. Raises `UsageError`.
+    Raises `UsageError` if the folder cannot be loaded or has no such split.
     """
     import datasets
 

@@ -44,7 +44,9 @@ NO_TOOLS = "The column 'tools' is ignored: conversations are written without too
 
 
 def conversation_of(value: Any, where: str) -> Chat:
-    """Return the messages of the conversation in a row's value. Raises `UsageError`."""
+    """Return the messages of the conversation in a row's value. Raises `UsageError` for a value that is no
+    list of messages.
+    """
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
         what = "nothing (null)" if value is None else f"{value!r:.60}"
         raise UsageError(

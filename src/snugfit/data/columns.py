@@ -63,7 +63,7 @@ def columns_of(
     usual: Mapping[Form, tuple[Form, ...]] = USUAL,
     labels: Mapping[Task, Form] = LABELS,
 ) -> dict[str, str]:
-    """Return the column of each of the task's roles, according to these tables.
+    """Return the dataset's column for each role of the task, such as text or label, by these tables of names.
 
     Raises `UsageError` with the existing columns if one is missing.
     """

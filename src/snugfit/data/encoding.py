@@ -38,7 +38,7 @@ class Encoded:
     """The token ids and labels of one row."""
 
     ids: list[int]
-    """The tokens of the input."""
+    """The token ids of the input."""
 
     labels: list[int] | None = None
     """One label per token, or the target's tokens. For words, each token's index into `row_labels`."""
@@ -55,7 +55,7 @@ class Encoded:
 
 @final
 class Encoder:
-    """Encodes the rows of one dataset for one job; iterating yields each row's tokens and labels."""
+    """Encoder of the rows of one dataset for one job. Iteration yields each row's token ids and labels."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Encoder:
         )
 
     def _cut(self, ids: list[int], labels: list[int] | None) -> Encoded:
-        """Truncate these tokens and their labels to the limit."""
+        """Return the first `limit` tokens with their labels, and the number of tokens that were cut."""
         first = ids[: self.limit]
         return Encoded(ids=first, labels=labels and labels[: self.limit], cut=len(ids) - len(first))
 

@@ -39,7 +39,9 @@ class Indexed(Sequence[T_co]):
 
     @final
     def _existing(self, index: int) -> int:
-        """Return the index counted from 0. Raises `IndexError` beyond the end, which ends a loop."""
+        """Return the index counted from 0, for an index that may be negative. Raises `IndexError` beyond the
+        end, which ends a `for` loop.
+        """
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         return int(index) % len(self)
@@ -72,7 +74,9 @@ class IndexedSamples(Indexed[Sample]):
     """Notes for the user who trains on this dataset."""
 
     def target(self, index: int) -> Sample:
-        """Return the labels of the sample at this valid index; empty if the dataset stores none."""
+        """Return the labels of the sample at this valid index, as a part of the sample; empty if the dataset
+        stores none.
+        """
         if self.label is not None:
             return {"label": self.label[index].item()}
         return {"labels": self.labels[index]} if self.labels is not None else {}

@@ -1,4 +1,4 @@
-"""Conversion of class labels to numbers, from the datasets' numbers, names, or numbers written as text.
+"""Conversion of class labels to numbers, given as numbers, names, or numbers written as text.
 
 Names are numbered in alphabetical order, which is the same on every machine and at every start. The dataset's
 own order (a `ClassLabel`) goes first, and so does the order of a split that was read before. A label beyond
@@ -29,9 +29,10 @@ _KINDS = {int: "a number", str: "text"}
 def class_numbers(
     values: Sequence[Any], where: Where, *, labels: int, names: Sequence[str] = (), ignored: bool = False
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return the class of each of N values, (N) of int64, and the names of the classes.
+    """Return the class number of each of N values, (N) of int64, and the names of the classes.
 
-    With `ignored`, -100 is allowed and means no label. Raises `UsageError`.
+    With `ignored`, -100 is allowed and means no label. Raises `UsageError` for a value that is no class of
+    the job.
     """
     import numpy as np
 
@@ -74,7 +75,9 @@ def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[st
 
 
 def regression_values(values: Sequence[Any], where: Where) -> np.ndarray:
-    """Return the targets of a regression, (N) of fp32. Raises `UsageError`."""
+    """Return the targets of a regression, (N) of fp32. Raises `UsageError` for a value that is no finite
+    number.
+    """
     import numpy as np
 
     return np.array(
@@ -118,7 +121,9 @@ def _number_or_name(value: Any, where: Where, index: int) -> int | str:
 
 
 def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels: int) -> tuple[str, ...]:
-    """Return the class names among the labels in alphabetical order; empty if all labels are numbers."""
+    """Return the class names in the order of their numbers: given ones, or the labels' names in alphabetical
+    order. Empty if all labels are numbers.
+    """
     # Reversed, so that the first index of each kind remains.
     kinds = {type(value): index for index, value in reversed(list(enumerate(known)))}
     if len(kinds) > 1:

@@ -23,7 +23,8 @@ def load_pretrained(
     patterns: Sequence[str],
     file: str,
 ) -> Any:
-    """Return the result of `load` for the name or folder. Raises `UsageError`.
+    """Return the result of `load` for the name or folder. Raises `UsageError` if nothing can be loaded from
+    it.
 
     `what` and `word` name the object in error messages, and `file` is the usual file in its folder. A folder
     is accepted if it has a file that matches one of the `patterns`.

@@ -37,7 +37,7 @@ class Ragged:
         return lengths
 
     def sums(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the sum over each list, (N), of one number per value, (V)."""
+        """Return the sum of `numbers` over each list, (N). `numbers` has one number for each value, (V)."""
         import numpy as np
 
         total = np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])
@@ -45,8 +45,8 @@ class Ragged:
         return sums
 
     def lists_of(self, positions: Any) -> Any:
-        """Return the index of the list that contains each of these positions among the V values, in their
-        shape.
+        """Return the index of the list that contains each of these positions among the V values. The result
+        has the shape of `positions`.
         """
         import numpy as np
 
@@ -84,8 +84,8 @@ class RaggedBuilder:
         self._lengths.append(len(values))
 
     def build(self) -> Ragged:
-        """Return the lists in arrays. They are copies, because a growing array may have twice the memory that
-        it needs.
+        """Return all appended lists as a `Ragged`. Its arrays are copies, because a growing array may have
+        twice the memory that it needs.
         """
         import numpy as np
 
@@ -95,7 +95,7 @@ class RaggedBuilder:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Return the start of each of N lists and the end of the last as an array (N + 1), from their lengths."""
+    """Return the start of each of N lists and the end of the last one, (N + 1), from their lengths."""
     import numpy as np
 
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -1,4 +1,4 @@
-"""Selection of the reader for a path: one file of rows, several files as one dataset, or a folder of samples.
+"""Selection of the class that reads a dataset's path: a file of rows, several files, or a folder of samples.
 
 | path            | rows                                                                            |
 |-----------------|---------------------------------------------------------------------------------|
@@ -39,7 +39,8 @@ def read_rows(
     *,
     columns: Mapping[str, str] | None = None,
 ) -> Rows:
-    """Open the rows of a file, a folder, a pattern, or a sequence of mappings. Raises `UsageError`.
+    """Return the rows of a file, a folder, a pattern, or a sequence of mappings. Raises `UsageError` if there
+    are none.
 
     A pattern such as `data/*.jsonl` joins files. A folder has files of rows, a dataset of `save_to_disk`, or
     folders of classes. `columns` gives the column of a role if it has an unusual name: `{"text": "review"}`.
@@ -118,8 +119,9 @@ def _matching_files(pattern: Path) -> list[Path]:
 
 
 def _folder(folder: Path) -> Rows:
-    """Return the rows of a folder with files of rows, or with folders of classes. With the latter, only a
-    `metadata` file has rows."""
+    """Return the rows of a folder that has files of rows, or folders of classes. If it has folders of
+    classes, only a file named `metadata` has rows.
+    """
     # `__MACOSX` is an artefact of zip archives from macOS.
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
     folders = [path for path in entries if path.is_dir()]

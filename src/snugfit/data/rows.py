@@ -75,7 +75,7 @@ class Rows(Indexed[Row]):
         return f"{self.source}, row {index + 1}"
 
     def folder_of(self, index: int) -> Path:
-        """Return the folder that relative paths of this row start from."""
+        """Return the folder to which file names in this row are relative."""
         return self.folder
 
     def class_names(self, column: str) -> tuple[str, ...]:
@@ -83,20 +83,22 @@ class Rows(Indexed[Row]):
         return ()
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on these rows that a user should read before training, such as columns that are
-        ignored.
-        """
+        """Yield messages about these rows for the user before training, such as columns that are ignored."""
         yield from ()
 
     def select_columns(self, columns: Collection[str]) -> Rows:
-        """Return the rows with at least these columns, without others if that saves reading them."""
+        """Return the rows with at least these columns. Other columns are left out if that saves
+        reading them.
+        """
         return self._select({name if name in self.columns else _outer(name) for name in columns})
 
     def _select(self, columns: Collection[str]) -> Rows:
         return self
 
     def name_columns(self, named: Mapping[str, str]) -> None:
-        """Store the user's choice of a column for each role. Raises `UsageError`."""
+        """Store the columns that the user chose, by role (such as text or label). Raises `UsageError` for an
+        unknown role or column.
+        """
         roles = (*ROLES, *(role for feature in features() for role in feature.column_roles))
         for role, column in named.items():
             if role not in roles:

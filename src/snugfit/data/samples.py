@@ -10,11 +10,11 @@ collators take too:
 | `{"input_ids": [...], "labels": [...]}`     | one label per token (or target token), -100 for none      |
 | `{..., "token_type_ids": [...]}`            | two texts, for models with token types                    |
 
-Samples without a token in the loss are left out, such as a prompt that fills all of the sequence length.
-Their loss would be 0/0. They are counted, and a dataset with no other sample is an error.
+Samples without a token in the loss are left out, such as a prompt that fills the whole sequence length. Their
+loss would be 0/0. They are counted, and a dataset with no other sample is an error.
 
-15 % of the tokens are to be predicted. The mask token hides 80 % of these, 10 % become another token, and 10
-% stay unchanged.
+A masked language model predicts 15 % of the tokens. The mask token hides 80 % of these, 10 % become another
+token, and 10 % stay unchanged.
 
 The number of predicted tokens depends on a sequence's length alone and is never 0, as in BERT's own code. A
 sample without a single one has a loss of 0/0. transformers' DataCollatorForLanguageModeling instead draws for
@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples(IndexedSamples):
-    """Samples of tokens, encoded in flat arrays. Without a label or labels the tokens themselves are
-    predicted."""
+    """Samples of tokens, encoded in flat arrays. Without labels, the model predicts the tokens themselves."""
 
     inputs: Ragged
     """The token ids of each sample."""
@@ -71,7 +70,7 @@ class Samples(IndexedSamples):
         return len(self.inputs)
 
     def _sample(self, index: int, epoch: int) -> Sample:
-        """Return the sample at this index. Only masks differ from one epoch to the next."""
+        """Return the sample at this index. Its masked tokens differ from one epoch to the next."""
         ids = self.inputs[index]
         sample: Sample = {"input_ids": ids}
         if self.types is not None:
@@ -85,7 +84,9 @@ class Samples(IndexedSamples):
         return sample
 
     def filter(self, keep: np.ndarray) -> Samples:
-        """Return the samples marked True in `keep`, (N); count the others as left out."""
+        """Return the samples marked True in `keep`, (N). The others are added to the number of samples left
+        out.
+        """
         return replace(
             self,
             inputs=self.inputs.filter(keep),
@@ -110,7 +111,7 @@ def samples_of(
     label_names: Sequence[str] = (),
     seed: int = 0,
 ) -> Samples:
-    """Encode the rows as samples of the job. Raises `UsageError` that names the row.
+    """Return the rows encoded as samples of the job. Raises `UsageError` that names an invalid row.
 
     Samples are truncated to the job's sequence length. `pack` (causal-lm) joins texts with the end token and
     cuts the whole into samples of that length, without padding. Attention then crosses the texts within a
@@ -154,14 +155,14 @@ class _RowLabels:
 
     values: list[Any]
     rows: array[int]
-    """The row of each value."""
+    """The index of the row of each value."""
 
     def where(self, where: Where) -> Where:
         return lambda index: where(self.rows[index])
 
 
 def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
-    """Return every row's tokens in arrays, and the labels before their conversion to numbers."""
+    """Return every row's token ids in arrays, and the labels before their conversion to numbers."""
     inputs, labels, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder()
     row_labels = _RowLabels(values=[], rows=array("q"))
     cut, lost, labelled, typed = 0, 0, False, False
@@ -188,8 +189,9 @@ def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
 def _with_label_numbers(
     samples: Samples, row_labels: _RowLabels, job: Job, names: tuple[str, ...], where: Where
 ) -> Samples:
-    """Return the samples with the rows' labels as numbers. `names` is the known order of the classes, if
-    any."""
+    """Return the samples with the rows' labels as numbers. `names` are the class names in their known order,
+    if there is one.
+    """
     values, where_of = row_labels.values, row_labels.where(where)
     if job.task is Task.SEQUENCE_CLASSIFICATION:
         # As in transformers, one label means a regression.
@@ -219,9 +221,9 @@ def _with_label_numbers(
 def refuse_unknown_tokens(
     lists: Ragged, vocabulary: int, job: Job, where: Where, *, ignored: bool = False
 ) -> None:
-    """Raise `UsageError` for a token without a row in the embedding.
+    """Raise `UsageError` for a token id without a row in the model's embedding.
 
-    On the device this would be an assertion that names no row.
+    On the device this would be a failed assertion that names no row.
     """
     wrong = (lists.values < 0) | (lists.values >= vocabulary)
     if ignored:
@@ -293,7 +295,7 @@ class Masking:
 
     @classmethod
     def of(cls, tokenizer: Any, vocabulary: int, *, seed: int) -> Masking:
-        """Build the settings from the tokenizer. Raises `UsageError` if it has no mask token."""
+        """Return the masking settings for a tokenizer. Raises `UsageError` if it has no mask token."""
         if tokenizer is None or tokenizer.mask_token_id is None:
             raise UsageError(
                 "masked-lm needs a mask token, but this tokenizer has none. Use the model's own "

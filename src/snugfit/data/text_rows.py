@@ -43,8 +43,8 @@ class LineRows(Rows):
     """The rows of a text file with one row per line that is not blank."""
 
     def __init__(self, path: Path, parse: Callable[[str, str], Row]) -> None:
-        """Open the file; `parse` converts a line to a row, and its second argument is the line's location for
-        error messages.
+        """Open the file and find its lines. `parse` converts a line to a row; its second argument is the
+        line's location for error messages.
         """
         self.source, self.folder = str(path), path.parent
         self._path, self._parse = path, parse
@@ -156,7 +156,9 @@ def _object(value: Any, where: str) -> Row:
 
 
 def _json(path: Path) -> Rows:
-    """Open a `.json` file: one list of objects, or an object per line, as `datasets` and pandas write it."""
+    """Return the rows of a `.json` file: one list of objects, or an object per line, as `datasets` and pandas
+    write it.
+    """
     with open(path, "rb") as file:
         begins = file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
     if begins == b"[":
@@ -192,7 +194,9 @@ def read_text(path: Path) -> str:
 
 
 def decode(content: bytes, where: str) -> str:
-    """Decode UTF-8 without the byte order mark that Windows writes before it. Raises `UsageError`."""
+    """Decode UTF-8, without the byte order mark that Windows writes first. Raises `UsageError` for another
+    encoding.
+    """
     content = content.removeprefix(_BYTE_ORDER_MARK)  # the codec utf-8-sig takes three times as long
     try:
         return content.decode()

@@ -1,4 +1,4 @@
-"""The tokenizer: loading it, tokenizing texts with it, and its padding token."""
+"""A transformers tokenizer: loading it, tokenizing texts with it, and its padding token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_tokenizer(name_or_folder: str | os.PathLike[str]) -> Any:
 
 
 def padding_token(job: Job, tokenizer: Any | None = None) -> int:
-    """Return the token that pads batches.
+    """Return the id of the token that pads batches.
 
     The model's own goes first, because models search for it: a decoder that classifies reads the last token
     that differs from it. Next are the tokenizer's padding token, its end token, a common choice of users, and
@@ -46,7 +46,7 @@ class Tokens:
     """The tokens of one text, or of a pair of texts."""
 
     ids: list[int]
-    """Its tokens, special ones included."""
+    """The token ids of the text, special ones included."""
 
     types: list[int] | None
     """1 for each token of the second text, else 0; None if the model takes no types."""
@@ -60,7 +60,7 @@ class Tokens:
 
 @final
 class Tokenizer:
-    """A wrapper of a transformers tokenizer that returns plain lists of ids."""
+    """A wrapper of a transformers tokenizer that returns token ids as plain lists."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.of_transformers = tokenizer
@@ -77,7 +77,7 @@ class Tokenizer:
         limit: int | None,
         words: bool = False,
     ) -> list[Tokens]:
-        """Return the tokens of each text, at most `limit` of them.
+        """Return the tokens of each text, at most `limit` per text.
 
         A longer text is tokenized a second time, with truncation. Raises `UsageError` if the tokenizer fails.
         """
@@ -99,7 +99,9 @@ class Tokenizer:
         return tokens
 
     def with_end(self, ids: list[int]) -> list[int]:
-        """Append the end token, unless it is there already or the tokenizer has none."""
+        """Return the ids with the end token appended, unless it is there already or the tokenizer
+        has none.
+        """
         end = self.end
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 

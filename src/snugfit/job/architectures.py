@@ -57,8 +57,7 @@ def tasks_of(model_type: str) -> tuple[str, ...]:
 def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
     """Return the task whose head is named in `architectures`, or the only task that the architecture has.
 
-    The result is None where both leave a choice. If two tasks share a class (BART's), the pretraining
-    objective is excluded.
+    None if several tasks remain. If two tasks share a class (BART's), the pretraining objective is excluded.
     """
     possible = tasks_of(model_type)
     named = [task for task in possible if class_names(task, model_type).intersection(architectures)]
@@ -92,8 +91,8 @@ def class_names(task: str, model_type: str) -> frozenset[str]:
 
 @cache
 def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
-    """Return transformers' table `name` of auto classes, as class names by model type, read
-    from its source.
+    """Return transformers' table `name` of auto classes: the names of model classes by model type. The source
+    text is parsed.
     """
     pairs: list[tuple[ast.expr | None, ast.expr]] = []
     for statement in _syntax_tree(file).body:
@@ -116,7 +115,7 @@ def _table(file: str, name: str) -> Mapping[str, frozenset[str]]:
 
 
 def _texts(node: ast.expr | None) -> frozenset[str]:
-    """Return the texts in a literal of Python source: one text, or a tuple of texts."""
+    """Return the strings in a literal of Python source: one string, or a tuple of strings."""
     constants = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)] if node else []
     return frozenset(text for text in constants if isinstance(text, str))
 

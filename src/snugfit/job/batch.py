@@ -75,13 +75,16 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Return the number of tokens that are not padding; 0 for pictures and sound. Waits for the device."""
+    """Return the number of tokens in a batch that are not padding; 0 for pictures and sound. It waits for the
+    batch's device.
+    """
     return int(token_count(batch))
 
 
 def token_count(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Return the number of tokens that are not padding, as a scalar tensor on the batch's device. Only
-    reading its value waits for the device."""
+    """Return the number of tokens in a batch that are not padding, as a scalar tensor on its device. Only
+    reading the tensor's value waits for the device.
+    """
     if "attention_mask" in batch:
         counted: torch.Tensor = batch["attention_mask"].sum()
         return counted
@@ -132,7 +135,7 @@ class SyntheticDataset:
 
 
 class SampleInputs:
-    """The non-token inputs of a job's samples, such as pictures; a feature has subclasses."""
+    """The non-token inputs of a job's samples, such as pictures; features define subclasses."""
 
     def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
         """Return random inputs for B = `samples` samples, on the CPU."""
@@ -145,7 +148,9 @@ class SampleInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShapes:
-    """The shapes of a job's batches, read once from its complete config."""
+    """Sizes of a job's synthetic batches (vocabulary, special tokens, other inputs), from its
+    model's config.
+    """
 
     job: Job
     vocabulary: int = 0
@@ -157,7 +162,7 @@ class BatchShapes:
 
     @classmethod
     def of(cls, job: Job) -> BatchShapes:
-        """Return the shapes of this job's batches."""
+        """Return the sizes of this job's batches."""
         if job.task is Task.CUSTOM:
             return cls(job=job)
         config = job.config_to_read()
@@ -177,7 +182,7 @@ class BatchShapes:
         )
 
     def batch(self, samples: int, seed: int) -> Batch:
-        """Return random tensors of B = `samples` rows on the CPU."""
+        """Return random inputs and labels of B = `samples` rows, on the CPU."""
         if self.job.task is Task.CUSTOM:
             # A user's batch may have tensors that no random numbers can replace, so it is made of the
             # example.
@@ -213,7 +218,7 @@ class BatchShapes:
         return {"input_ids": ids, "attention_mask": mask}
 
     def _labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
-        """Return labels of the shape that the table above gives for the task: (B), (B, S) or (B, T)."""
+        """Return labels of the task's shape: (B), (B, S) or (B, T), as in this module's table."""
         import torch
 
         job = self.job

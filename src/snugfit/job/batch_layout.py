@@ -1,4 +1,4 @@
-"""The tensors of a batch that contain its samples, and the sample dimension of each, decided once for every
+"""Detection of the tensors of a batch that contain samples, and of their sample dimension, for every training
 loop.
 
 A prediction repeats the samples of an example until there is a batch of the job's size. A recipe and a
@@ -56,7 +56,7 @@ def map_leaves(
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The sample dimension of each tensor in batches of the form of one example."""
+    """Sample dimension of each tensor, for all batches with the same tensors as one example batch."""
 
     samples: int
     """Number of samples in the example; 1 where no tensor has any."""
@@ -65,14 +65,14 @@ class BatchLayout:
     """Rows of each tensor that contains samples, by its name."""
 
     unclear: Mapping[str, int]
-    """Length of each tensor that may or may not contain samples, by name."""
+    """Length of each tensor for which it is unclear if it contains samples, by name."""
 
     @classmethod
     def of(
         cls, example: Mapping[str, Any], named: BatchDims | None = None, *, samples: int | None = None
     ) -> Self:
-        """Return the sample dimensions of batches like this one, for jobs of `samples` samples if that is
-        known.
+        """Return the layout of batches like `example`: the sample dimension of each tensor. `named` are
+        dimensions that the user gave, `samples` is the job's batch size, if known.
 
         Raises `JobError` for a name or a dimension that the example does not have.
         """
@@ -140,7 +140,7 @@ class BatchLayout:
 
     def refuse_unclear(self, purpose: str, cure: str = "") -> None:
         """Raise `JobError` for an example batch where it is unclear which tensors contain samples. The
-        message shows the notation for them.
+        message shows the argument that names them.
         """
         if not self.unclear:
             return

@@ -59,7 +59,7 @@ class Construction:
         return {}
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Return the model to train, after its weights are loaded."""
+        """Return the model to train in place of `model`, after its weights are loaded."""
         return model
 
 
@@ -75,7 +75,7 @@ def instantiate(
 ) -> nn.Module:
     """Return the real model of a job on the ambient `torch.device`, in train or eval mode.
 
-    Its weights are in `dtype`, or as the job has them loaded. `construct(dtype=, autocast=)` returns a
+    Weights have the dtype `dtype`, or the job's own dtype for None. `construct(dtype=, autocast=)` returns a
     feature's `Construction`. Weights are random, or those of the folder `weights` (`find_weights`). Raises
     `ModelError` for a config that transformers cannot use or weights that the folder does not have. Raises
     `RecipeError` for an attention that the architecture does not have.
@@ -189,8 +189,8 @@ def _from_facts(
 
 
 def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any]) -> nn.Module:
-    """Return the model that transformers builds from a config alone, with the head and dtypes that loading a
-    checkpoint gives.
+    """Return the model that transformers builds from a config alone. Its head and dtypes are as after loading
+    a checkpoint.
 
     FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs have `tie_word_embeddings:
     false`. transformers 5 ties the head all the same (`configuration_t5.py`). It unties the head when it
@@ -240,8 +240,8 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 def _blame_config(model: Model, error: Exception) -> NoReturn:
     """Raise `ModelError` that names the model's config, on which a constructor of transformers failed.
 
-    Out of memory, whose errors are subclasses of `RuntimeError`, passes unchanged. So do our own errors and
-    our own mistakes, because a simulation runs our code while a model is built.
+    An out-of-memory error, a subclass of `RuntimeError`, passes unchanged. So does any error of snugfit's own
+    code, which a simulation runs while a model is built.
     """
     # Subclasses are errors of the device, such as torch's out of memory.
     narrower = isinstance(error, RuntimeError) and type(error) is not RuntimeError
@@ -269,7 +269,7 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
 
 
 def _is_from(package: str, error: Exception) -> bool:
-    """Return True if snugfit's own code raised the error, and not a library that it calls."""
+    """Return True if code of `package` itself raised the error, and not a library that it calls."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # The last frame is the one that raised.
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith(f"{package}.")

@@ -2,7 +2,7 @@
 
 A config.json is untrusted input, and transformers trusts it. A key may name code on the hub, a size may be
 10**12, a file may be a pipe that never ends. So it is read here first, with one error type, in three steps:
-the file, the text, the facts.
+the file, its text, its facts. (Facts are the values that determine the model.)
 
 The facts leave out settings of a recipe (attention and expert kernels) and names that change no byte (labels,
 versions, paths). The checkpoint's dtype is in them once, under "dtype".
@@ -195,8 +195,8 @@ def _tag_infinite(value: Any) -> Any:
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each fault of a model's config.json or a config nested in it, the most
-    dangerous first.
+    """Yield an error message for each fault in a model's config.json, and in configs nested in it. The most
+    dangerous fault is first.
     """
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
@@ -282,10 +282,10 @@ def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> bool:
-    """Return True if heads of this architecture may have a width other than an even share.
+    """Return True if attention heads of this architecture may have another width than hidden size / heads.
 
-    Some have a width of their own when the config names none (GLM's 128). The defaults of others do not
-    divide (GLM-4.5's 96 of 4096, of which the rest is cut). Imports transformers.
+    Some have a width of their own when the config names none (GLM's 128). The default sizes of others do not
+    divide (GLM-4.5's 96 heads in 4096, of which the rest is cut). Imports transformers.
     """
     from transformers import CONFIG_MAPPING
 
@@ -305,7 +305,7 @@ def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> b
 def _uneven_parts(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error message for uneven heads of keys and values, and for more experts per token than exist.
 
-    Each head of keys and values must serve equally many queries.
+    Each head of keys and values must serve the same number of query heads.
     """
     shared, heads = config.get("num_key_value_heads"), config.get("num_attention_heads")
     if isinstance(shared, int) and isinstance(heads, int) and heads % shared:

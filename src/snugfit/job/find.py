@@ -25,7 +25,7 @@ HUB_SECONDS = 4.0
 
 
 class ModelFacts(NamedTuple):
-    """The config values of a model, and their source."""
+    """A model's config values with the model's name, and the source of the values, such as a preset."""
 
     name: str
     """The full name of the model, with its owner."""
@@ -66,7 +66,7 @@ _ALLOWED = (
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """Return the full names of the bundled presets, as the hub writes them."""
+    """Return the full names of the presets (configs bundled with snugfit), as the hub writes them."""
     owners = [owner for owner in _presets().iterdir() if owner.is_dir()]
     names = [
         f"{owner.name}/{file.name.removesuffix('.json')}"
@@ -89,7 +89,9 @@ def _presets() -> Traversable:
 
 
 def preset_named(name: str) -> str | None:
-    """Return the full name of the preset of this name, with or without its owner, in any case of letters."""
+    """Return the full name of the preset called `name`, which may omit the owner. Case is ignored. None
+    without such a preset.
+    """
     lowered = name.lower()
     for full_name in preset_names():
         if lowered in (full_name.lower(), full_name.lower().split("/")[1]):
@@ -136,7 +138,9 @@ def _is_missing(path: str | Path) -> bool:
 
 
 def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
-    """Return the config from the local cache, from a preset of the same sizes, or from the hub."""
+    """Return the config of a hub model: from the local cache, from a preset of the same sizes, or
+    downloaded.
+    """
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"No model {name!r}. {_ALLOWED}")
     if cached := _cached_config(name):

@@ -245,7 +245,7 @@ def _matches(text: str) -> list[Gpu]:
 
 
 def _prefer_sxm(gpus: list[Gpu]) -> list[Gpu]:
-    """Return the GPUs without PCIe and other variants of a model that also comes as SXM module."""
+    """Return only the SXM modules if all these GPUs are variants of one model; otherwise all of them."""
     if len({(gpu.model, gpu.marketed_gb) for gpu in gpus}) == 1:
         return [gpu for gpu in gpus if gpu.form == PREFERRED_FORM] or gpus
     return gpus
@@ -271,7 +271,9 @@ def _model_names(gpu: Gpu) -> set[str]:
 
 
 def _has_memory(gpu: Gpu, gigabytes: int) -> bool:
-    """Return True if a GPU has this nominal memory, or if its total in nvidia-smi is within 1 GiB of it."""
+    """Return True if a GPU has this nominal memory in GB, or if its total in nvidia-smi is within 1 GiB of
+    it.
+    """
     # Drivers before R510 hid their reserve, so a V100 of 16,384 MiB read 16,160.
     shown = (gpu.nvml_total_bytes or 0) / (1 << 30)
     return gigabytes == gpu.marketed_gb or abs(gigabytes - shown) <= 1

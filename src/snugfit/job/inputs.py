@@ -17,20 +17,20 @@ class AddedTask:
     """A task, such as image classification, that a feature adds."""
 
     name: str
-    """Its value in `Task`."""
+    """The task's value in `Task`."""
 
     head: tuple[str, str]
-    """Its heads, as `HEADS` of `architectures.py` has them."""
+    """The task's model heads, in the form of `HEADS` in `architectures.py`."""
 
     elsewhere: str = ""
-    """Its name on the hub, if that is another."""
+    """The task's name on the hub, if that is another."""
 
 
 class ModelInputs:
     """Interface for one type of non-token inputs of a model, such as pictures or sound."""
 
     task: ClassVar[str] = ""
-    """The added task whose models all take them; empty without one."""
+    """The added task whose models all take these inputs; empty without one."""
 
     has_classes: ClassVar[bool] = False
     """True if the labels of these tasks are classes."""
@@ -43,7 +43,7 @@ class ModelInputs:
         return task == self.task
 
     def complete(self, config: Any) -> None:
-        """Add to a transformers config the keys that these inputs need and that configs of the hub have."""
+        """Add keys that these inputs need to a transformers config, as configs of the hub have them."""
 
     def of_job(self, job: Any, config: Any) -> Any:
         """Return the `SampleInputs` (`batch.py`) of a job. Raise `JobError` for a model of unknown shapes."""

@@ -53,11 +53,11 @@ CUSTOM = "custom"
 
 
 class TaskBase(StrEnum):
-    """The output of the model's head, named after transformers' heads."""
+    """Task of a model, that is, the output of its head, named after transformers' heads."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the task called `text`, in snugfit's or the hub's words. Raises `JobError` with the legal
+        """Return the task called `text`, in snugfit's or the hub's words. Raises `JobError` with the allowed
         names.
 
         `custom` is parsed but not listed. It is for modules from Python, and `_refuse_task` rejects it for
@@ -97,7 +97,7 @@ class PhaseBase(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the phase called `text`. Raises `JobError` with the legal names."""
+        """Return the phase called `text`. Raises `JobError` with the allowed names."""
         legal = [phase.value for phase in cls]
         if text not in legal:
             raise JobError(f"Unknown phase {text!r}.{did_you_mean(text, legal)} Phases: {', '.join(legal)}.")
@@ -138,7 +138,8 @@ class Job:
     """Settings of a phase that a feature adds, by name; empty for training and evaluation."""
 
     batch_size: int = 4
-    """The global batch of one optimizer step, in samples; a recipe may cut it, never change it."""
+    """The global batch of one optimizer step, in samples. A recipe may split it, but never changes its
+    size."""
 
     sequence_length: int = 512
     """Tokens of one input sequence (encoder side); not used by images and speech."""
@@ -238,7 +239,7 @@ class Job:
 
     @property
     def added_phase(self) -> AddedPhase | None:
-        """The feature's phase of the job; None for training and evaluation."""
+        """The feature's phase (use of the model) that the job has; None for training and evaluation."""
         return added_phases().get(self.phase)
 
     @property
@@ -268,8 +269,8 @@ class Job:
         return _config_to_read(self.model, self.task, self.labels)
 
     def stated_dropout(self, of: str = "") -> str:
-        """Return a description of the dropout in the model's config, for all parts or for those with `of` in
-        their names. It is empty where the model has no dropout, or no config.
+        """Return a description of the dropout in the model's config, such as `dropout=0.1`. `of` limits it to
+        keys with this text. Empty without dropout or config.
         """
         return "" if self.model.module is not None else dropout_among(vars(self.config_to_read()), of)
 
@@ -278,7 +279,7 @@ class Job:
         return bool(getattr(self.config_to_read().get_text_config(), "tie_word_embeddings", False))
 
     def model_class(self) -> Any:
-        """Return the class of its model, without any adapters around a module from Python."""
+        """Return the class of the job's model, without any adapters around a module from Python."""
         # Adapters wrap the model, and their class has another name.
         module: Any = self.model.module
         if module is None:
@@ -321,8 +322,8 @@ def _config_to_read(model: Model, task: str, labels: int) -> Any:
 
 
 def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
-    """Return a description of the dropout in a config, from the keys with `of` in their names; empty without
-    dropout.
+    """Return the first dropout in a config as text, such as `dropout=0.1`, from keys that contain `of`; empty
+    without dropout.
     """
     return next(
         (
@@ -358,7 +359,9 @@ def _refuse_what_is_no_model(model: object) -> None:
 
 
 def _loaded_dtype(asked: object, model: Model) -> str:
-    """Return the dtype in which a model's weights are loaded. Raises `JobError` for one that no job has."""
+    """Return the dtype in which a model's weights are loaded. Raises `JobError` for an unsupported dtype, and
+    for another one than a module's weights have.
+    """
     name = dtype_name("auto" if asked is None else asked)
     # A module has its dtype already, so another one is a contradiction.
     if model.module is not None:
@@ -435,8 +438,8 @@ def _in_range(what: str, value: object, high: int) -> None:
 
 
 def _task_of(model: Model) -> str:
-    """Return the task of a model that was given without one. Raises `JobError` if its architecture has
-    several.
+    """Return the task that the model implies, for a job without one. Raises `JobError` if several are
+    possible.
     """
     task = "custom" if model.module is not None else model.task
     if task is None:

@@ -23,8 +23,8 @@ refuses them only if checkpointing is on when they are added."""
 
 
 def dropped_prefix(job: Job) -> Iterator[str]:
-    """Yield an objection to recomputing layers if the job trains prefix tuning's keys and values, which would
-    be lost.
+    """Yield an objection to recomputing layers if the job trains prefix tuning's keys and values. The
+    recomputed layers would lose them.
     """
     if job.trains and job.model.module is not None and (kind := _prefix_kind(job.model.module)):
         yield (

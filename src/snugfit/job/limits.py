@@ -30,8 +30,8 @@ WITHOUT_TABLE = frozenset({
 def length_problem(
     config: Mapping[str, Any], task: str, sequence_length: int, target_length: int
 ) -> str | None:
-    """Return a sentence about the length, in tokens, that exceeds the positions of this config; None when all
-    fits.
+    """Return a sentence about a length, in tokens, that exceeds the positions of this config; None if all
+    lengths are valid.
     """
     # The text model of several parts has the positions of tokens.
     text = config.get("text_config") or config
@@ -54,7 +54,9 @@ def _complaint(what: str, length: int, limit: Limit) -> str:
 
 
 def input_limit(config: Mapping[str, Any]) -> Limit | None:
-    """Return the key that limits an input sequence, and the longest length; None without a limit."""
+    """Return the config key that limits an input sequence, and the longest length in tokens; None without a
+    limit.
+    """
     if _endless(config):
         return None
     for key in ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions"):
@@ -65,7 +67,9 @@ def input_limit(config: Mapping[str, Any]) -> Limit | None:
 
 
 def target_limit(config: Mapping[str, Any]) -> Limit | None:
-    """Return the key that limits the decoder's sequence, and the longest length; None without a limit."""
+    """Return the config key that limits the decoder's sequence, and the longest length in tokens; None
+    without a limit.
+    """
     for key in ("max_target_positions", "max_decoder_position_embeddings"):
         rows = config.get(key)
         if isinstance(rows, int | float) and rows > 0:

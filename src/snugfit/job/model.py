@@ -1,6 +1,6 @@
 """The model of a job: an architecture as an immutable value. `build.py` creates an `nn.Module` from it.
 
-A model is its facts, the sizes and switches of a config.json, as canonical text inside the value. It can
+A model consists of its facts, the sizes and switches of a config.json, as canonical JSON text. It can
 therefore be predicted anywhere, without the files of its origin. Or it is a module of the user's own, from
 Python, with an example batch. Such a model exists in one process only.
 
@@ -133,7 +133,7 @@ class Model:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the model's embedding; 0 if the config has no number."""
+        """Rows of the model's embedding; 0 if the config gives none."""
         rows = (self.config.get("text_config") or self.config).get("vocab_size") if not self.module else 0
         return rows if isinstance(rows, int) else 0
 

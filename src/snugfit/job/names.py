@@ -58,8 +58,8 @@ SAME_SIZES = {
 def same_sizes(name: str, presets: Iterable[str]) -> str | None:
     """Return the preset with the sizes of the model `name`; None when none is known.
 
-    An exact match goes before one without the name's `Instruct` or `Base`, since a tuned model's dtype may
-    differ.
+    A preset of exactly this name goes before one of the name without `Instruct` or `Base`: a tuned model's
+    dtype may differ.
     """
     # Layers of such a mirror may be those of another architecture.
     if CONVERTED.match(name):

@@ -1,4 +1,4 @@
-"""Uses of a model besides training and evaluation, which features add.
+"""Uses of a model besides training and evaluation (phases), which features add.
 
 A feature's module `phases.py` has an `AddedPhase` for each, which is read before there are jobs.
 """
@@ -36,7 +36,7 @@ class AddedPhase:
     """
 
     name: ClassVar[str]
-    """Its value in `Phase`."""
+    """The phase's value in `Phase`."""
 
     title: ClassVar[str]
     """The word for the phase in the head of a report, such as `evaluation`."""
@@ -48,7 +48,7 @@ class AddedPhase:
     """A sentence for reports on such a job."""
 
     setting_types: ClassVar[Mapping[str, type]] = {}
-    """Types of its settings by name, which are keys of a job file."""
+    """Types of the phase's settings by name, which are keys of a job file."""
 
     slots: ClassVar[frozenset[str]] = frozenset()
     """Slots of recipes that no other phase uses, by name."""
@@ -57,7 +57,8 @@ class AddedPhase:
     """Slots of recipes that this phase does not use, beside those of training alone."""
 
     sizes: ClassVar[Mapping[str, tuple[str, int]]] = {}
-    """Sizes that `--largest` may search besides the core's: a field of `Job` or a setting, and its limit."""
+    """Sizes that `--largest` may search in addition to the core's: a field of `Job` or a setting, and its
+    upper limit."""
 
     def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the complete settings of a job in this phase. Raises `JobError` for unusable ones."""
@@ -68,17 +69,19 @@ class AddedPhase:
         return []
 
     def tokens(self, job: Any) -> int:
-        """Return the number of tokens that a step makes, for tokens per second."""
+        """Return the number of tokens that a step processes, for a throughput in tokens per second."""
         return int(job.batch_size * job.sequence_length)
 
     def step_class(self, loop: str) -> type[Any]:
-        """Return the `Step` of a loop (`step/step.py`). Raises `UsageError` for an unsupported loop."""
+        """Return the subclass of `Step` that runs this phase in a training loop (`step/step.py`). Raises
+        `UsageError` for an unsupported loop.
+        """
         raise NotImplementedError
 
     def rehearse(
         self, job: Any, open_step: Callable[[Any], Any], record: Callable[[Any, int], Any], steps: int
     ) -> Any:
-        """Return the `Trace` of a simulated run of `steps` steps.
+        """Return the `Trace` (recorded allocations and kernels) of a simulated run of `steps` steps.
 
         `open_step` returns the step of a job. `record` runs a number of its steps and returns their
         `Recording`.
@@ -89,7 +92,7 @@ class AddedPhase:
         """Return the results of this phase in a `Prediction`, as a dataclass; None without any."""
 
     def lines(self, summary: Any) -> Mapping[str, str]:
-        """Return lines of a report for the results of this phase, by label."""
+        """Return lines of a prediction's report with the results of this phase, by label."""
         return {}
 
 

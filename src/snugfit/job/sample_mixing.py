@@ -1,8 +1,8 @@
 """Detection of models whose samples depend on each other, as by batch norm, so that micro-batches differ from
 the whole batch.
 
-Gradients of micro-batches add up to those of the batch if the loss is a mean over samples. Two kinds are
-none:
+Gradients of micro-batches add up to those of the batch if the loss is a mean over samples. Two kinds of
+losses are no such mean:
 
 - layers of a batch norm normalise by the mean and variance of the batch that they are given;
 - a loss over the batch compares each sample with the others (CLIP, SimCLR, in-batch negatives). Or it takes
@@ -46,7 +46,7 @@ architecture."""
 
 
 class Mixing(NamedTuple):
-    """Evidence that a sample's loss depends on other samples of the batch, as by batch norm. Both fields are
+    """Evidence that a sample's loss depends on other samples of the batch, as by batch norm. Both texts are
     empty if it does not.
     """
 
@@ -62,8 +62,9 @@ _OF_MODULES: weakref.WeakKeyDictionary[Any, Mixing] = weakref.WeakKeyDictionary(
 
 
 def mixing_of(job: Job) -> Mixing:
-    """Return evidence on whether this job's samples depend on each other in training. The random generators
-    keep their states."""
+    """Return evidence that this job's samples depend on each other in training; empty if they do not. The
+    random generators keep their states.
+    """
     if not job.trains:
         return Mixing()
     if job.mixes_samples:
@@ -108,9 +109,9 @@ def norm_layers_of_job(job: Job) -> str:
 
 
 def is_plain_by_source(model: Model, task: str) -> bool:
-    """Return True if the transformers source files contain no batch norm and no nested model.
+    """Return True if the transformers source files of a model contain no batch norm and no nested model.
 
-    The files are read as text. The result is False if they leave it open.
+    The files are read as text. The result is False if the text leaves it open.
     """
     folder = model.architecture.replace("-", "_")
     try:
@@ -202,8 +203,8 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
 
 
 def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str:
-    """Return a description of the first operator that combines samples, found by comparing sizes for few and
-    for many samples; empty if there is none.
+    """Return a description of the first operator that combines samples; empty if there is none. It compares
+    tensor sizes for few and for many samples.
     """
     growth = SAMPLES[1] / SAMPLES[0]
     # Another sequence of operators allows no comparison.

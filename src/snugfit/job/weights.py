@@ -3,7 +3,7 @@
 Weights must be safetensors in a folder with a config.json: reading a pickle runs code. The safetensors
 library checks the content of a file when it is opened.
 
-A model is loaded whole. Here only a head may be new, and the user sees new weights and skipped tensors.
+Only the weights of a head may be missing. Messages list new weights and skipped tensors.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _conversion(folder: Path) -> str:
 
 
 def _is_of(folder: Path, file: Path) -> bool:
-    """Return True if the file is in the folder.
+    """Return True if `file` is in `folder`, also after links are resolved.
 
     In the hub's cache, where a snapshot's files are links, the folder of its model counts.
     """
@@ -191,7 +191,7 @@ class LoadedWeights:
 
 
 def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWeights:
-    """Return the differences that transformers' `info` lists after loading `model`.
+    """Return the differences between `model` and its folder, from transformers' loading report `info`.
 
     Raises `ModelError` when weights outside a new head are missing, or have another shape.
     """

@@ -1,4 +1,5 @@
-"""Comparison of an evaluation with the plain model in fp32, after its bytes and seconds were read.
+"""Comparison of an evaluation's outputs with those of the plain model in fp32, after its bytes and seconds
+were read.
 
 The plain model has the same random weights, since it is built after the same seed. Weights of 16 bits are
 copied to fp32, so that the error is that of the recipe and of the dtype together.
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def results_of(step: Step, seed: int) -> dict[str, Any]:
-    """Return the results of an evaluation by name, with its largest error and whether its ids are equal.
+    """Return the results of an evaluation by name, with its largest error and whether its token ids are
+    equal.
 
-    Training has none, and the plain recipe is not compared.
+    A training step has no results, and an evaluation with the plain recipe is not compared.
     """
     from snugfit.step.plain_loop import PlainStep
     from snugfit.techniques.setup import Setup
@@ -29,9 +31,10 @@ def results_of(step: Step, seed: int) -> dict[str, Any]:
 
 
 def _comparison(step: Any, seed: int) -> dict[str, Any]:
-    """Return the comparison of a step's outputs with the plain model's, or the reason why it failed.
+    """Return the differences of a step's outputs to the plain model's, or the reason why they could not be
+    compared.
 
-    The model of the step is dropped, because the plain one needs its memory.
+    The model of the step is deleted, because the plain one needs its memory.
     """
     try:
         own = _outputs(step, seed)
@@ -50,7 +53,7 @@ def _comparison(step: Any, seed: int) -> dict[str, Any]:
 
 
 def _plain_step(step: Any, seed: int) -> Any:
-    """Return the step of the plain recipe for the same job, built, with its weights in fp32."""
+    """Return a step of the plain recipe for the same job, with the model built and its weights in fp32."""
     import torch
 
     from snugfit.step.open_step import open_step
@@ -65,7 +68,7 @@ def _plain_step(step: Any, seed: int) -> Any:
 
 
 def _outputs(step: Any, seed: int) -> Outputs:
-    """Return the outputs of a built step for its first batch, on the host and in fp32."""
+    """Return the outputs of a step, whose model is built, for its first batch, on the host and in fp32."""
     import torch
 
     torch.manual_seed(seed)

@@ -30,13 +30,14 @@ NO_RESULT, BAD_RESULT, REFUSED = "no-result", "bad-result", "refused"
 
 
 def cause_of_exception(error: BaseException) -> str:
-    """Return the cause of death of a process that ended with this exception; `exit:1` for one unrelated to
-    memory."""
+    """Return the outcome of a process that ended with this exception, such as `oom:torch`; `exit:1` if memory
+    is not the cause.
+    """
     return memory_cause(error) or (REFUSED if isinstance(error, UsageError) else "exit:1")
 
 
 def cause_of_exit(child: ChildExit, reported: str | None) -> str:
-    """Return the outcome of a child from its exit and its own report.
+    """Return the outcome of a child process from its exit and its own report.
 
     `reported` is the outcome in the child's own result, `no-result` or `bad-result`. A child that reported
     `ok` and then died counts as failed. A cause that a child reported before its exit is accepted.
@@ -73,7 +74,7 @@ _FATAL_MESSAGES = (
 
 
 def _cause_in_output(child: ChildExit) -> str | None:
-    """Return the cause in the last output of the process; None for other output."""
+    """Return the outcome that the last output of the process shows; None for other output."""
     for message in _FATAL_MESSAGES:
         if message.returncode == child.returncode and re.search(message.pattern, child.tail, re.MULTILINE):
             return message.cause

@@ -2,7 +2,7 @@
 
 It reads one request, runs one experiment, writes one result and exits. The allocator's peaks are those of the
 Step alone. One tiny tensor creates the context and is freed, and then the peaks are reset. After the last
-step the device is idle. NVML and nvidia-smi are compared at that moment only.
+step the device is idle. Only then are NVML and nvidia-smi compared.
 
 The start-up is timed by the wall clock, from the moment at which the parent launched this process. The
 model's code is imported before the context is created, rather than by the build. So each stage of the
@@ -13,10 +13,10 @@ are read before a few more steps, which the first rank profiles.
 
 Every exception becomes a cause in the result, with the allocator's peaks so far, and exit code 1.
 
-DeepSpeed resets them each time it empties the allocator's cache (`empty_cache` of `deepspeed.runtime.utils`).
-It does so for each group of parameters while it builds its engine. The earlier peaks of the run would be
-lost. A ViT on an H100 (results/accuracy-seed2511.json, run 37) reported 3.3 GB of the predicted 4.2. NVML
-agreed with the prediction within 3 %.
+DeepSpeed resets these peaks each time it empties the allocator's cache (`empty_cache` of
+`deepspeed.runtime.utils`). It does so for each group of parameters while it builds its engine. The earlier
+peaks of the run would be lost. A ViT on an H100 (results/accuracy-seed2511.json, run 37) reported 3.3 GB of
+the predicted 4.2. NVML agreed with the prediction within 3 %.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ SEED = 0
 """Seed of the random weights and data, equal in every run."""
 
 HISTORY_STEP = 2
-"""The step after which a recorded history is written: the first steady one."""
+"""Index of the step after which recorded allocations are written: the first that is like all later ones."""
 
 HISTORY_ENTRIES = 1_000_000
-"""Upper bound on the allocations and frees of a history. A choice, not measured."""
+"""Largest number of recorded allocations and frees. A choice, not measured."""
 
 
 def main() -> None:
@@ -77,8 +77,9 @@ def main() -> None:
 
 
 def run(request: Mapping[str, Any], history: Path) -> ChildResult:
-    """Run the experiment of one request and return its result; an exception of the experiment becomes its
-    outcome."""
+    """Run the requested experiment and return its result; an exception of the experiment becomes
+    its outcome.
+    """
     try:
         return _run_steps(request, history)
     except Exception as error:
@@ -152,8 +153,9 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
 
 
 def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
-    """Return the seconds of the steps and the peaks so far, with the used bytes of NVML and nvidia-smi on the
-    idle device."""
+    """Return the seconds of the steps and the memory peaks so far. They include the used bytes of NVML and
+    nvidia-smi on the idle device.
+    """
     seconds = tuple(stopwatch.seconds())
     peaks = replace(_peaks(), timed_from=stopwatch.timed_from, timed_until=time.monotonic())
     uuid = request["uuid"]
@@ -173,8 +175,9 @@ def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
 def _run_with_further_steps(
     step: Step, steps: int, stopwatch: Stopwatch, request: Mapping[str, Any], group: Any
 ) -> ChildResult:
-    """Run the steps, read the values of the experiment, and run a few more steps. In these the first rank
-    measures the exchange with other ranks."""
+    """Run the timed steps and read their values, then run a few more steps. In these, the first rank measures
+    the collectives with other ranks.
+    """
     read: list[ChildResult] = []
 
     def when_timed() -> None:
@@ -201,13 +204,13 @@ def _import_code_of(job: Job, setup: Setup) -> None:
 
 
 class _Context(NamedTuple):
-    """The CUDA context of the measured process, with its bytes, and its process group."""
+    """The result of creating a CUDA context in the measured process: its bytes, and the process group."""
 
     growth_bytes: int | None
     """Growth of the device's used bytes; None on a CPU, and where NVML does not answer."""
 
     ready: float
-    """The moment at which the context and the group were created, by the monotonic clock."""
+    """The time at which the context and the process group were created, by the monotonic clock."""
 
     group: Any = None
     """The process group of the ranks; None where one process trains."""
@@ -218,19 +221,24 @@ class _Context(NamedTuple):
 
 
 def _open_group(request: Mapping[str, Any], device: torch.device) -> Any:
-    """Create the process group of this run once all ranks have joined, and return it; None where one process
-    trains."""
+    """Return the process group of this run, created once all ranks have joined; None where one process
+    trains.
+    """
     return hooks("processes")[0]().join_measured(request, device) if request["ranks"] > 1 else None
 
 
 def _on_cpu(device: torch.device, request: Mapping[str, Any], imported: float) -> _Context:
-    """Return a context for the CPU, with the group of ranks if there are several."""
+    """Return the `_Context` of a run on the CPU: no CUDA context, and the process group if there are several
+    ranks.
+    """
     group = _open_group(request, device)
     return _Context(None, time.monotonic() if group else imported, group)
 
 
 def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
-    """Create the CUDA context with one tiny tensor, then the group of ranks if there are several."""
+    """Create the CUDA context with one tiny tensor, then the process group if there are several ranks. Return
+    both with their bytes.
+    """
     import torch
 
     torch.cuda.set_device(device)
@@ -255,7 +263,9 @@ def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
 
 
 def _peaks() -> ChildResult:
-    """Return the peaks so far: of the host, and of the allocator where CUDA is initialized."""
+    """Return the memory peaks so far: those of the host, and those of the allocator where CUDA is
+    initialized.
+    """
     host = ChildResult(outcome=causes.OK, host_bytes=peak_resident_bytes())
     # A run may fail before it imports torch; then there are no peaks to read.
     torch = sys.modules.get("torch")
@@ -350,7 +360,9 @@ def keep_peaks() -> None:
 
 
 def with_kept(stats: Mapping[str, int]) -> dict[str, int]:
-    """Return the allocator's statistics with the peaks of the whole run, including those before resets."""
+    """Return the allocator's statistics with the peaks of the whole run, including those before resets by a
+    library.
+    """
     return {**stats, **{name: max(peak, stats.get(name, 0)) for name, peak in _BEFORE.items()}}
 
 

@@ -1,7 +1,7 @@
 """The result that a measured child writes for its parent: one typed document, checked field by field.
 
-The parent accepts no field of a wrong type: one makes the whole result a `bad-result`. Only a loss may be
-null, because a loss can be NaN and JSON has no NaN.
+The parent accepts no field of a wrong type: one wrong field makes the outcome `bad-result`. Only a loss may
+be null, because a loss can be NaN and JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SECONDS = (
 )
 
 _OUTCOME = re.compile(r"ok|refused|host-oom|oom:[a-z]+|exit:1")
-"""The outcomes that a child can report itself; see causes.py."""
+"""The outcomes that a child process can report itself; see causes.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +89,10 @@ class ChildResult:
     """Managed memory of its optimizer, on the GPU or not."""
 
     smi_bytes: int | None = None
-    """nvidia-smi's used bytes at one idle moment."""
+    """nvidia-smi's used bytes, read once on the idle device."""
 
     smi_nvml_bytes: int | None = None
-    """NVML's used bytes at that moment."""
+    """NVML's used bytes, read right before `smi_bytes`."""
 
     device_name: str | None = None
     """Name of the device from torch."""
@@ -104,7 +104,7 @@ class ChildResult:
     """Use of the host's cores by other processes while steps were timed."""
 
     quiet: tuple[bool, ...] = ()
-    """For each of `seconds`: True if the core that launches kernels was quiet."""
+    """For each of `seconds`: True if no other process disturbed the core that launches kernels."""
 
     disturbed: float | None = None
     """`QuietCore.disturbed_share` of that core."""
@@ -116,13 +116,13 @@ class ChildResult:
     """Start of the first steady step on the host, by the monotonic clock."""
 
     timed_until: float | None = None
-    """A moment after the end of the last steady step on the device, by the same clock."""
+    """A time after the end of the last timed step on the device, by the same clock."""
 
     peaks_at: float | None = None
-    """Moment of the reading of the peaks, by the same clock; None for a run that died."""
+    """Time of the reading of the memory peaks, by the same clock; None for a run that died."""
 
     failed_at: float | None = None
-    """Moment of the exception that ended the run, by the same clock."""
+    """Time of the exception that ended the run, by the same clock."""
 
     fabric_seconds: float | None = None
     """Seconds a step of NCCL's kernels, in steps after the timed ones."""

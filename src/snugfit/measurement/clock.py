@@ -1,4 +1,4 @@
-"""A GPU's clock while steps were timed, from the readings of the sampler.
+"""A GPU's clock while steps were timed, from the readings of the NVML thread.
 
 A prediction is for a GPU with a constant clock. A GPU lowers its clock at its power limit or when it is hot.
 The steps then take longer for a reason outside the recipe.
@@ -15,12 +15,12 @@ from snugfit.results.measurement import GpuClock
 
 
 class ClockReading(NamedTuple):
-    """The clock of a GPU and the reasons for a lower one, read from NVML at one moment."""
+    """One NVML reading of a GPU's clock, with the reasons for a lower clock."""
 
     moment: float
     """Seconds of the monotonic clock."""
     mhz: int
-    """The SM clock at that moment, in MHz."""
+    """The SM clock at that time, in MHz."""
     reasons: int
     """NVML's bits for the reasons of a lower clock."""
 
@@ -33,8 +33,8 @@ def read_clock(card: Card, moment: float) -> ClockReading:
 def clock_between(
     readings: Iterable[ClockReading], card: Card, begin: float | None, end: float | None
 ) -> GpuClock | None:
-    """Return the GPU's clock between two moments; None without a reading between them, or without the
-    moments.
+    """Return the GPU's clock between two times of the monotonic clock; None without a reading between them,
+    or without these times.
     """
     if begin is None or end is None:
         return None

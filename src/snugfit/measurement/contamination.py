@@ -61,9 +61,7 @@ class GpuBaseline:
     """Reason why the GPU is not clean; None when it is."""
 
     def growth(self, peak_bytes: int | None) -> int | None:
-        """Return the bytes that a run adds in NVML's count: the growth of the device's used bytes until its
-        peak.
-        """
+        """Return the bytes that a run adds to the GPU's used bytes in NVML, until its peak."""
         if peak_bytes is None or self.used_bytes is None:
             return None
         return max(0, peak_bytes - self.used_bytes)
@@ -138,8 +136,9 @@ def _read_baseline(card: Card) -> GpuBaseline:
 
 
 def after(card: Card, baseline: GpuBaseline, *, patience: float) -> str | None:
-    """Wait until the GPU's memory and processes are as before the run. Return a sentence on the difference
-    that remains after `patience` seconds, or None."""
+    """Wait until the GPU's memory and processes are as before the run; then return None. After `patience`
+    seconds, return a sentence on the difference that remains.
+    """
     if baseline.used_bytes is None:
         return None
     return _wait_while_used(partial(_leftover, card, baseline), lambda reason: reason, patience)
@@ -189,7 +188,7 @@ def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
 
 
 def unexplained_growth(grown_bytes: int, *, reserved_bytes: int, context_bytes: int) -> str | None:
-    """Return a sentence on growth of the device's used bytes beyond allocator and context; None if little.
+    """Return a sentence on used bytes that allocator and context do not explain; None if they are few.
 
     For a process alone on its GPU, grown = context (at the first tensor) + libraries loaded later + reserved.
     """
@@ -203,7 +202,7 @@ def unexplained_growth(grown_bytes: int, *, reserved_bytes: int, context_bytes: 
 
 
 def _compute_processes(card: Card) -> list[GpuProcess]:
-    """Return the processes with a compute context; none where the driver hides them."""
+    """Return the processes with a CUDA context on the GPU; none where the driver hides them."""
     try:
         return card.compute_processes()
     except NvmlUnavailable:
@@ -211,8 +210,8 @@ def _compute_processes(card: Card) -> list[GpuProcess]:
 
 
 def _list(processes: list[GpuProcess]) -> str:
-    """Return processes as text for a message, at most four with their numbers: `process 17 (512 MiB), this
-    process (23)`.
+    """Return processes as text for a message: `process 17 (512 MiB), this process (23)`. It lists at most
+    four by number.
     """
     shown = []
     for process in processes:

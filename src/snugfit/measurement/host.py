@@ -103,8 +103,8 @@ class HostLoad:
 
 
 def host_load(family: int | None = None) -> HostLoad | None:
-    """Return the CPU counters now; None where the system has none. With a process id `family`, the counters
-    of all its descendants count as own.
+    """Return the host's CPU counters now; None where the system has none. With a process id `family`, the CPU
+    seconds of all its descendants count as own.
     """
     import psutil
 
@@ -125,8 +125,9 @@ def host_load(family: int | None = None) -> HostLoad | None:
 
 
 def crowding(first: HostLoad | None, last: HostLoad | None, cores: int) -> str | None:
-    """Return the use of cores by other processes between two moments with almost no idle core; None if
-    little."""
+    """Return a sentence on the cores that other processes used between two readings. None if they used few,
+    or some cores were idle.
+    """
     if first is None or last is None or last.wall - first.wall < MIN_LOAD_SECONDS:
         return None
     wall = last.wall - first.wall

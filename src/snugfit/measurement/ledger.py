@@ -28,8 +28,8 @@ MEASUREMENT, OUTPUT = "measurement.json", "stderr.txt"
 
 @contextmanager
 def open_ledger(root: Path) -> Iterator[None]:
-    """Create the folder that stores measurements (the ledger). Raises `UsageError` before the measurement
-    starts if that fails.
+    """Context in which the folder of measurements (the ledger) exists. Raises `UsageError` before the
+    measurement starts if it cannot be created.
 
     A run without a measurement (a user's mistake, Ctrl-C) leaves no new folder behind.
     """

@@ -7,9 +7,9 @@
 - The parent determines the outcome, and waits until the GPU is clean again.
 
 The parent never touches CUDA, and uses no CPU while it waits, except for NVML's readings. It accepts only
-results that it can check. A dead run has a cause, a shared GPU has a reason, a result is a complete file.
-Models that exist only in this Python process are refused. A new process could get them only by pickle, which
-executes code; `snugfit.watch()` measures them in place.
+results that it can check. Each failed run has a cause, and each shared GPU a reason. Each result is a
+complete file. Models that exist only in this Python process are refused. A new process could get them only by
+pickle, which executes code; `snugfit.watch()` measures them in place.
 
 Several GPUs that train together have a child each. The children find each other by a file in a temporary
 folder, so that no port has to be free.
@@ -101,7 +101,7 @@ def measure(
 
 
 def _refuse_invalid(request: MeasurementRequest) -> None:
-    """Raise `UsageError` for a request that no process could run."""
+    """Raise `UsageError` for a job, recipe or option that cannot be measured."""
     job, loop = request.job, request.loop
     if job.model.module is not None:
         raise JobError(

@@ -72,8 +72,8 @@ class Card:
             self.name = "unnamed GPU"
 
     def memory(self) -> DeviceMemory:
-        """Return the GPU's used and total memory now. Raises `NvmlUnavailable` without an answer, and for an
-        impossible one.
+        """Return the GPU's used and total memory now. Raises `NvmlUnavailable` if NVML returns none, or
+        impossible values.
         """
         if self._version != 1:
             try:

@@ -50,18 +50,18 @@ class ChildExit:
     """Exit code, or minus the signal's number."""
 
     timed_out: bool
-    """True if it was still running at its deadline."""
+    """True if the process was still running at its deadline."""
 
     tail: str
-    """The end of its output to stdout and stderr."""
+    """The last output of the process to stdout and stderr."""
 
     oom_kills: int
-    """Number of processes that the kernel killed for memory in the meantime, from the counters visible
+    """Number of processes that the kernel killed for memory during the run, from the counters visible
     here."""
 
 
 class Child:
-    """One child process with its group; a context manager that leaves no process behind."""
+    """One child process with its process group; a context manager that leaves no process behind."""
 
     def __init__(
         self,
@@ -104,25 +104,27 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The child's process id, and its session's and group's."""
+        """The child's process id, which is also the id of its session and process group."""
         return self._process.pid
 
     def owns(self, pid: int) -> bool:
-        """Return True for a process in the child's session."""
+        """Return True if the process `pid` is in the child's session."""
         try:
             return os.getsid(pid) == self.pid
         except OSError:
             return False
 
     def kill(self) -> None:
-        """Kill the child process and its group at once. Another thread may wait for it."""
+        """Kill the child process and its process group at once. Another thread may wait for it meanwhile."""
         # After another thread has reaped the child, its number may belong to another group.
         with self._reaping:
             if self._process.returncode is None:
                 self._signal_group(signal.SIGKILL)
 
     def wait(self, deadline_seconds: float) -> ChildExit:
-        """Sleep until the child process has exited, or end it at its deadline."""
+        """Sleep until the child process has exited, or end it at its deadline. Return its exit code and last
+        output.
+        """
         timed_out = not self._sleep_until(time.monotonic() + deadline_seconds)
         if timed_out:
             self._signal_group(signal.SIGTERM)
@@ -136,7 +138,9 @@ class Child:
         )
 
     def _sleep_until(self, moment: float) -> bool:
-        """Return True if the child died before that moment."""
+        """Sleep until the child process has exited, and read its output. Return False if the monotonic clock
+        reaches `moment` first.
+        """
         poller = select.poll()
         # The output is read meanwhile, because a full pipe would block the child.
         for descriptor in (self._output, self._pidfd):
@@ -156,7 +160,9 @@ class Child:
         return True
 
     def _has_died(self) -> bool:
-        """Check for the child's death without reaping, so that the group's number stays ours."""
+        """Return True if the child process has exited. It is not reaped, so that the number of its process
+        group stays reserved.
+        """
         if self._process.returncode is not None:
             return True
         try:
@@ -184,7 +190,9 @@ class Child:
             os.killpg(self.pid, number)
 
     def _end(self) -> None:
-        """Kill the rest of the group, reap it, and read the rest of the output. Safe to call twice."""
+        """Kill and reap the rest of the process group, and read the rest of the output. A second call is
+        allowed.
+        """
         with self._reaping:
             if self._process.returncode is None:
                 self._signal_group(signal.SIGKILL)
@@ -202,8 +210,9 @@ class Child:
             self._pidfd = None
 
     def _reap_group(self) -> None:
-        """Wait until the group has no member. Members that became our children are reaped here (in process 1
-        of a container)."""
+        """Wait until the process group is empty. Members that became our children (in process 1 of a
+        container) are reaped here.
+        """
         deadline = time.monotonic() + REAP_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
@@ -217,7 +226,7 @@ class Child:
 
 
 def die_with_parent(parent: int) -> None:
-    """Register a kill of this process at its parent's death, also for every process that it forks.
+    """Make the kernel kill this process when its parent dies, and likewise every process that it forks.
 
     It must be the first call. A parent that died before the registration would go unnoticed, so the parent's
     process id is compared afterwards. Only Linux supports this; on other systems the function has no effect.

@@ -31,8 +31,8 @@ DISTURBED_RATIO = 1.25
 1.0 to 1.1 and 1.6 to 1.9."""
 
 INTERVAL, INTERVAL_ALL_DISTURBED = 0.2, 1.0
-"""Seconds until the next check after an undisturbed core, and after none (chosen). A check takes 0.1 ms, and
-2 ms if all of 16 cores are tried."""
+"""Seconds until the next check if some core was undisturbed, and if none was (chosen). A check takes 0.1 ms,
+and 2 ms if all of 16 cores are tried."""
 
 MAX_CORES_TRIED = 32
 """Number of cores tried in one check. Cores that were quiet last, or never tried, come first."""
@@ -71,13 +71,15 @@ class QuietCore:
         """Number of checks so far that found the core disturbed."""
 
     def sample(self) -> None:
-        """Time one loop and count a disturbance of the core; move no thread."""
+        """Time the test loop once and count a disturbance of the core; move no thread."""
         # Before the first check there is no shortest time to compare with.
         if self._samples:
             self.disturbed_samples += self._time_loop() > DISTURBED_RATIO * self._best
 
     def rebalance(self) -> None:
-        """Time the CPU core if a check is due, and move the thread away from a disturbed one."""
+        """Time the test loop on the current core if a check is due, and move the thread away from a disturbed
+        core.
+        """
         if time.perf_counter() < self._next_check or len(self._candidates) < 2:
             return
         seconds = self._time_core()
@@ -92,7 +94,7 @@ class QuietCore:
         self._next_check = time.perf_counter() + (INTERVAL if quiet else INTERVAL_ALL_DISTURBED)
 
     def release(self) -> None:
-        """Allow the pinned threads all cores again; the samples stay."""
+        """Allow the pinned threads to use all cores again; the timed samples stay."""
         ALL_CORES.clear()
         autograd = (int(thread) for thread, is_autograd in self._is_autograd.items() if is_autograd)
         for thread in (threading.get_native_id(), *autograd):
@@ -100,18 +102,20 @@ class QuietCore:
                 os.sched_setaffinity(thread, self._cores)
 
     def disturbed_share(self) -> float | None:
-        """Return the fraction of the checks in which the core was disturbed; None without a check."""
+        """Return the fraction of the checks in which another process disturbed the core; None without a
+        check.
+        """
         if not self._samples:
             return None
         return statistics.fmean(seconds > DISTURBED_RATIO * self._best for seconds in self._samples)
 
     def loop_seconds(self) -> float | None:
-        """Return the median seconds of the timed loop over all checks; None without a check."""
+        """Return the median seconds of the test loop over all checks of the core; None without a check."""
         return statistics.median(self._samples) if self._samples else None
 
     def _move(self) -> bool:
         """Move the thread to the first undisturbed core, or at the first check to the fastest of all cores.
-        Return False if no core was undisturbed.
+        Return False if every core was disturbed.
         """
         candidates = sorted(self._candidates, key=lambda core: self._loop_seconds.get(core, 0.0))
         ALL_CORES.update(self._cores)
@@ -129,7 +133,9 @@ class QuietCore:
         return len(self._samples) == 1
 
     def _pin_autograd(self) -> None:
-        """Pin autograd's threads to this CPU core. Give all cores back to other threads that inherited it."""
+        """Pin autograd's threads to the current core. Give all cores back to other threads that inherited the
+        pinning.
+        """
         core = os.sched_getaffinity(0)
         for thread in os.listdir(TASKS):
             with suppress(OSError):  # a thread may end at any time
@@ -141,8 +147,8 @@ class QuietCore:
                     os.sched_setaffinity(int(thread), core if self._is_autograd[thread] else self._cores)
 
     def _time_core(self) -> float:
-        """Return the seconds of the timed loop on this core: the shortest of three, because one interruption
-        is no disturbance.
+        """Return the seconds of the test loop on the current core: the shortest of three, because one
+        interruption is no disturbance.
         """
         seconds = min(self._time_loop() for _ in range(3))
         self._best = min(self._best, seconds)

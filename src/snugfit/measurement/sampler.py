@@ -1,9 +1,9 @@
-"""A thread that reads NVML every few milliseconds and stores the peak.
+"""A thread that reads a GPU's used memory from NVML every few milliseconds and stores the peak.
 
 It runs in the parent of a measurement. In the measured process it would delay the host thread, which often
 bounds the step. The caching allocator does not return segments between steps, so a reading each 10 ms finds
-the peak. Only a segment that is freed for a retry is shorter, and `retries` shows it. Each quarter of a
-second the thread also records the processes with a context, with the bytes of each.
+the peak. Only a segment that is freed for an allocation retry may be missed, and `retries` shows it. Each
+quarter of a second the thread also records the processes with a context, with the bytes of each.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Census:
     """The processes with a CUDA context on the GPU at one moment, and their bytes."""
 
     used_bytes: int
-    """Bytes in use on the device by all of them."""
+    """Bytes in use on the device by all processes."""
 
     own: tuple[GpuProcess, ...]
-    """Processes of the sampling side, for which `belongs` is True."""
+    """Processes of this measurement, for which `belongs` is True."""
 
     foreign: tuple[GpuProcess, ...]
     """All the other processes."""
 
 
 class Sampler:
-    """A thread that reads one card's memory until it is closed, as a context manager."""
+    """A thread that reads one GPU's used memory until it is closed, as a context manager."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Sampler:
         self.peak_bytes: int | None = None
         """Largest used bytes so far; None before the first reading."""
         self._rises: list[tuple[float, int]] = []
-        """Each increase of the maximum of used bytes, with its moment by the monotonic clock."""
+        """Each increase of the largest used bytes, with its time by the monotonic clock."""
         self.censuses: dict[frozenset[int], Census] = {}
         """For each distinct set of process ids, the census with the most used bytes."""
         self.refusal: str | None = None
@@ -90,7 +90,7 @@ class Sampler:
         self.read()
 
     def read(self) -> bool:
-        """Read the used bytes once. Return False if NVML does not answer."""
+        """Read the GPU's used bytes once. Return False if NVML does not answer."""
         try:
             used = self._card.memory().used_bytes
         except NvmlUnavailable as reason:
@@ -102,8 +102,8 @@ class Sampler:
         return True
 
     def peak_until(self, moment: float | None) -> int | None:
-        """Return the peak of the sampled device memory until a moment of the monotonic clock, or of all
-        readings; None before the first reading.
+        """Return the peak of the GPU's used memory until `moment` of the monotonic clock, or of all readings
+        for None. Return None before the first reading.
         """
         rises = (used for when, used in self._rises if moment is None or when <= moment)
         return max(rises, default=None)

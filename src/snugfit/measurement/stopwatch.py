@@ -56,8 +56,9 @@ HOST_BOUND_SECONDS, DEVICE_BOUND_SECONDS = 2.0, 1.0
 
 
 def steady_steps(step_seconds: float | None, *, host: bool = True) -> int:
-    """Return the number of steps to time for steps with a predicted length of `step_seconds`. `host` is True
-    for a step bound by the host."""
+    """Return the number of steps to time, for a predicted length of `step_seconds`. `host` is True for a step
+    whose speed the host limits.
+    """
     if not step_seconds:
         return MIN_STEPS
     seconds = HOST_BOUND_SECONDS if host else DEVICE_BOUND_SECONDS
@@ -65,7 +66,7 @@ def steady_steps(step_seconds: float | None, *, host: bool = True) -> int:
 
 
 class _Boundary(NamedTuple):
-    """The moment between two timed steps: the end of one and the beginning of the next."""
+    """The boundary between two timed steps: the end of one and the beginning of the next."""
 
     mark: Any
     disturbed_before: int
@@ -93,7 +94,7 @@ class Stopwatch(Observer):
         self.timed_from: float | None = None
         """Start of the first steady step on the host, by the monotonic clock."""
         self._starting: list[Any] = [self._mark()]
-        """Marks of the start-up: this stopwatch is created, the model is built, the first step ends."""
+        """Times of the start-up: this stopwatch is created, the model is built, the first step ends."""
 
     def step_begins(self, index: int) -> None:
         """Mark the beginning of the first timed step."""
@@ -111,8 +112,9 @@ class Stopwatch(Observer):
             self._after_step(index)
 
     def phase(self, name: str) -> None:
-        """Check the core of the loop's thread from the second step on, because threads are created in the
-        first. Nothing is timed within a step, since CUDA events there would cost time.
+        """Check at the start of a phase if another process disturbs the core of the loop's thread. Checks
+        begin with the second step, because threads are created in the first. No times are recorded within a
+        step, since CUDA events there would slow it down.
         """
         if self._core and self._first_step_ended:
             self._core.rebalance()
@@ -130,14 +132,15 @@ class Stopwatch(Observer):
         return [end.cpu - begin.cpu for begin, end in pairwise(self._boundaries)]
 
     def quiet(self) -> list[bool]:
-        """Return True for each timed step whose core was quiet at all checks within the step and at both its
-        boundaries.
+        """Return True for each timed step whose core was undisturbed at all checks within the step and at
+        both its boundaries.
         """
         return [begin.disturbed_before == end.disturbed_after for begin, end in pairwise(self._boundaries)]
 
     def startup(self, *, imports_seconds: float, context_seconds: float) -> Startup:
-        """Return the start-up of a run; waits for the device. The arguments are the seconds of the process
-        before this stopwatch."""
+        """Return the seconds of a run's start-up, by stage; wait for the device. The arguments are the
+        seconds of the process before this stopwatch.
+        """
         settles = self._warmup > 0
         first_boundary = [boundary.mark for boundary in self._boundaries[:1] if settles]
         build, first, *settling = self._between(self._starting + first_boundary)
@@ -151,7 +154,7 @@ class Stopwatch(Observer):
         )
 
     def _between(self, marks: Sequence[Any]) -> list[float]:
-        """Return the seconds from each time mark to the next: differences of CUDA events, or of the CPU's
+        """Return the seconds from each recorded time to the next: differences of CUDA events, or of the CPU's
         clock.
         """
         pairs = pairwise(marks)
@@ -185,7 +188,8 @@ class Stopwatch(Observer):
 def timing_of(
     seconds: Sequence[float], batch_size: int, quiet: Sequence[bool] = (), cpu_seconds: Sequence[float] = ()
 ) -> Timing | None:
-    """Return mean, spread and samples per second of the timed steps, without those that are False in `quiet`.
+    """Return mean, spread and samples per second of the timed steps, without those that were disturbed (False
+    in `quiet`).
 
     None when no step was timed. One step alone has no spread, so it cannot be called stable.
     """

@@ -45,13 +45,13 @@ MAX_ON_CPU = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The device that one measured process uses, with its numbers in NVML and CUDA."""
+    """The device that one measured process uses, with its NVML handle and its CUDA index."""
 
     type: str
     """`cuda` or `cpu`, the device type of torch."""
 
     card: Card | None = None
-    """The GPU in NVML; None on the CPU, and where NVML does not answer."""
+    """The GPU's NVML handle; None on the CPU, and where NVML does not answer."""
 
     driver: str | None = None
 
@@ -62,7 +62,7 @@ class Target:
     """Reason why a GPU is used that NVML does not report; None otherwise."""
 
     beside: tuple[str, ...] = ()
-    """The UUIDs of all GPUs that train together, with this one; empty for one alone."""
+    """The UUIDs of all GPUs that train together, this one included; empty for one alone."""
 
     @property
     def torch_device(self) -> str:
@@ -184,14 +184,16 @@ def _on_cards(nvml: Nvml, environment: Mapping[str, str], indices: range) -> tup
 
 def gpu_here(device: str | None = None) -> str | None:
     """Return the name of this machine's GPU, or of the GPU `device` (`cuda:1`); None where NVML finds none.
-    CUDA is not touched."""
+    CUDA is not initialized.
+    """
     target = target_here(device)
     return target.card.name if target.card else None
 
 
 def target_here(device: str | None = None) -> Target:
-    """Return the target for `device` on this machine, within a fraction of a second. NVML is closed
-    afterwards, so its card answers no call."""
+    """Return the device to measure on for `device`, within a fraction of a second. NVML is closed afterwards,
+    so its GPU handle answers no call.
+    """
     with open_target(device, 0, environment=os.environ) as target:
         return target
 
@@ -221,7 +223,7 @@ def _parse_device(device: str | None, index: int) -> tuple[str | None, int]:
 def child_environment(
     inherited: Mapping[str, str], setup: Setup, *, visibility: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment variables of the measured process under these training settings."""
+    """Return the environment variables of a measured process, with the effect of these training settings."""
     from snugfit.step.applier import process_environment
 
     environment = process_environment(

@@ -61,8 +61,8 @@ def visible_cards(nvml: Nvml, environment: Mapping[str, str]) -> list[Card]:
 
 
 def _numbers(value: str, count: int) -> list[int]:
-    """Return the GPU indices in CUDA_VISIBLE_DEVICES, up to the first without a GPU; empty after a repeated
-    index.
+    """Return the GPU indices in CUDA_VISIBLE_DEVICES, up to the first index without a GPU; empty after a
+    repeated index.
     """
     numbers: list[int] = []
     for entry in value.split(","):
@@ -77,7 +77,7 @@ def _numbers(value: str, count: int) -> list[int]:
 
 
 def _by_uuid(nvml: Nvml, entries: list[str]) -> list[Card]:
-    """Return the cards of the UUIDs in CUDA_VISIBLE_DEVICES, up to the first without a card; empty after a
+    """Return the GPUs of the UUIDs in CUDA_VISIBLE_DEVICES, up to the first UUID without a GPU; empty after a
     repeated one.
     """
     every_card = nvml.cards()
@@ -93,7 +93,7 @@ def _by_uuid(nvml: Nvml, entries: list[str]) -> list[Card]:
 
 
 def _card_of_uuid(nvml: Nvml, cards: list[Card], entry: str) -> Card | None:
-    """Return the card of one UUID, which may be abbreviated; None where it matches no card or several."""
+    """Return the GPU of one UUID, which may be abbreviated; None where it matches no GPU or several."""
     if entry.startswith("GPU-"):
         matches = [card for card in cards if card.uuid.lower().startswith(entry.lower())]
         return _first_mig_device(matches[0]) if len(matches) == 1 else None

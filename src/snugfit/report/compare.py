@@ -1,6 +1,7 @@
 """Predictions side by side, and a prediction next to its measurement.
 
-Every difference is shown in bytes and in per cent. Per cent show if it matters, bytes if it is enough.
+Every difference is shown in bytes and in per cent. Per cent show if a difference matters, bytes if it decides
+the fit.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ FIGURES = {
 
 
 def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
-    """Return the report of several recipes: the best one and a table of all. `details` adds bytes by category
-    and every warning.
+    """Return the report of several recipes: the best recipe and a table of all. `details` adds bytes by
+    category and every warning.
     """
     best = RecipeComparison(tuple(predictions)).best
     doubts = [*dict.fromkeys(doubt for prediction in predictions for doubt in prediction.doubts)]
@@ -52,7 +53,9 @@ def render(predictions: Sequence[Prediction], *, details: bool = True) -> Page:
 
 
 def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterator[Sentence]:
-    """Yield sentences with the best recipe and its fit, or with the nearest miss."""
+    """Yield sentences with the best recipe and its fit. If none fits, they name the recipe that needs the
+    least memory.
+    """
     first = predictions[0]
     about = f"{subject(first.job, None, first.gpu, first.gpus, memory=first.memory_bytes)}:"
     if best is None:
@@ -144,7 +147,7 @@ def _missing(prediction: Prediction) -> str:
 
 
 def beside(comparison: Comparison) -> RenderableType:
-    """Return a report that lists predicted and measured bytes and seconds next to each other, with errors."""
+    """Return a report that lists predicted and measured bytes and seconds in columns, with errors."""
     rows = [
         (
             FIGURES[line.figure],

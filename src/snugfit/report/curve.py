@@ -41,7 +41,9 @@ def draw_curve(
 
 
 def bars(heights: Sequence[float], *, rows: int = 4) -> list[str]:
-    """Return columns of the given heights (0 to 1) as `rows` lines of text, the highest first."""
+    """Return bars of the given heights (0 to 1) as `rows` lines of block characters, the highest
+    line first.
+    """
     # A letter of `_EIGHTHS` has eight levels.
     levels = [round(max(0.0, min(1.0, height)) * rows * 8) for height in heights]
     return [
@@ -68,7 +70,7 @@ def sample(points: Sequence[tuple[float, float]], columns: int) -> list[float]:
 
 
 def legend(spans: Sequence[tuple[str, int, int]], columns: int) -> str:
-    """Return a line of names under the columns they span, each truncated to its span."""
+    """Return a line of names under the columns that they cover, each truncated to its columns."""
     line = [" "] * columns
     for name, start, end in spans:
         room = end - start

@@ -1,4 +1,4 @@
-"""Reports of the table of GPUs in a terminal, and of one GPU with the sources of its figures."""
+"""Reports on GPUs for a terminal: the table of all GPUs, and one GPU with the sources of its figures."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction, TensorLine
 
 NOTABLE = 0.1
-"""Smallest share of an item's bytes at which its dtype is named."""
+"""Smallest fraction of a group's bytes at which its dtype is named."""
 
 EXPERTS = "expert"
 
@@ -60,7 +60,7 @@ BOUND_BY = {
     "statistical normalisations": "softmax and normalization on the GPU",
     "element-wise": "element-wise kernels on the GPU",
 }
-"""Names of a step's bounds in sentences."""
+"""Text for the limit of a step's speed, by `StepSeconds.bound`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +70,14 @@ class PeakItem:
     name: str
     bytes: int
     dtypes: tuple[str, ...]
-    """Dtypes of its tensors, that of the most bytes first."""
+    """Dtypes of the tensors in the group, that of the most bytes first."""
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.dtypes)})" if self.dtypes else self.name
 
 
 def items_at_peak(prediction: Prediction) -> list[PeakItem]:
-    """Return the groups of tensors at the peak with everyday names, the largest first."""
+    """Return the tensors at the peak in groups with everyday names, the largest group first."""
     optimizer = prediction.recipe.setup().optimizer_path.split(":")[-1]
     sizes: dict[str, Counter[str]] = defaultdict(Counter)
     for line in prediction.anatomy.largest:
@@ -104,7 +104,9 @@ def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
 
 
 def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
-    """Return the name of tensors of the forward or backward pass, or of the optimizer's step."""
+    """Return the everyday name of tensors that the forward pass, the backward pass or the optimizer's step
+    allocated.
+    """
     path, part = line.module, part_of(line.module)
     if line.phase == "build":
         return "whole model while it is built"
@@ -124,7 +126,7 @@ def part_of(module: str) -> str:
 
 
 def _notable(by_dtype: Counter[str]) -> Iterator[str]:
-    """Yield the dtypes that hold a notable fraction of these bytes, for the name of a group of tensors."""
+    """Yield the dtypes that have a notable fraction of these bytes, for the text of a group of tensors."""
     for dtype, size in by_dtype.most_common():
         if dtype and size >= NOTABLE * by_dtype.total():
             yield dtype

@@ -40,7 +40,7 @@ def render(measurement: Measurement) -> RenderableType:
 
 
 def short(measurement: Measurement) -> Page:
-    """Return the result on one screen: outcome, memory, seconds and notes."""
+    """Return the report of a measurement on one screen: outcome, memory, seconds and notes."""
     footprint, timing = measurement.footprint, measurement.timing
     where = f"{measurement.gpus} x {measurement.device.name}" if measurement.gpus > 1 else None
     about = f"{subject(measurement.job, measurement.recipe, where or measurement.device.name)}: "
@@ -120,7 +120,7 @@ def _heading(measurement: Measurement) -> Text:
 
 
 def ranks_table(measurement: Measurement) -> PlainTable:
-    """Return a table with one line for each rank; the rank of the measurement's footprint is marked."""
+    """Return a table with one line for each rank. The rank whose memory the measurement reports is marked."""
     on_gpu = measurement.device.type != "cpu"
     worst = next((one for one in measurement.ranks if one.footprint == measurement.footprint), None)
     rows = []

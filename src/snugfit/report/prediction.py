@@ -1,4 +1,6 @@
-"""The long report of a prediction for a terminal: memory by category, seconds, and whether the step fits."""
+"""The long report of a prediction for a terminal: memory by category, seconds, and whether the step fits in
+the memory.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def heading(prediction: Prediction) -> Text:
 
 
 def footprint_table(footprint: Footprint) -> PlainTable:
-    """Return a table of the memory figures, each with its meaning; missing ones are left out."""
+    """Return a table of a step's memory figures, each with its meaning; missing figures are left out."""
     also = ", managed memory" if footprint.managed_bytes else ""
     lines = (
         ("requested", footprint.requested_bytes, "requested by tensors and kernels"),
@@ -87,8 +89,8 @@ def footprint_table(footprint: Footprint) -> PlainTable:
 
 
 def ranks_table(prediction: Prediction) -> PlainTable:
-    """Return a table of the memory of each rank, if ranks differ, with a mark at the rank of the shown
-    figures.
+    """Return a table of the memory of each rank, if ranks differ. The rank whose figures the report shows is
+    marked.
     """
     rows = [
         (
@@ -128,7 +130,7 @@ def about_pace(prediction: Prediction) -> list[Text]:
 
 
 def _about_stages(timing: StepSeconds) -> list[Text]:
-    """Return a sentence on the waits of GPUs for other pipeline stages."""
+    """Return a sentence on the seconds in which GPUs wait for other pipeline stages; empty without waits."""
     if not timing.bubble:
         return []
     return [
@@ -140,8 +142,8 @@ def _about_stages(timing: StepSeconds) -> list[Text]:
 
 
 def _about_exchanges(timing: StepSeconds) -> list[Text]:
-    """Return a sentence on the seconds of collectives between GPUs, and on how many of them no computation
-    hides.
+    """Return a sentence on the seconds of collectives between GPUs, and on the seconds that no computation
+    hides; empty without collectives.
     """
     if (efficiency := timing.scaling_efficiency) is None:
         return []
@@ -155,7 +157,7 @@ def _about_exchanges(timing: StepSeconds) -> list[Text]:
 
 
 def _startup(prediction: Prediction) -> list[RenderableType]:
-    """Return a sentence on the seconds of the start-up and its parts."""
+    """Return a sentence on the seconds of a run's start-up and its parts; empty if they are not predicted."""
     start, timing = prediction.startup, prediction.timing
     if start is None or timing is None:
         return []

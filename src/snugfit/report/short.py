@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 ITEMS = 3
-"""Number of items at the peak in a short report."""
+"""Largest number of groups of tensors in a short report."""
 
 LOSS_OVER_ALL_LOGITS = "Evaluation is a forward pass that computes the loss over all logits."
 
 
 def render(prediction: Prediction) -> Page:
-    """Return the short answer, at most 15 lines of 100 columns.
+    """Return the short report of a prediction, at most 15 lines of 100 columns.
 
-    A step that does not fit has changes in the place of its seconds and their bound.
+    If the step does not fit, changes that make it fit are in the place of its seconds and their limit.
     """
     fits = prediction.fits is not False
     return Page(
@@ -55,7 +55,7 @@ def render(prediction: Prediction) -> Page:
 
 
 def verdict(prediction: Prediction) -> Sentence:
-    """Return a sentence on whether the step fits, with the condition under which this holds."""
+    """Return a sentence on whether the step fits in the memory, with the condition under which this holds."""
     gpu, memory = prediction.gpu, prediction.memory_bytes
     return Sentence(
         f"{subject(prediction.job, prediction.recipe, gpu, prediction.gpus, memory=memory)}: "
@@ -73,9 +73,7 @@ def verdict(prediction: Prediction) -> Sentence:
 
 
 def _limit(prediction: Prediction) -> str:
-    """Return the beginning of a clause on the memory limit, with its verb: `the card has`, or `the limit
-    is`.
-    """
+    """Return the beginning of a clause on the memory limit: `the card has`, or `the limit is`."""
     gpu = prediction.gpu
     if gpu is None or gpu.memory_bytes != prediction.memory_bytes:
         return "the limit is"
@@ -91,8 +89,8 @@ def _role(prediction: Prediction) -> str:
 
 
 def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield labelled lines with the memory on the GPU and its parts, and seconds and throughput of a step
-    that fits.
+    """Yield labelled lines with the memory on the GPU and its parts. For a step that fits, they include
+    seconds and throughput.
     """
     footprint = prediction.footprint
     per_gpu = " on each GPU" if prediction.gpus > 1 else ""
@@ -113,7 +111,7 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
-    """Yield the changes with which a step would fit, or the command of a plan."""
+    """Yield the changes with which a step would fit, or else the command of a plan."""
     if lines := in_short(prediction.ways_out):
         yield from lines
         return
@@ -123,7 +121,7 @@ def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
 
 
 def about_build(prediction: Prediction) -> Iterator[str]:
-    """Yield a sentence on a peak before the first step that `build_on` removes."""
+    """Yield a sentence on a memory peak while the model is built, if `build_on=host` avoids it."""
     moment = prediction.footprint.at
     if moment is None or moment.step:
         return
@@ -167,7 +165,7 @@ def note(prediction: Prediction) -> list[str]:
 
 
 def widest(prediction: Prediction) -> str:
-    """Return the most important warning of a prediction; empty without one."""
+    """Return the most important warning of a prediction; empty if it has no warnings."""
     if not prediction.doubts:
         return ""
     # Doubts about unread parts were added last.

@@ -1,7 +1,8 @@
 """Results as text or HTML, by their type, for `print` and notebooks.
 
-Classes of results are in a package below this one and cannot import it. So `attach` sets `__str__` and
-`_repr_html_` on their classes. Each caller that returns results calls it once; an import has no such effect.
+Classes of results are in packages that this one imports, so they cannot import it. So `attach` sets `__str__`
+and `_repr_html_` on their classes. Each caller that returns results calls it once; an import has no such
+effect.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _settings(technique: type[Technique]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedTechnique:
-    """A technique with its settings, for programs."""
+    """A technique with its settings, as in JSON output."""
 
     name: str
     """Name in the recipe notation."""

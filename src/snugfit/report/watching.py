@@ -1,4 +1,4 @@
-"""A run in progress: a bar on a terminal, plain lines elsewhere.
+"""Display of a training run in progress: a bar on a terminal, plain lines elsewhere.
 
     step 120 of 500  (epoch 0.96)  loss 0.4120  norm 1.93  rate 3.8e-05  71.2 samples/s  9,113 tokens/s
     38.2% MFU  waiting for data 3%  31.20 GiB reserved of 33.00 GiB predicted  0:01:12 left
@@ -51,7 +51,7 @@ class Watching:
             self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Print one event of the journal; an event without a line is ignored."""
+        """Print one event of the training journal; an event without a line is ignored."""
         show = getattr(self, f"_on_{event['event']}", None)
         if show is not None:
             show(event)
@@ -154,14 +154,15 @@ class Watching:
 
 
 class _SinceLastLine:
-    """Sums since the last line: steps, samples, tokens, seconds, seconds without data, seconds at the data
-    sheet's peak."""
+    """Sums since the last printed line: steps, samples, tokens, seconds, seconds that wait for data. It also
+    sums the seconds that the arithmetic takes at the data sheet's peak rate.
+    """
 
     def __init__(self, *, proposed: bool = False) -> None:
         self.steps, self.samples, self.tokens = 0, 0, 0
         self.seconds, self.stalled, self.at_peak = 0.0, 0.0, 0.0
         self.proposed = proposed
-        """True once more workers have been proposed."""
+        """True once a report has proposed more workers."""
 
     def add(self, event: Event) -> None:
         self.steps += 1

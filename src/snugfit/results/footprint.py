@@ -1,8 +1,8 @@
 """Peak bytes and seconds of a training step, in the same types for predictions and measurements.
 
 A prediction and a measurement share `Footprint`, `Timing` and `Startup`, so they can be compared field by
-field. A field that one of them cannot fill is None. A measurement has no kinds, and a prediction on a CPU has
-no NVML bytes.
+field. A field that one of them cannot fill is None. A measurement has no bytes by category (`kinds`), and a
+prediction on a CPU has no NVML bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Moment:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return the moment written by `to_json` of this version or an older one."""
+        """Return the `Moment` (point in a step) that `to_json` of this version or an older one wrote."""
         own = {entry.name: document[entry.name] for entry in fields(cls) if entry.name in document}
         # Older objects count steps from 0, and have no such mark.
         own["step"] = own.get("step", 0) + 1 - document.get("counted_from", 0)
@@ -168,7 +168,7 @@ class Startup(JsonFields):
     """Number of those further steps."""
 
     def total_seconds(self, step_seconds: float) -> float:
-        """Return the seconds of the start-up, minus those of its steps if each took `step_seconds`."""
+        """Return the seconds that the start-up adds to a run, beyond `step_seconds` for each of its steps."""
         # The steps of the start-up are work too, so their steady length is not counted.
         steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
         return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)

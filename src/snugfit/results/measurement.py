@@ -1,4 +1,4 @@
-"""A measurement: the footprint and the timing of one experiment, and how its process ended."""
+"""A measurement: the bytes and seconds of one measured run, and how its process ended."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ class RankMeasured:
     rank: int
     """Number of the rank, from 0."""
     gpu_index: int | None
-    """CUDA index of its GPU; None on a CPU."""
+    """CUDA index of the rank's GPU; None on a CPU."""
     uuid: str | None
-    """UUID of its GPU; None on a CPU, and where NVML does not answer."""
+    """UUID of the rank's GPU; None on a CPU, and where NVML does not answer."""
     footprint: Footprint | None
-    """Its bytes at their peak."""
+    """The rank's bytes at their peak."""
     step_seconds: float | None
     """Mean seconds of its steady steps, as in `Timing`."""
     contaminated: str | None = None
-    """Reason why its GPU was shared with other processes; None where it was not."""
+    """Reason why the rank's GPU was shared with other processes; None where it was not."""
     crowded: str | None = None
     """Use of the host's cores by other processes, as in `Measurement`."""
     disturbed: float | None = None
@@ -159,10 +159,10 @@ class Measurement(JsonDocument, Tabular):
 
     @property
     def calls(self) -> dict[str, Any] | None:
-        """Seconds of the calls of an evaluation, their peak bytes, and its results, by name.
+        """Seconds of an evaluation's calls (forward passes), their peak bytes and its results, by name.
 
-        The set-up includes an export, the first call includes a compilation. It is None for training, and for
-        a run that died.
+        The seconds of the set-up include an export, those of the first call a compilation. None for training,
+        and for a run that died.
         """
         timing, startup, shape = self.timing, self.startup, self.footprint
         if self.job.trains or timing is None or startup is None:
@@ -196,7 +196,9 @@ class Measurement(JsonDocument, Tabular):
         ]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the losses, null where one is not finite, and the calls of an evaluation."""
+        """Return the losses (null where one is not finite), and the seconds of an evaluation's calls, for the
+        JSON document.
+        """
         # JSON has no NaN, which a diverged run's losses contain.
         return {"losses": finite_or_null(self.losses), "calls": self.calls}
 

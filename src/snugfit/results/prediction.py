@@ -104,11 +104,11 @@ class RankPredicted:
     rank: int
     """The first rank of its stage."""
     stage: int
-    """Its pipeline stage, from 0; with several stages on the rank, the first."""
+    """Pipeline stage of the rank, from 0; with several stages on the rank, the first."""
     layers: int
-    """Number of its layers."""
+    """Number of layers of the rank."""
     requested_bytes: int
-    """Bytes requested by its tensors and kernels at the peak, as in `Footprint`."""
+    """Bytes requested by the rank's tensors and kernels at the peak, as in `Footprint`."""
     allocated_bytes: int
     """Bytes of the blocks handed out, as in `Footprint`."""
     reserved_bytes: int
@@ -116,7 +116,7 @@ class RankPredicted:
     nvml_bytes: int | None
     """Bytes in use on the device; None where no context size is available."""
     idle_seconds: float | None = None
-    """Seconds of the step in which it waits for other stages; None where seconds are not predicted."""
+    """Seconds of the step in which the rank waits for other stages; None where seconds are not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +164,9 @@ class Prediction(JsonDocument, Tabular):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that must be free on the device: NVML bytes without managed memory, or reserved bytes if the
-        context's size is missing."""
+        """Bytes that must be free on the device: NVML bytes without managed memory. If the context's size is
+        unknown, they are the allocator's reserved bytes.
+        """
         footprint = self.footprint
         # Managed pages may stay on the host, so a step fits without them.
         fixed = (footprint.nvml_bytes or 0) - footprint.managed_bytes
@@ -173,7 +174,7 @@ class Prediction(JsonDocument, Tabular):
 
     @property
     def spare_bytes(self) -> int | None:
-        """Bytes to spare, negative when the step does not fit; None without a memory limit."""
+        """Free bytes of the memory limit, negative when the step does not fit; None without a limit."""
         return None if self.memory_bytes is None else self.memory_bytes - self.needed_bytes
 
     @property
@@ -202,8 +203,8 @@ class Prediction(JsonDocument, Tabular):
 
     @property
     def phase_results(self) -> Any:
-        """Results of another use of the model (phase), such as seconds of text generation; None for
-        training.
+        """Results of another use of the model (phase) than training, such as seconds of text generation; None
+        for training.
         """
         added = self.job.added_phase
         return None if added is None else added.summary(self)
@@ -213,7 +214,7 @@ class Prediction(JsonDocument, Tabular):
         return [asdict(line) | {"kind": str(line.kind)} for line in self.anatomy.kinds]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the derived values of the document: the seconds with their speed, and whether the step
+        """Return the computed values of the JSON document: the seconds with their speed, and whether the step
         fits.
         """
         timing = self.timing and self.speed and self.timing.to_json() | asdict(self.speed)

@@ -47,10 +47,10 @@ class PhaseSpan:
     """`load`, `forward`, `backward`, `clip` or `update`."""
 
     start_seconds: float
-    """Start of the launch, or of the run, of its first kernel."""
+    """Start of the launch, or of the run on the device, of the phase's first kernel."""
 
     end_seconds: float
-    """End of the launch, or of the run, of its last kernel."""
+    """End of the launch, or of the run on the device, of the phase's last kernel."""
 
     busy_seconds: float
     """Part of the span in which the host or the device works rather than waits."""
@@ -107,7 +107,7 @@ class StepSeconds(JsonFields):
 
     @property
     def scaling_efficiency(self) -> float | None:
-        """The seconds of the step without collectives, as a fraction of its seconds; None without
+        """Seconds of the step without waits for collectives, as a fraction of its seconds; None without
         collectives.
         """
         if not self.communication_seconds or not self.step_seconds:
@@ -117,8 +117,8 @@ class StepSeconds(JsonFields):
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: the seconds of the model's arithmetic at the data sheet's peaks, as a
-        fraction of the step. Definition: Chowdhery et al., arXiv 2204.02311. It is None without a peak of the
-        data sheet.
+        """Model FLOPs utilisation: the seconds of the model's arithmetic at the data sheet's peak rates, as a
+        fraction of the step. Definition: Chowdhery et al., arXiv 2204.02311. None if the data sheet has no
+        peak rate.
         """
         return self.peak_seconds / self.step_seconds if self.peak_seconds and self.step_seconds else None

@@ -21,7 +21,7 @@ class WayOut:
     """Bytes that must be free on the device."""
 
     spare_bytes: int
-    """Bytes of the memory that it leaves free."""
+    """Bytes of the memory that the changed recipe leaves free."""
 
     step_seconds: float | None
     """Seconds of the steady step; None if they are not predicted."""
@@ -33,7 +33,7 @@ class WayOut:
     """Lowest fidelity of the changes: `same`, `rounds` or `learns`."""
 
     tight: bool = False
-    """True if it leaves less than the headroom."""
+    """True if the changed recipe leaves less than the headroom."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Applies each field of a `Setup` through its handler, in a fixed order, for every training loop.
 
-A front-end passes its name and its objects: a job and a device, a live model, an optimizer's groups,
-arguments. The handler of a field changes these objects (`wishes/`). A feature adds its fields of `Setup` and
-their handlers (`techniques/feature.py`).
+A front-end is a loop or an export. It passes its name and its objects: a job and a device, a live model, an
+optimizer's groups, arguments. The handler of a field changes these objects (`wishes/`). A feature adds its
+fields of `Setup` and their handlers (`techniques/feature.py`).
 
 - `plain`: the plain loop: our own training, simulations, measurements
 - `accelerate`: the guide's loop on accelerate, simulated and measured
@@ -117,8 +117,8 @@ def refuse_unsupported(front_end: str, setup: Setup) -> None:
 
 
 def _wish_in_words(handler: Handler, setup: Setup) -> str:
-    """Return the value of a training setting for a message: text or a number, otherwise the slot (such as
-    precision) that it belongs to.
+    """Return the value of a training setting for a message, if it is text or a number. Otherwise return the
+    slot (such as precision) of the technique that sets it.
     """
     value = getattr(setup, handler.wish)
     is_plain = isinstance(value, str | int | float | None)
@@ -129,8 +129,9 @@ def _wish_in_words(handler: Handler, setup: Setup) -> str:
 
 
 def import_code(setup: Setup) -> None:
-    """Import the libraries of this Setup's model and optimizer that must be imported before a simulation or a
-    measurement."""
+    """Import the libraries of this Setup's model and optimizer that must be imported before a step is
+    simulated or measured.
+    """
     for handler, value in _used(setup):
         handler.import_code(value)
 
@@ -141,7 +142,9 @@ def model_arguments(setup: Setup) -> dict[str, Any]:
 
 
 def adapt_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model to train in place of a newly built one, for example with adapters."""
+    """Return the model to train: `model`, or one that settings replace it by, such as a model
+    with adapters.
+    """
     for handler, value in _used(setup):
         model = handler.replace_model(value, model)
     return model
@@ -160,15 +163,15 @@ def is_adapted(setup: Setup) -> bool:
 
 
 def built_on(setup: Setup, job: Job) -> Collection[str]:
-    """Return `host` or `stays` for each setting by which the model is not built on its training device
-    (`Handler.built_on`).
+    """Return where the settings require the model to be built: `host`, `stays`, or both (`Handler.built_on`).
+    Empty for its training device.
     """
     return {handler.built_on(value, job) for handler, value in _used(setup)} - {""}
 
 
 def wrap_model(setup: Setup, model: torch.nn.Module) -> None:
-    """Change modules of a model on its device as the training settings require: kernels, checkpointing,
-    compilation.
+    """Change modules of a model on its device as the training settings require. Examples are other kernels,
+    checkpointing and compilation.
     """
     for handler, value in _wishes(setup):
         handler.wrap(value, model)
@@ -185,7 +188,9 @@ def distribute_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
 def optimizer_of_part(
     setup: Setup, model: torch.nn.Module, groups: Any, **numbers: Any
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer over this process's shard of the weights, or None for the usual optimizer."""
+    """Return the optimizer over this process's shard of the weights, or None if the usual
+    optimizer is used.
+    """
     return _first(
         handler.make_optimizer(value, setup.optimizer, model, groups, **numbers)
         for handler, value in _used(setup)
@@ -227,7 +232,9 @@ def group_bytes(setup: Setup, loop: str = "plain") -> int:
 
 
 def evaluated_model(loop: Step, build: Callable[[], torch.nn.Module]) -> Any:
-    """Return the model that an evaluation calls: another library's or a compiled one, or the usual one."""
+    """Return the model whose forward pass an evaluation runs. It is another library's, a compiled one, or
+    else the one that `build` returns.
+    """
     model = _first(handler.evaluated_model(value, loop, build) for handler, value in _used(loop.setup))
     return build() if model is None else model
 
@@ -303,8 +310,8 @@ def process_environment(setup: Setup, inherited: Mapping[str, str]) -> dict[str,
 def forward_context(
     setup: Setup, device: torch.device, *, in_accelerate: bool = False
 ) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass and its loss. `in_accelerate` leaves out the parts that accelerate
-    adds.
+    """Return the context of a forward pass and its loss, such as autocast. `in_accelerate` leaves out the
+    parts that accelerate adds.
     """
     return _join(
         handler.around_forward(value, device)
@@ -316,8 +323,8 @@ def forward_context(
 def pass_context(
     setup: Setup, model: torch.nn.Module, batch: dict[str, Any], *, is_last: bool
 ) -> AbstractContextManager[Any]:
-    """Return the context of a micro-batch's passes on the device. `is_last` marks the last micro-batch of its
-    step. `model` is the result of `distribute_model`.
+    """Return the context of a micro-batch's forward and backward passes on the device. `is_last` marks the
+    last micro-batch of its step. `model` is the result of `distribute_model`.
     """
     used = _used(setup)
     return _join(handler.around_pass(value, model, batch, is_last=is_last) for handler, value in used)
@@ -333,25 +340,26 @@ def evaluation_context(
 
 
 def after_update(setup: Setup, model: torch.nn.Module, step: int) -> None:
-    """Run the work that fields of the settings need after an optimizer step; `step` counts from 0."""
+    """Run the work that the settings require after an optimizer step; `step` counts from 0."""
     for handler, value in _used(setup):
         handler.after_update(value, model, step)
 
 
 def after_evaluation(setup: Setup, model: torch.nn.Module) -> None:
-    """Run the work that fields of the settings need after an evaluation's forward passes."""
+    """Run the work that the settings require after an evaluation's forward passes."""
     for handler, value in _used(setup):
         handler.after_evaluation(value, model)
 
 
 def run_context(setup: Setup, skip: Collection[Slot] = ()) -> AbstractContextManager[Any]:
-    """Return the context around all steps of a run."""
+    """Return the context around all steps of a run, such as TF32 for matrix products."""
     return _join(handler.around_run(value) for handler, value in _wishes(setup, skip))
 
 
 def rehearsal_context(setup: Setup, *, on_gpu: bool) -> AbstractContextManager[Any]:
-    """Return the further context of a simulated step, in which compiled code computes shapes instead of
-    data."""
+    """Return the additional context of a simulated step, in which compiled code computes shapes instead of
+    data.
+    """
     return _join(handler.around_rehearsal(value, on_gpu=on_gpu) for handler, value in _wishes(setup))
 
 
@@ -375,8 +383,8 @@ def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) ->
 
 
 def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
-    """Raise `RecipeError` that lists these reasons against a recipe, if there are any; `what` begins the
-    message.
+    """Raise `RecipeError` that lists these reasons against a recipe, if there are any. `what` names the
+    object that cannot be trained with it, for the message.
     """
     lines = list(reasons)
     if lines:
@@ -430,8 +438,8 @@ def set_accelerator(setup: Setup, accelerator: Any, model: torch.nn.Module) -> N
 
 
 def script_fields(context: ScriptContext) -> dict[str, Any]:
-    """Return the values of an exported script's template for these training settings, as a dict. Raises
-    `RecipeError` for a field that a script cannot express.
+    """Return the values for the template of an exported script, for these training settings, as a dict.
+    Raises `RecipeError` for a field that a script cannot express.
     """
     for handler, why in _refusals("script", context.setup):
         raise context.refusal(handler.slot, why)

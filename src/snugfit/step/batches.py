@@ -1,7 +1,7 @@
 """A step's batches: synthetic samples through torch's own DataLoader, cut into micro-batches.
 
 A simulation needs no workers and no pinned memory, since its batches are never copied. It reads little of
-their content either, so one sample represents all: a batch is that sample, expanded. Thus the planner can
+their content either, so one sample represents all: a batch is that sample, expanded. Thus a search can
 simulate batches that would not fit on the host. A batch records the samples that it represents, and
 `REAL_VALUES` of its tensors returns their content. Every other batch comes from the loader that the Setup
 chooses.
@@ -38,8 +38,8 @@ measured step must not pay for more often than a real one. Samples are made on a
 
 
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
-    """Return the number of samples in the synthetic dataset for measurements: 512, or at least one global
-    batch. A simulation needs only those that it uses.
+    """Return the number of samples in the synthetic dataset: 512 for a measurement, or at least one global
+    batch. A simulation has only the samples that it uses.
     """
     return job.batch_size * steps if device.type == "meta" else max(SAMPLES, job.batch_size * steps)
 
@@ -100,9 +100,9 @@ def collate(samples: list[Any]) -> Any:
 def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Callable[[list[Any]], Any]:
     """Return the function that joins samples into a batch.
 
-    In a simulation it repeats the first sample, in the memory of one. A user's example is unchanged, since
-    its content may decide the work of a step. `always_mask` adds an attention mask of ones to batches without
-    padding.
+    In a simulation, it repeats the first sample without a copy. Samples of a user's example are joined as
+    they are, since their content may decide the work of a step. `always_mask` adds an attention mask of ones
+    to batches without padding.
     """
     if always_mask:
         unmasked = collator(job, device)
@@ -132,7 +132,9 @@ def _with_mask(batch: Any) -> Any:
 
 
 def _tensor_of(batch: Callable[[], Mapping[str, Any]], name: str, samples: int) -> Any:
-    """Return a tensor of a batch with this number of samples; those of a smaller batch are repeated."""
+    """Return a tensor of a batch with this number of samples. Those of a smaller batch are repeated until
+    there are enough.
+    """
     value = batch()[name]
     times = -(-samples // len(value))
     return value if times == 1 else value.repeat(times, *[1] * (value.dim() - 1))[:samples]
@@ -219,10 +221,11 @@ def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    """Join `count` micro-batches of equal length and sample count into one host batch, as stages need it.
+    """Join `count` micro-batches of equal length and sample count into one host batch, as pipeline stages
+    need it.
 
-    At the end of an epoch samples or pieces may be missing. Missing samples are replaced by rows without
-    counted labels. A missing piece is replaced by one with a loss that is multiplied by 0.
+    At the end of an epoch samples or micro-batches may be missing. Missing samples are replaced by rows
+    without labels in the loss. A missing micro-batch is replaced by one with a loss that is multiplied by 0.
     """
     import torch
 

@@ -73,7 +73,9 @@ def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoad
 
 
 def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:
-    """Return True if a build on the host avoids that each process first has the whole model on its device."""
+    """Return True if a build on the host would keep each process from having the whole model on its device
+    first.
+    """
     on_host = replace(job, build_on="host")
     return STAYS not in built_on(setup, job) and STAYS in built_on(setup, on_host)
 

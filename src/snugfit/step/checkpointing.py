@@ -44,7 +44,7 @@ ELSEWHERE = "of_another_stage"
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
     """Make the chosen layers of `model` keep only their inputs, in place. Raises `RecipeError` when the model
-    has no stack of layers, or its layers cannot be joined into spans.
+    has no stack of layers, or its layers cannot be recomputed in groups (spans).
     """
     stacks = layer_stacks(model)
     if not stacks:
@@ -118,8 +118,8 @@ def _are_alike(layers: Sequence[torch.nn.Module]) -> bool:
 
 
 def _of_transformers(module: str, name: str) -> Any:
-    """Return a class of transformers for `isinstance` checks; an empty tuple if its module is not
-    imported.
+    """Return a class of transformers for `isinstance` checks; an empty tuple if its module is not imported
+    yet.
     """
     return getattr(sys.modules.get(f"transformers.{module}"), name, ())
 
@@ -219,8 +219,8 @@ def _checkpoint_spans(model: torch.nn.Module, chosen: Sequence[Sequence[torch.nn
 
 
 def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's forward pass, so that an exception between layers that are checkpointed together becomes
-    an error about that. Such a model passes more than one tensor from layer to layer.
+    """Return a model's forward function, wrapped so that an exception between layers that are recomputed
+    together becomes a `RecipeError`. Such a model passes more than one tensor from layer to layer.
     """
 
     @functools.wraps(forward)

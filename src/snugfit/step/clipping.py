@@ -1,7 +1,7 @@
-"""The norm of gradients, and clipping.
+"""The norm of gradients, and gradient clipping.
 
-A process has each weight and gradient whole, unless a feature cuts them (`Feature.tensor_parts`). An
-optimizer that clips within its update (`clips_inside`) has `gradient_norm` and `clip_by`.
+A process has whole weights and gradients, unless a feature shards them (`Feature.tensor_parts`). An optimizer
+that clips within its update (`clips_inside`) has `gradient_norm` and `clip_by`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class TensorParts:
-    """Operations on weights and gradients, for a process that has each of them whole."""
+    """Operations on weights and gradients, for a process without shards. A feature has a subclass for sharded
+    ones.
+    """
 
     def is_part(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor is a shard, of which other processes have the rest."""
@@ -38,8 +40,8 @@ class TensorParts:
         return [list(tensors)]
 
     def total_norm(self, tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of all tensors as one vector, a scalar; it is sharded if all tensors are sharded
-        alike.
+        """Return the norm of all tensors as if they were one vector, a scalar tensor. It is sharded if all
+        tensors are sharded alike.
         """
         import torch
 
@@ -48,7 +50,9 @@ class TensorParts:
 
 @functools.cache
 def tensor_parts() -> TensorParts:
-    """Return the operations on tensors of the feature that shards them, or else those on whole tensors."""
+    """Return the operations on sharded tensors of the feature that shards them, or else those on whole
+    tensors.
+    """
     parts: TensorParts = next((make() for make in hooks("tensor_parts")), TensorParts())
     return parts
 
@@ -64,8 +68,8 @@ def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tens
 
 
 def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) -> None:
-    """Scale all gradients down if their norm exceeds `most` (`torch.nn.utils.clip_grad_norm_`): now, or in an
-    optimizer's update (`scale`).
+    """Scale all gradients down if their norm exceeds `most` (`torch.nn.utils.clip_grad_norm_`). An optimizer
+    that clips within its update scales them there.
     """
     import torch
 
@@ -77,8 +81,8 @@ def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) ->
 
 
 def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, optimizer: Any = None) -> None:
-    """Clip gradients of a known norm. An optimizer that clips within its update gets the norm, and gradients
-    are not changed; its step must be the next one.
+    """Clip gradients to the norm `most`, given their current `norm`. An optimizer that clips within its
+    update only gets the two numbers; its step must be next.
     """
     import torch
 

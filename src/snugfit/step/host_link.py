@@ -44,7 +44,8 @@ class Extent(NamedTuple):
 
 class Slabs:
     """A bump allocator of page-locked host memory in large blocks (slabs). It returns consecutive ranges of
-    slabs that stay allocated. It starts over when all ranges were released, as between two backward passes.
+    slabs, which stay allocated. It starts again at the first slab once all ranges are released, as between
+    two backward passes.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,9 @@ class Slabs:
 
 
 class LinkObserver:
-    """Base class for recorders of copies between a device and the host. The methods here do nothing."""
+    """Base class for recorders of copies between a device and the host. The methods of this class
+    do nothing.
+    """
 
     def copy_out(self, nbytes: int) -> None:
         """Record a copy of bytes from the device to the host, in order."""
@@ -85,7 +88,7 @@ class LinkObserver:
         """Record a copy of bytes from the host to the device, in order."""
 
     def await_copy(self, later: int) -> None:
-        """Record that the device waits for a copy: the one before the last `later` copies."""
+        """Record that the device waits for a copy: the one that precedes the last `later` copies."""
 
     def stage_out(self, nbytes: int) -> None:
         """Record a blocking copy of weights or gradients from the device to the host."""

@@ -20,7 +20,7 @@ def loss_of(out: Any) -> torch.Tensor:
 
     The loss is the tensor itself, `.loss`, `"loss"` of a dict, or the first element of a tuple. If the first
     element is no single number, the tuple's only single number is the loss (`return logits, loss`). The HF
-    Trainer finds its loss itself.
+    Trainer has its own rule.
 
     Raises `TypeError` without a single number, and `KeyError` for a dict without a loss.
     """

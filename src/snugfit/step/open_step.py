@@ -1,4 +1,4 @@
-"""Selection of the loop: map its name to its `Step`, and import its libraries on use."""
+"""Selection of a training loop by its name. The libraries of the loop are imported only when it is used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def open_step(job: Job, setup: Setup, loop: str, device: torch.device, *, keep_losses: bool = False) -> Step:
-    """Return the object that builds and runs steps of this training loop (a `Step`), not yet built. Raises
-    `UsageError` for an unknown loop, and for fields of the Setup that the loop cannot implement.
+    """Return the `Step` that will build the model and run steps in this training loop. Raises `UsageError`
+    for an unknown loop, and for fields of the Setup that the loop cannot implement.
     """
     if loop in LOOPS:
         refuse_unsupported(loop, setup)

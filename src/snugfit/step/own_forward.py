@@ -1,7 +1,7 @@
-"""A replacement of one module's forward method, which does not keep the module alive.
+"""A replacement of one module's forward method that does not keep the module alive.
 
-A module that holds its own bound method is a cycle. Once dropped, its weights stay on the GPU until Python's
-collector runs. The collector counts objects and not their size.
+A module that holds its own bound method forms a reference cycle. Once dropped, its weights stay on the GPU
+until Python's garbage collector runs. The collector counts objects and not their size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class OwnForward:
-    """Replacement for a module's forward method that keeps no strong reference to the module. It calls
-    `function` with the module before all other arguments. A copy of the module gets its own.
+    """Replacement for a module's forward method, with no strong reference to the module. It calls `function`
+    with the module before all other arguments. A copy of the module gets a replacement of its own.
     """
 
     def __init__(self, function: Callable[..., Any], module: torch.nn.Module) -> None:

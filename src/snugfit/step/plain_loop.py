@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """The model, optimizer, scaler and batches that a training loop has built."""
+    """The objects that a training loop has built: model, optimizer, gradient scaler and batches."""
 
     model: torch.nn.Module
     """The model after the Setup's changes, on the device."""
@@ -71,7 +71,7 @@ class Built:
 
 class OptimizerLoop(Step):
     """The plain loop without its forward and backward passes: it builds the model, then clips and updates in
-    each step. Subclasses compute the gradients, so that an update can be simulated alone.
+    each step. Subclasses compute the gradients, so that an optimizer update can be simulated alone.
     """
 
     passes: StepPasses | None = None
@@ -82,12 +82,14 @@ class OptimizerLoop(Step):
     them itself."""
 
     def start_runner(self) -> None:
-        """Let the Setup's `StepRunner` run the following steps, if it has one."""
+        """Let the Setup's `StepRunner`, such as a replay of CUDA graphs, run the following steps, if it has
+        one.
+        """
         self.runner = step_runner(self)
 
     def start_passes(self, model: torch.nn.Module, runs: torch.nn.Module) -> None:
-        """Set `passes` for a model of which this process may have only some layers; `runs` is the module to
-        call.
+        """Set `passes`, which runs forward and backward if this process has only some layers of the model.
+        `runs` is the module to call.
         """
         self.passes = step_passes(self.setup, model, runs, self.forward_context)
 
@@ -190,7 +192,7 @@ class PlainStep(OptimizerLoop):
         return self.run_passes(built, pieces, weights)
 
     def needs_norm(self) -> bool:
-        """Return True if the next step needs the gradients' norm before its first update."""
+        """Return True if the next step needs the norm of all gradients before its first weight is updated."""
         return bool(self.job.clip)
 
     def reads_gradients(self) -> bool:
@@ -249,8 +251,8 @@ class PlainStep(OptimizerLoop):
         (loss if built.scaler is None else built.scaler.scale(loss)).backward()
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
-        """Return the weight of each host micro-batch's loss: its fraction of the labels that count, 0 without
-        any. None leaves all losses unscaled.
+        """Return the weight of each host micro-batch's loss: its fraction of the labels in the loss, 0
+        without any. None leaves the loss of a single micro-batch unscaled.
         """
         if len(pieces) == 1:
             return [None]
@@ -268,7 +270,7 @@ class PlainStep(OptimizerLoop):
             return place(next(batches)[0], self.device)
 
     def outputs(self) -> Outputs:
-        """Return the outputs of the model that an evaluation has run, for the first batch of the job."""
+        """Return the outputs for the job's first batch of the model that an evaluation has run."""
         import torch
 
         assert self.model is not None
@@ -310,4 +312,4 @@ def _loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _ignore_loss(total: torch.Tensor) -> None:
-    """Ignore the losses of a step: the default of the callback `computed`."""
+    """Ignore a step's loss. It is the default of the callback `computed`."""

@@ -1,8 +1,8 @@
 """The Step: an object with the real model class, optimizer and loop code, which runs training steps on any
 device.
 
-One Step is simulated (on tensors with shapes and no data), measured on a device, or trained. It is the same
-object each time: only its device and its observer differ. Each loop has a name:
+One Step is simulated (on tensors with shapes and no data), measured on a device, or trained. The class is the
+same each time: only its device and its observer differ. Each loop has a name:
 
 - `plain`: the loop every figure of ours refers to (`plain_loop.py`);
 - `accelerate`: the guide's hand-written loop on the installed accelerate (`accelerate_loop.py`);
@@ -27,25 +27,27 @@ if TYPE_CHECKING:
 
 PHASES = ("build", "load", "forward", "backward", "clip", "update")
 SKIPPED = "skipped"
-"""Phase of a micro-batch whose passes a short simulation skips."""
+"""Phase of a micro-batch whose forward and backward passes a short simulation skips."""
 
 LOOPS = ("plain", "accelerate", "trainer")
-"""Names of the loops; `open_step.py` maps each to its Step."""
+"""Names of the training loops; `open_step.py` maps each to its subclass of `Step`."""
 
 
 class Observer:
-    """Base class of objects that are notified while a step runs, such as recorders and timers. The methods
-    here do nothing.
+    """Base class of objects that are notified while a step runs, such as recorders and timers. The methods of
+    this class do nothing.
     """
 
     def step_begins(self, index: int) -> None:
-        """Receive the beginning of optimizer step `index` (from 0)."""
+        """Handle the beginning of optimizer step `index` (from 0)."""
 
     def step_ends(self, index: int) -> None:
-        """Receive the end of optimizer step `index`, after which its gradients are freed."""
+        """Handle the end of optimizer step `index`, after which its gradients are freed."""
 
     def phase(self, name: str) -> None:
-        """Receive the start of a phase, one of `PHASES` or a feature's, to which all later work belongs."""
+        """Handle the start of a phase of the step, such as `forward` (one of `PHASES` or a feature's). All
+        later work belongs to it.
+        """
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """Label this tensor's bytes (weight, gradient, optimizer state, ...), with their module if one is
@@ -56,7 +58,7 @@ class Observer:
         """Set the value of a tensor that a simulation cannot compute, from a CPU tensor of its shape."""
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Receive the end of building: model and optimizer exist, and the first step has not begun."""
+        """Handle the end of building: model and optimizer exist, and the first step has not begun."""
 
 
 class Outputs(NamedTuple):
@@ -79,10 +81,11 @@ class StepPasses(Protocol):
         weights: Sequence[float | None],
     ) -> torch.Tensor | None:
         """Compute the gradients of these host micro-batches into the parameters, each loss times its weight.
-        Return the loss if this process computes it and losses are kept."""
+        Return the sum of the losses if this process computes them and losses are kept.
+        """
 
     def clip(self, weights: Iterable[torch.nn.Parameter], largest: float) -> None:
-        """Scale the gradients of all processes so that their common norm is at most `largest`."""
+        """Scale the gradients of all processes down so that their common norm is at most `largest`."""
 
     def norm_of_all(self, trained: Iterable[torch.nn.Parameter]) -> torch.Tensor:
         """Return the L2 norm of the gradients of all processes; `trained` are the weights of this process."""
@@ -93,7 +96,7 @@ class StepPasses(Protocol):
         """
 
     def tell_losses(self, losses: Sequence[torch.Tensor], steps: int) -> list[float]:
-        """Send the losses of this many steps to all processes, and return them as numbers."""
+        """Send the losses of this many steps to all processes, and return these losses as numbers."""
 
 
 class StepEngine(Protocol):
@@ -111,15 +114,16 @@ class StepEngine(Protocol):
         """
 
     def context(self, device: torch.device, tell: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """Return the context around a training run with this engine; `tell` is called with lines for the
+        """Return the context around a training run with this engine; `tell` is called with messages for the
         user.
         """
 
     def start(
         self, job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[Any, torch.optim.Optimizer]:
-        """Return the module that steps call and the engine's optimizer, for the job of one process. `model`
-        is on the host."""
+        """Return the module that steps call and the engine's optimizer. `job` has this process's part of the
+        global batch, and `model` is on the host.
+        """
 
     def group_bytes(self, loop: str) -> int:
         """Return NVML bytes of the process group that the engine makes in this loop."""
@@ -129,8 +133,8 @@ class StepEngine(Protocol):
 
 
 class Step(ABC):
-    """Base class of objects that build a job's model and run its optimizer steps on a device, in one training
-    loop.
+    """Base class that builds a job's model and runs its optimizer steps on a device. A subclass exists for
+    each training loop.
     """
 
     keep_gradients = False
@@ -165,8 +169,8 @@ class Step(ABC):
         self.optimizer: torch.optim.Optimizer | None = None
 
     def kind_of(self, operator: str, module: str, dtype: str) -> str:
-        """Return the category (weight, activation, ...) of an unlabelled memory block in a phase that a
-        feature adds.
+        """Return the category (weight, activation, ...) of a memory block that no other rule labels, in a
+        phase that a feature adds.
         """
         return Kind.TEMPORARIES
 
@@ -175,6 +179,6 @@ class Step(ABC):
         """Build model and optimizer, run `steps` optimizer steps, and return each step's loss (mean over the
         global batch).
 
-        The list is empty unless losses are kept; keeping them holds a few bytes on the device. Afterwards
-        `model` and `optimizer` are the trained objects.
+        The list is empty unless losses are kept, which takes a few bytes on the device. Afterwards `model`
+        and `optimizer` are the trained objects.
         """

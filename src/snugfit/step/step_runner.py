@@ -16,13 +16,13 @@ class StepRunner(ABC):
     """
 
     updates_within = False
-    """True if weights are updated within the passes, and no gradients remain."""
+    """True if weights are updated within the backward pass, and no gradients remain."""
 
     has_begun = False
-    """True if the current step has already updated a weight within its passes."""
+    """True if the current step has already updated a weight within its backward pass."""
 
     norm: torch.Tensor | None = None
-    """Norm of the last passes' gradients, a scalar on the device; None if it is unknown."""
+    """Norm of the gradients of the last backward pass, a scalar on the device; None if it is unknown."""
 
     why_not = ""
     """Reason why steps are not replayed but run as the loop is written; empty if they are."""
@@ -31,13 +31,15 @@ class StepRunner(ABC):
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
     ) -> torch.Tensor | None:
-        """Run forward and backward of these host micro-batches, each loss times its weight. Return the
-        losses' sum where losses are kept.
+        """Run the forward and backward passes of these host micro-batches, each loss times its weight. Return
+        the sum of the losses if losses are kept.
         """
 
     @abstractmethod
     def update(self, built: Any, norm: torch.Tensor | None = None) -> None:
-        """Clip the gradients of the last passes, by their norm if it is known, and update."""
+        """Clip the gradients of the last backward passes, and run the optimizer's update. `norm` is the norm
+        of the gradients, if it is known.
+        """
 
     def close(self) -> None:  # noqa: B027 - most runners change nothing of the model
-        """Undo changes of the model after the last step."""
+        """Undo this object's changes of the model after the last step."""

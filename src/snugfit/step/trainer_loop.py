@@ -105,7 +105,7 @@ class TrainerStep(Step):
         return build_for_accelerate(self.setup, build)
 
     def _watch(self, trainer: Any, observer: Observer) -> None:
-        """Attach the observer and the further settings to a trainer before `train()`."""
+        """Attach the observer and the remaining settings to a trainer before its `train()`."""
 
     def _finish(self, trainer: Any) -> None:
         """Store the trained model and the unwrapped optimizer of the trainer on this Step."""
@@ -147,7 +147,9 @@ def observe(trainer_class: type[Any]) -> type[Any]:
         """The loss of a micro-batch whose successor is skipped."""
 
         def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
-            """Begin a step: the Trainer calls this first, before its callbacks."""
+            """Report the beginning of a step to the observer, and return its batches. The Trainer calls this
+            method first, before its callbacks.
+            """
             self.observer.step_begins(self.state.global_step)
             self.observer.phase("load")
             self.micro_batch_index = 0

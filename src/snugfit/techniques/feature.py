@@ -1,7 +1,7 @@
 """The interface between the core and its features.
 
 A feature is a folder of `features/` that can be deleted, or a plugin. Its `feature.py` has one subclass of
-`Feature`, whose methods the core calls. Fields of `Setup`, tasks, inputs, phases are in `tasks.py` and so on.
+`Feature`, whose methods the core calls. Fields of `Setup` are in `fields.py`, tasks in `tasks.py`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Feature:
     """Advice by command and option, for options of earlier versions and of other commands."""
 
     def commands(self) -> Sequence[Callable[..., Any]]:
-        """Return functions that the command line offers as subcommands."""
+        """Return functions that become subcommands of the command line."""
         return ()
 
     def documents(self) -> Mapping[str, type]:
@@ -99,7 +99,7 @@ class Feature:
         return ()
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
-        """Return rewritten words: of a command line with commands as `declared`, or of one with options."""
+        """Return a command line's words after changes. `declared` are the known commands or options."""
         return words
 
     def further_options(self, declared: Collection[str]) -> Collection[str]:
@@ -111,11 +111,11 @@ class Feature:
         return ""
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-        """Return the configuration in a command's options. Add `settings` before it. Raises `UsageError`."""
+        """Return the configuration that options name, or None. It may change the job's `settings`."""
         return None
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return a command's `Request`, changed by options. Raises `UsageError` for unusable ones."""
+        """Return a command's `Request` (job, recipe, GPU) as options change it. Raises `UsageError`."""
         return request
 
     def read_mesh(self, recipe: Any, text: str) -> Any:
@@ -125,7 +125,7 @@ class Feature:
         """Write a command's result, such as a plan, into the files that the command's options name."""
 
     def picture(self, answer: Any, form: str) -> bytes | None:
-        """Return charts of a command's result as a `png` or `svg` file, or `html` for a notebook; or None."""
+        """Return charts of a command's result as a `png`, `svg` or (for a notebook) `html` file; or None."""
 
     def add_to_plan(self, request: Any, plan: Any, *, fresh: bool) -> Mapping[str, Any]:
         """Return further entries of a plan's JSON output by key, computed for the plan's recipe."""
@@ -136,17 +136,17 @@ class Feature:
         return {}
 
     def changes_that_fit(self) -> Any:
-        """Return the module that adds changes of a recipe that fit to answers and errors."""
+        """Return the module that finds changes of a recipe with which a step fits."""
 
     column_roles: ClassVar[tuple[str, ...]] = ()
     """Roles of columns in a task of this feature (`data/rows.py` has the roles of texts)."""
 
     def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
-        """Return a function that reads these folders, named by class, as `Rows`; None without samples."""
+        """Return a function that reads samples from folders of classes as `Rows`; None without samples."""
         return None
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
-        """Return `IndexedSamples` of `Rows`, None for other tasks; `how` has `pack` and `label_names`."""
+        """Return `Rows` as `IndexedSamples`, or None for other tasks; `how` has `pack` and `label_names`."""
         return None
 
     # ---- running a step ----
@@ -160,19 +160,19 @@ class Feature:
         return 0
 
     def place_state(self, optimizer: Any, weight: Any) -> None:
-        """Move the state of a weight, which was read from a checkpoint, to the memory that it needs."""
+        """Move a weight's optimizer state, read from a checkpoint, to its memory, such as the host's."""
 
     refused_optimizers: ClassVar[Mapping[str, str]] = {}
     """Reasons against optimizers of a Trainer, by a part of their names in transformers."""
 
     def tensor_parts(self) -> Any:
-        """Return the operations on tensors that are shards of others (`step/clipping.py`)."""
+        """Return the operations on sharded tensors, such as their common norm (`step/clipping.py`)."""
 
     def state_parts(self) -> Any:
         """Return the object that saves and loads sharded run states (`training/checkpoint/parts.py`)."""
 
     def processes(self) -> Any:
-        """Return the module that starts, restarts, compares, measures and plans several processes."""
+        """Return the module that starts, restarts, compares, measures and plans runs of several processes."""
 
     def trackers(self) -> Any:
         """Return the module that passes a run's metrics to trackers (`report_to`)."""
@@ -180,7 +180,7 @@ class Feature:
     # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the number of layers after which these settings repeat: 2 if every second is recomputed."""
+        """Return the period, in layers, of these settings: 2 if every second layer is recomputed."""
         return 1
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
@@ -188,11 +188,11 @@ class Feature:
         return ()
 
     def rate_names(self, kernel: Any) -> Sequence[str]:
-        """Return names of rates (`Rates.patterns`) to look up for a kernel, before those of its operator."""
+        """Return names of a kernel's speed rates (`Rates.patterns`), before those of its operator."""
         return ()
 
     def recorder_class(self, setup: Setup) -> type[Any] | None:
-        """Return the subclass of `Recorder` that writes the trace of this Setup; None for `Recorder`."""
+        """Return the subclass of `Recorder` that records a simulated step of this Setup, or None."""
         return None
 
     surrounds_policy: ClassVar[bool] = False
@@ -203,7 +203,7 @@ class Feature:
         return nullcontext()
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
-        """Return object and attribute of each tensor, such as scales, that belongs to a weight."""
+        """Return pairs (object, attribute) of tensors, such as scales, that belong to a weight."""
         return ()
 
     def packed_dtype(self, tensor: Any) -> str:
@@ -219,11 +219,11 @@ class Feature:
         return True
 
     def program_decisions(self) -> Context[list[Any]]:
-        """Return a context that yields the list of a compiler's decisions on programs (`few_layers.py`)."""
+        """Return a context that yields the list of a compiler's decisions on layers (`few_layers`)."""
         return nullcontext([])
 
     def context_bytes(self, operators: Collection[str]) -> int:
-        """Return CUDA context bytes, outside of the allocator, that these operators of a step add in NVML."""
+        """Return bytes that a step's operators add to the CUDA context in NVML, outside of the allocator."""
         return 0
 
     def exchanges(self) -> Any:
@@ -238,7 +238,7 @@ class Feature:
         return ()
 
     def lowered_kinds(self) -> Sequence[type[Any]]:
-        """Return subclasses of `LoweredKinds`: lower bounds of recipes with compiled layers."""
+        """Return subclasses of `LoweredKinds`: lower bounds of bytes and seconds with compiled layers."""
         return ()
 
     def has_timed_bytes(self, setup: Setup) -> bool:
@@ -246,5 +246,5 @@ class Feature:
         return False
 
     def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:
-        """Evaluate further recipes in a plan's search and add better ones; return their technique's name."""
+        """Evaluate further recipes in a plan's search, add better ones, and return their technique's name."""
         return ""

@@ -4,8 +4,8 @@
 
 Slots without a named technique are plain, and the recipe without any name is written `plain`. Techniques are
 joined by `+` in any order and printed in the order of the slots. Settings are in parentheses, by name or by
-position. The text is parsed once into this immutable value, and `Recipe.parse(str(r)) == r` always (law 4).
-An error shows the whole text, marks the word that failed, and names the nearest legal ones.
+position. The text is parsed once into this immutable value, and `Recipe.parse(str(r)) == r` always (law 4 of
+`dev/laws.md`). An error shows the whole text, marks the word that failed, and names the nearest legal ones.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a recipe. Raises `RecipeError` with the text and the word that failed."""
+        """Return the recipe from its text. Raises `RecipeError` with the text and the word that failed."""
         return cls(tuple(techniques_of(text).values()))
 
     from_json = parse
@@ -151,7 +151,7 @@ class Recipe:
         return tuple(self._warnings(job, compute_capability))
 
     def lines_on_cpu(self) -> list[str]:
-        """Return a sentence for each technique without an effect on the CPU."""
+        """Return a sentence for each technique that has no effect on the CPU."""
         return [f"On the CPU {technique.name} {technique.on_cpu}." for technique in self if technique.on_cpu]
 
     def _warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:

@@ -15,7 +15,9 @@ from snugfit.techniques.technique import Slot
 
 @functools.cache
 def features() -> tuple[Feature, ...]:
-    """Return every feature, by name. Raises `FeatureError` for a folder that breaks the contract."""
+    """Return every feature, by name. Raises `FeatureError` for a folder that breaks a rule of the
+    interface.
+    """
     return tuple(itertools.starmap(_read, feature_packages().items()))
 
 
@@ -35,7 +37,7 @@ def _read(name: str, package: str) -> Feature:
 
 @functools.cache
 def hooks(method: str) -> tuple[Callable[..., Any], ...]:
-    """Return the method of this name of each feature that overrides it."""
+    """Return the bound methods of this name of all features that override it."""
     plain = getattr(Feature, method)
     # A feature that does not override a hook costs no call.
     return tuple(

@@ -44,8 +44,8 @@ class RosterError(SnugfitError):
 
 @functools.cache
 def techniques() -> tuple[type[Technique], ...]:
-    """Return all techniques, by slot in the order of a recipe. In a slot the default comes first, then the
-    others by name.
+    """Return all techniques, by slot (choice) in the order of a recipe. In a slot the default comes first,
+    then the others by name.
     """
     root = Path(__file__).parent
     of_core = [
@@ -171,7 +171,7 @@ def _slots(root: Path) -> list[str]:
 
 
 def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
-    """Return the one technique class of a file, after setting its name and slot and checking it."""
+    """Return the one technique class of a module, after setting its name and slot and checking it."""
     classes = [
         value
         for value in vars(module).values()
@@ -226,7 +226,7 @@ def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
 
 
 def field_docs(kind: type[Any]) -> dict[str, str]:
-    """Return the docstring directly under each field of a dataclass, and of those it inherits fields from."""
+    """Return the docstring directly under each field of a dataclass, fields of base classes included."""
     docs: dict[str, str] = {}
     names = {declared.name for declared in fields(kind)}
     # A subclass comes last, so its sentence replaces an inherited one.
@@ -281,7 +281,7 @@ def foreign_names() -> ForeignNames:
 
 
 def advice(word: str) -> str | None:
-    """Return advice for another library's name in a recipe, such as `gradient_checkpointing`, as a clause;
+    """Return advice, as a clause, on another library's name in a recipe, such as `gradient_checkpointing`;
     None for an unknown name.
     """
     names = foreign_names()

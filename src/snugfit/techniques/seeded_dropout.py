@@ -11,8 +11,8 @@ from snugfit.techniques.wish import used_wishes, wishes
 
 
 def seeds_dropout(setup: Setup) -> bool:
-    """Return True if dropout outside of attention has its own seeds, so that a recomputed layer drops the
-    same elements.
+    """Return True if dropout outside of attention has its own seeds under these settings. A recomputed layer
+    then drops the same elements.
     """
     return any(wish.seeded_models for wish in used_wishes(setup))
 
@@ -35,8 +35,8 @@ def may_be_seeded(model_type: object) -> bool:
 
 @functools.cache
 def try_seeds(advice: str) -> str:
-    """Return advice as text, whose `{}` is replaced by two techniques: kernels with seeded dropout, and steps
-    that draw only once. Empty if one is not installed.
+    """Return `advice` with its two `{}` replaced by techniques: kernels with seeded dropout, and steps that
+    draw random numbers only once. Empty if one is not installed.
     """
     traits = {Slot.KERNELS: seeds_dropout, Slot.ENGINE: draws_once}
     names = [

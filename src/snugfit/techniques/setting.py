@@ -3,9 +3,9 @@
 A setting is a field of the technique's dataclass. Its annotation is its type and its metadata its range, so
 no fact is written twice. Six kinds are enough for a recipe that a person types. They are whole numbers,
 numbers, words, several words joined by `|`, `true` or `false`, and a choice of listed values. Each may also
-be `None`, written `none`. Every written setting reads back equal (law 4): words are limited to characters the
-notation does not use. Patterns may have any other character but a quote, and are then written in quotes:
-`lora(targets='.*layers[.][0-9]+[.]mlp.*')`.
+be `None`, written `none`. The text of a setting is parsed to an equal value (law 4 of `dev/laws.md`). Words
+are limited to characters that the notation does not use. Patterns may have any other character but a quote,
+and are then written in quotes: `lora(targets='.*layers[.][0-9]+[.]mlp.*')`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def describe(annotation: Any) -> str:
 
 
 def _is_element(value: Any, kind: Any) -> bool:
-    """Return True for a text that may be one of several values joined by `|`, such as `q_proj` in
+    """Return True for a value that may be one of several joined by `|`, such as `q_proj` in
     `q_proj|v_proj`.
     """
     if kind is int:

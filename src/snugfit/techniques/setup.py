@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerWish:
-    """The optimizer setting of a `Setup`: the constructor, and the name in the HF Trainer."""
+    """The optimizer setting of a `Setup`: its constructor, and its name in the HF Trainer."""
 
     factory: Call
     """Constructor: `factory(parameters, lr=..., weight_decay=..., **arguments)` returns a
@@ -51,8 +51,8 @@ class CheckpointWish:
     """The checkpointing setting of a `Setup`: groups of consecutive layers that keep only their input, each
     recomputed as a whole.
 
-    The stack is cut either by the length of a span or by the number of spans. `cut` does it, so that every
-    loop cuts alike.
+    A group (span) is given by its length, or by the number of groups. `cut` forms the groups for every
+    training loop.
     """
 
     layers_per_span: int = 1
@@ -82,7 +82,7 @@ class CheckpointWish:
         """Return the groups of consecutive layers that are recomputed together, for this many layers, in
         order.
 
-        Spans cut by number differ in length by one layer at most, the longer ones first.
+        Groups given by their number differ in length by one layer at most, the longer ones first.
         """
         if layers < 1:
             return ()
@@ -99,7 +99,7 @@ class CheckpointWish:
 
 
 EVERY_LAYER = CheckpointWish()
-"""The wish that recomputes each layer by itself."""
+"""The checkpointing setting that recomputes each layer by itself."""
 
 
 LOGITS_BYTES = 256 << 20
@@ -115,8 +115,8 @@ class LogitsWish:
     """Tokens of a chunk; None computes them from `LOGITS_BYTES`."""
 
     def tokens_at_once(self, vocabulary: int, itemsize: int = 4) -> int:
-        """Return the number of tokens in a chunk: by default the largest power of two whose logits, of
-        `itemsize` bytes each, take at most `LOGITS_BYTES`.
+        """Return the number of tokens in a chunk. Without a set number, it is the largest power of two whose
+        logits, of `itemsize` bytes each, take at most `LOGITS_BYTES`.
         """
         # The bit length minus one is the largest power of two within.
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
@@ -206,8 +206,8 @@ class CoreSetup(JsonFields):
         return lowering is not None and lowering.has_budget
 
     def trained_dtype(self, job: Job) -> str:
-        """Return the dtype of the trained weights, by torch's name: a module's narrowest, where it has
-        several. Weights that a feature adds to frozen ones are fp32 (peft's `autocast_adapter_dtype`).
+        """Return the dtype of the trained weights, by torch's name. If a module has several, a 16-bit dtype
+        goes first. Weights that a feature adds to frozen ones are fp32 (peft's `autocast_adapter_dtype`).
         """
         module = job.model.module
         # peft casts adapters to fp32 (`autocast_adapter_dtype`).
@@ -235,7 +235,7 @@ class CoreSetup(JsonFields):
         return self.with_fields(micro_batches=1)
 
     def created_dtype(self, job: Job) -> str:
-        """Return the dtype of the weights of a created model, by torch's name."""
+        """Return the dtype in which the model's weights are created, by torch's name."""
         return self.weights_dtype or job.dtype
 
     def product_dtype(self, job: Job) -> str:
@@ -252,18 +252,18 @@ class CoreSetup(JsonFields):
         return self.with_fields(checkpoint=None, logits=None)
 
     def can_follow(self, before: Self) -> bool:
-        """Return True if a model in training can continue under this Setup. Its layers may be recomputed, and
-        its micro-batches split, but not joined.
+        """Return True if a run with the settings `before` can continue with these. Only checkpointing may
+        differ, and the number of micro-batches may rise.
         """
         alike = self.with_fields(checkpoint=before.checkpoint, micro_batches=before.micro_batches)
         return alike == before and self.micro_batches >= before.micro_batches
 
     def per_piece(self, count: int) -> int:
-        """Return the fraction of a batch's samples or kernels that one micro-batch has."""
+        """Return the number of samples or kernels of one micro-batch, from the `count` of the whole batch."""
         return count // self.micro_batches
 
     def in_pieces(self, count: int, job: Job) -> tuple[Job, Self]:
-        """Return this job and these settings with another number of micro-batches of unchanged size."""
+        """Return the job and settings for a batch of `count` micro-batches, each as large as now."""
         small = replace(job, batch_size=self.per_piece(job.batch_size) * count)
         return small, self.with_fields(micro_batches=count)
 
@@ -276,13 +276,15 @@ class CoreSetup(JsonFields):
         return self.with_fields(weights_dtype=weights, autocast=products, scale_gradients=is_scaled)
 
     def without_autocast(self) -> tuple[str | None, Self]:
-        """Return the dtype of autocast, and a copy of the settings without autocast, whose weights are cast
-        in another way.
+        """Return the autocast dtype, and a copy of the settings without autocast. Its weights are cast in
+        another way.
         """
         return self.autocast, self.with_fields(autocast=None)
 
     def with_adamw(self, wish: OptimizerWish) -> Self:
-        """Return a copy of the Setup with this AdamW; a feature whose field needs another one replaces it."""
+        """Return a copy of the Setup with this AdamW as its optimizer, or with the variant that a feature's
+        field requires.
+        """
         # A feature with weights of another form needs its own AdamW for them.
         named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
         own = next(named, None)

@@ -1,8 +1,8 @@
 """The number of GPUs of a recipe and of a job.
 
-A recipe has no number of GPUs: `ddp` on two is the same technique as on eight. `on_gpus` puts the number into
-the Setup. `job_of_rank` cuts the global batch, which stays the same in total. The techniques for several GPUs
-belong to a feature, whose fields of `Setup` have `SeveralProcesses` as values (`wish.py`).
+A recipe does not contain a number of GPUs: `ddp` on two is the same technique as on eight. `on_gpus` puts the
+number into the Setup. `job_of_rank` cuts the global batch, which stays the same in total. The techniques for
+several GPUs belong to a feature, whose fields of `Setup` have `SeveralProcesses` as values (`wish.py`).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def ranks_of(setup: Setup) -> int:
 
 
 def job_of_rank(job: Job, setup: Setup) -> Job:
-    """Return one rank's job, with its part of the global batch. Raises `UsageError` for a batch that cannot
-    be divided evenly.
+    """Return the job of one rank (process), with its part of the global batch. Raises `UsageError` for a
+    batch that cannot be divided evenly.
     """
     processes = processes_of(setup)
     parts = processes.data_ranks if processes is not None and processes.ranks else 1

@@ -2,7 +2,7 @@
 optimizer).
 
 A technique is defined by its effect: `install` takes the `Setup` of a training loop and returns a changed
-one. No technique declares its cost; the cost is the result of simulating that Setup. Here are the slots in
+one. No technique declares its memory or time; both result from simulating that Setup. Here are the slots in
 the order of a recipe, the three degrees of fidelity, and the base class of all techniques.
 """
 
@@ -159,8 +159,8 @@ class Technique(ABC):
     """True if a plan can search recipes with it; otherwise `predict` takes a recipe that has it."""
 
     grade_cost: ClassVar[float] = 1.0
-    """Least seconds that a grade adds (`grades`), as a share of those on the line to recomputing each
-    layer."""
+    """Least seconds that a grade adds (`grades`), as a share of the seconds by linear interpolation to
+    recomputing each layer."""
 
     needs_several_gpus: ClassVar[bool] = False
     """True for training on several GPUs, which one GPU cannot use."""
@@ -209,15 +209,17 @@ class Technique(ABC):
         return iter(())
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return another technique of this recipe, and why a plan does not combine the two.
+        """Return a sentence with another technique of this recipe and the reason why no plan combines the
+        two.
 
-        Plans combine them only if both are kept. Empty if all techniques may be combined.
+        A plan combines them only if the user fixes both. Empty if all techniques may be combined.
         """
         return ""
 
     def adapted_modules(self, job: Job) -> str | Sequence[str]:
-        """Return the suffixes of the names of modules that get adapters, or as a text `ALL_LINEAR` or a
-        pattern."""
+        """Return the name suffixes of the modules that get adapters. A text is the word `ALL_LINEAR` or a
+        pattern.
+        """
         return ()
 
     @property
@@ -256,14 +258,12 @@ class Technique(ABC):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why no plan or recovery chooses this technique for this job, though users may;
-        empty if they may.
-        """
+        """Return the reason why no plan or recovery chooses this technique for this job, though users may."""
         return cls.unplanned
 
     @classmethod
     def uncertain(cls, job: Job) -> str:
-        """Return a sentence on the technique's uncertain effect on this job's results; empty without one."""
+        """Return a warning that this technique may change this job's results; empty without one."""
         return ""
 
     @classmethod
@@ -276,21 +276,22 @@ class Technique(ABC):
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
         """Return this technique with several settings, such as numbers of recomputed layers, in the order of
-        falling memory and rising time. They are too many to simulate each, so a plan searches for the least
+        falling memory and rising time. They are too many to simulate all, so a plan searches for the first
         that fits. Empty for a technique that is searched by its `settings`.
         """
         return ()
 
     def lesser(self, job: Job) -> Sequence[Self]:
-        """Return this technique with settings for fewer layers, each of which saves more memory than the one
-        before, and less than this. A plan that must keep this technique uses the least that fits. Empty for
+        """Return this technique with settings for fewer layers. Each saves more memory than the one before,
+        and less than this technique. A plan that must keep the technique uses the first that fits. Empty for
         one without such settings.
         """
         return ()
 
     def smaller(self, job: Job) -> Sequence[Self]:
-        """Return the same technique with other settings, each with less memory and more seconds than the one
-        before. If this does not fit, a plan takes the first that does."""
+        """Return this technique with other settings, each with less memory and more seconds than the one
+        before. If this one does not fit, a plan takes the first that does.
+        """
         return ()
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:

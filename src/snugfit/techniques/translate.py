@@ -66,8 +66,8 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
 def _technique_from(
     counterpart: Counterpart, kind: type[Technique], arguments: Mapping[str, Any]
 ) -> Technique | None:
-    """Build a technique of this class from another library's arguments. Return None if the values differ from
-    the counterpart's or are invalid settings.
+    """Return a technique of this class, built from another library's arguments. None if the values differ
+    from the counterpart's or are invalid settings.
     """
     settings = dict(counterpart.settings)
     for key, value in counterpart.arguments.items():
@@ -118,13 +118,15 @@ def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, 
 
 
 def _flat(arguments: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values in nested mappings, such as arguments in groups."""
+    """Yield the values in nested mappings, such as arguments in named groups."""
     for value in arguments.values():
         yield from _flat(value) if isinstance(value, Mapping) else (value,)
 
 
 def _with_settings(value: Any, technique: Technique) -> Any:
-    """Return a value with each `Setting` replaced by the technique's."""
+    """Return a value in which each `Setting` is replaced by the value of the technique's setting of that
+    name.
+    """
     if isinstance(value, Mapping):
         return {key: _with_settings(part, technique) for key, part in value.items()}
     return getattr(technique, value.name) if isinstance(value, Setting) else value

@@ -91,8 +91,8 @@ class SeveralProcesses:
         return 1.0
 
     def on(self, gpus: int) -> SeveralProcesses:
-        """Return these settings for another number of GPUs. Raises `UsageError` if these GPUs cannot divide
-        the model or the batch.
+        """Return these settings for `gpus` GPUs. Raises `UsageError` if these GPUs cannot divide the model or
+        the batch.
         """
         raise NotImplementedError
 
@@ -143,7 +143,9 @@ class Wish(Generic[T]):
 
 @functools.cache
 def wishes() -> tuple[Wish[Any], ...]:
-    """Return the fields that all features add. Raises `FeatureError` where two have one name."""
+    """Return the fields of `Setup` that all features add. Raises `FeatureError` where two fields have the
+    same name.
+    """
     fields = feature_objects("fields", Wish)
     # The fields form one dataclass, where a second name would replace the first.
     names = [wish.name for wish in fields]
@@ -168,16 +170,18 @@ def _wishes_of_processes() -> tuple[Wish[Any], ...]:
 
 
 def wish_of_processes(setup: Any) -> Wish[Any] | None:
-    """Return the field of these settings (`Setup`) that makes several processes train; None without one."""
+    """Return the field of these settings (`Setup`) with which several processes train one model; None if no
+    field has.
+    """
     return next((wish for wish in _wishes_of_processes() if wish.of(setup) is not None), None)
 
 
 def processes_of(setup: Any) -> SeveralProcesses | None:
-    """Return the field's value in these settings that makes several processes train; None for one process."""
+    """Return the value of the field with which several processes train one model; None for one process."""
     wish = wish_of_processes(setup)
     return None if wish is None else wish.of(setup)
 
 
 def used_wishes(setup: Any) -> list[Wish[Any]]:
-    """Return the features' fields whose values in these settings differ from the plain loop's."""
+    """Return the features' fields of `Setup` whose values in these settings differ from the plain loop's."""
     return [wish for wish in wishes() if wish.of(setup) != wish.default]

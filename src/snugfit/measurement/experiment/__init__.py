@@ -1,1 +1,1 @@
-"""One experiment: its request, its processes, and their combined results."""
+"""One experiment: its parameters, its processes, and their combined results."""

@@ -1,4 +1,4 @@
-"""The request of one experiment, and its form for each process.
+"""The parameters of one experiment, and their JSON form for each measured process.
 
 An experiment on several GPUs has a process for each (a rank). Every rank trains on its share of the global
 batch, with the same seed and the same samples. Weights must be alike, and ranks then differ by their GPUs
@@ -58,8 +58,8 @@ class MeasurementRequest:
     def document(
         self, target: Target, baseline: GpuBaseline | None, *, rank: int = 0, store: Path | None = None
     ) -> dict[str, object]:
-        """Return the request as a JSON object for one measured process. `store` is the file by which ranks
-        find each other.
+        """Return the parameters of the experiment as a JSON object for one measured process. `store` is the
+        file by which ranks find each other.
         """
         return {
             "parent": os.getpid(),

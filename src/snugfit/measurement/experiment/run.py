@@ -46,12 +46,12 @@ from snugfit.step.applier import group_bytes
 from snugfit.step.host_link import managed_on_gpu
 
 _MESSAGE_LINES = 20
-"""Lines of a dead child's output in the measurement; the ledger stores up to 64 KiB of it."""
+"""Number of output lines of a failed process in the measurement; the ledger stores up to 64 KiB of it."""
 
 
 def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tuple[Measurement, str]:
-    """Run a requested measurement in one process per GPU; return its result, and the end of the processes'
-    output.
+    """Run a requested measurement in one process per GPU. Return its result, and the last output of the
+    processes.
     """
     baselines = _baselines(targets)
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -106,7 +106,9 @@ def child_command(request: Path, result: Path) -> list[str]:
 
 
 def read_result(exited: ChildExit, file: Path) -> ChildResult:
-    """Return the child's result, empty where the file holds none, with the outcome of the whole process."""
+    """Return the result that the child process wrote, with the outcome of the whole process. Without a valid
+    file, all other values are empty.
+    """
     try:
         result = ChildResult.from_json(read_document(file))
     except FileNotFoundError:
@@ -210,8 +212,8 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
 
 
 def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | None:
-    """Return the first reason of any rank why a GPU was shared, with the rank's GPU if there are several.
-    Return None without any.
+    """Return the first reason why the GPU of a rank was shared, with the GPU's index if there are several.
+    None without any.
     """
     if len(runs) == 1:
         return reasons[0]
@@ -219,7 +221,7 @@ def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | N
 
 
 def _message(runs: Sequence[RankRun], cause: int) -> str:
-    """Return the end of a failed measurement's output, or its exception; empty for a successful run."""
+    """Return the exception of a failed measurement, or its last output; empty for a successful run."""
     run = runs[cause]
     if run.result.outcome == causes.OK:
         return ""
@@ -258,7 +260,7 @@ class Children:
         self._open = ExitStack()
         self._change = threading.Condition()
         self.failed: list[int] = []
-        """The numbers of the children that failed by themselves, in the order of detection."""
+        """The numbers of the child processes that failed by themselves, in the order of detection."""
         self._ended, self._killing = 0, False
 
     def __enter__(self) -> Self:
@@ -275,12 +277,13 @@ class Children:
         self._open.close()
 
     def owns(self, pid: int) -> bool:
-        """Return True for a process in the session of one of the child processes."""
+        """Return True if the process `pid` is in the session of one of the child processes."""
         return any(child.owns(pid) for child in self._children)
 
     def wait(self, deadline_seconds: float) -> list[ChildExit]:
-        """Sleep until all have exited, one has failed, or the deadline has passed. No child is alive
-        afterwards."""
+        """Sleep until all child processes have exited, one has failed, or the deadline has passed. Return the
+        exit of each; no child is alive afterwards.
+        """
         if len(self._children) == 1:
             return [self._children[0].wait(deadline_seconds)]
         with ThreadPoolExecutor(len(self._children)) as threads:
@@ -295,7 +298,9 @@ class Children:
                 raise
 
     def first_cause(self, failed_at: Callable[[int], float | None]) -> int | None:
-        """Return the number of the child that failed first by `failed_at`; None without a failure."""
+        """Return the number of the child process that failed first, by the times of `failed_at`; None without
+        a failure.
+        """
         return min(self.failed, key=lambda number: failed_at(number) or 0.0, default=None)
 
     def _wait_for(self, number: int, deadline_seconds: float) -> ChildExit:
@@ -330,12 +335,12 @@ class RankRun:
     request: MeasurementRequest
     target: Target
     baseline: GpuBaseline | None
-    """The state of its GPU before the run; None on the CPU, and without NVML."""
+    """The state of the rank's GPU before the run; None on the CPU, and without NVML."""
     sampler: Sampler | None
     result: ChildResult
     exited: ChildExit
     quiet: Sequence[bool]
-    """For each of its steps: True if it was not disturbed (`quiet_on_all`)."""
+    """For each of the rank's steps: True if it was not disturbed (`quiet_on_all`)."""
 
     def footprint(self) -> Footprint | None:
         """Return the bytes of the rank's process at their peak; None without a result."""
@@ -346,9 +351,7 @@ class RankRun:
         return measured_footprint(self.result, peak)
 
     def timing(self) -> Timing | None:
-        """Return the seconds of the rank's steps, in each of which all ranks together process a
-        global batch.
-        """
+        """Return the seconds of the rank's steps. In each step all ranks together process a global batch."""
         result = self.result
         return timing_of(result.seconds, self.request.job.batch_size, self.quiet, result.cpu_seconds)
 
@@ -382,7 +385,7 @@ class RankRun:
         )
 
     def to_measured(self, rank: int, footprint: Footprint | None, contaminated: str | None) -> RankMeasured:
-        """Return this rank's memory, step time and disturbances for the measurement's result."""
+        """Return this rank's memory, step time and disturbances, for the result of the whole measurement."""
         timing = self.timing()
         on_gpu = self.target.type != "cpu"
         return RankMeasured(
@@ -398,8 +401,9 @@ class RankRun:
 
 
 def quiet_on_all(results: Sequence[ChildResult]) -> list[bool]:
-    """Return True for each step in which the cores that launch kernels were quiet in all processes. Processes
-    wait for each other, so a disturbance of one lengthens the step in all."""
+    """Return True for each step in which no other process disturbed the cores that launch kernels, in any
+    rank. Ranks wait for each other, so a disturbance of one lengthens the step in all.
+    """
     # A rank that died has fewer steps.
     return [all(calm) for calm in zip(*(result.quiet for result in results), strict=False)]
 
@@ -426,11 +430,11 @@ def slowest_of(runs: Sequence[RankRun]) -> int:
 
 
 def measured_footprint(result: ChildResult, nvml_bytes: int | None) -> Footprint | None:
-    """Return the measured bytes; None without a result.
+    """Return the measured peak bytes of a process; None without a result.
 
     Context and managed memory are NVML's bytes beyond the allocator's segments and the process group, if all
-    of them peaked together. They did without retries: the allocator then never returns a segment. Pages count
-    as on the GPU as far as these bytes exceed the first context.
+    of them peaked together. They did without retries: the allocator then never returns a segment. Managed
+    memory counts as on the GPU as far as these bytes exceed the first context.
     """
     if result.host_bytes is None:
         return None

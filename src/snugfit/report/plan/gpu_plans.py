@@ -1,4 +1,6 @@
-"""Plans for many GPUs, in a terminal and as Markdown: the GPUs that can train a job, and their costs."""
+"""Plans for many GPUs, in a terminal and as Markdown: the GPUs that can train a job, and their
+rental costs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SCALED_NOTE = (
 
 
 def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
-    """Return the report of plans for many GPUs: the answers, the table, and a description of the search."""
+    """Return the report of plans for many GPUs: the best GPUs, a table of all, and a description of the
+    search.
+    """
     prices = prices or Prices()
     return Page(
         (Sentence(line, "good" if plans.fitting else "bad") for line in headline(plans, prices)),
@@ -44,13 +48,17 @@ def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
 
 
 def question(plans: GpuPlans) -> str:
-    """Return the report's first line: the job, the number of GPUs, the fidelity and the objective."""
+    """Return the report's first line: the job, the number of GPUs, the allowed change of results (fidelity)
+    and the objective.
+    """
     asked = f"fidelity {plans.fidelity} · objective {plans.objective}"
     return f"{job_line(plans.job)} · {len(plans.answers)} GPUs · {asked}"
 
 
 def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
-    """Yield sentences with the results: the smallest GPU, the fastest, the cheapest."""
+    """Yield sentences with the results: the smallest GPU that can train the job, the fastest, and the
+    cheapest to rent.
+    """
     if not plans.fitting:
         yield f"None of these GPUs can {plans.job.words.verb} this. {_nearest(plans)}".strip()
         return
@@ -132,7 +140,9 @@ def _nearest(plans: GpuPlans) -> str:
 
 
 def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
-    """Yield a sentence on the seconds and cost of the whole training run if its length was given."""
+    """Yield a sentence on the length of the whole training run if it was given, and on GPUs
+    without a price.
+    """
     if plans.steps:
         samples = plans.steps * plans.job.batch_size
         yield (
@@ -150,8 +160,9 @@ def without_a_price(keys: Sequence[str], prices: Prices) -> Iterator[str]:
 
 
 def table(plans: GpuPlans, prices: Prices) -> Grid:
-    """Return a table with a line for each GPU with predicted bytes, the best first; those without a fitting
-    recipe are last."""
+    """Return a table with a line for each GPU with predicted bytes, the best first. GPUs without a fitting
+    recipe are last.
+    """
     costs = {answer.key: cost(answer, prices, plans.steps) for answer in plans.answers}
     known = sorted(
         (answer for answer in plans.answers if answer.choice),
@@ -199,8 +210,8 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
 
 
 def cost_columns(prices: Prices, steps: int | None) -> Iterator[tuple[str, Callable[[Any, Any, Any], str]]]:
-    """Yield the column titles for the run's seconds and costs, as far as its length and prices were given.
-    Each has a function that returns a cell's text for a GPU, its recipe and its cost.
+    """Yield the column titles for the run's seconds and rental costs, as far as its length and prices were
+    given. Each has a function that returns a cell's text for a GPU, its recipe and its cost.
     """
     if steps:
         yield "run>", lambda answer, recipe, cost: show_duration(cost.run_seconds)
@@ -216,7 +227,9 @@ def _verdict(answer: OnGpu) -> str:
 
 
 def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
-    """Return a key that sorts fitting answers first, then by the objective, with missing values last."""
+    """Return a sort key for a GPU's result: fitting ones first, then by the objective of the search, missing
+    values last.
+    """
     choice = answer.choice
     assert choice is not None
     seconds, far = answer.pace(plans.steps), float("inf")
@@ -229,7 +242,7 @@ def _order(plans: GpuPlans, answer: OnGpu, cost: Cost) -> tuple[float, ...]:
 
 
 def unknown(plans: GpuPlans) -> list[Grid]:
-    """Return a table of the GPUs that cannot be predicted, with the reason; GPUs with the same reason share a
+    """Return a table of the GPUs that cannot be predicted, with the reason. GPUs with the same reason share a
     line.
     """
     reasons: dict[str, list[OnGpu]] = {}
@@ -244,13 +257,13 @@ def unknown(plans: GpuPlans) -> list[Grid]:
 
 
 def doubts(plans: GpuPlans) -> dict[str, None]:
-    """Return warnings about the assumptions in the simulations of all GPUs, each once."""
+    """Return the warnings about assumptions in the simulations of all GPUs, each once."""
     return dict.fromkeys(doubt for answer in plans.answers for doubt in answer.doubts)
 
 
 def looked_at(plans: GpuPlans) -> Iterator[str]:
-    """Yield a sentence on the number of recipes that the search considered, and on the check of the best
-    ones.
+    """Yield a sentence on the number of recipes that the search considered. It adds how a full simulation
+    checked the best ones.
     """
     if plans.counts:
         recipes, searches = max(counts.recipes for counts in plans.counts), len(plans.counts)
@@ -264,7 +277,7 @@ def looked_at(plans: GpuPlans) -> Iterator[str]:
 
 
 def _agreement(plans: GpuPlans) -> str:
-    """Return a sentence that compares the full simulation of each best recipe with the bytes of the
+    """Return a sentence that compares the bytes of each best recipe in a full simulation with those in the
     search.
     """
     other = [answer.key for answer in plans.answers if answer.verified is False]

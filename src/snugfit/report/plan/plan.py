@@ -25,9 +25,10 @@ LEAST_STARTUP = 0.05
 
 
 def render(plan: Plan, *, everything: bool = False, configuration: Configuration | None = None) -> Page:
-    """Return the whole report of one plan, with the whole Pareto front for `everything`.
+    """Return the whole report of one plan. With `everything`, it has the whole Pareto front of memory and
+    time.
 
-    `configuration` is the user's own, from which the plan started, if there was one.
+    `configuration` is the user's configuration file from which the plan started, if there was one.
     """
     return Page(
         [verdict(plan, configuration), Sentence(plan.best_or_nearest.recipe, "recipe")],
@@ -54,14 +55,18 @@ def _pace(plan: Plan) -> str:
 
 
 def question(plan: Plan) -> str:
-    """Return the report's first line: the job, the GPU, its memory and the fidelity."""
+    """Return the report's first line: the job, the GPU, its memory and the allowed change of results
+    (fidelity).
+    """
     where = plan.gpu.name if plan.gpu else "no GPU named"
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
     return f"{job_line(plan.job)} · {where}{memory} · fidelity {plan.fidelity}"
 
 
 def answer(plan: Plan) -> str:
-    """Return the line with the plan's best recipe, its memory and its speed."""
+    """Return the line with the plan's best recipe, its memory and its speed. If no recipe fits, it has the
+    one that is nearest to fitting.
+    """
     shown = plan.best_or_nearest
     figures = f"{show_bytes(shown.needed_bytes)}, a {_turn(plan)} takes {_pace(plan)}"
     if plan.best is None:
@@ -71,7 +76,9 @@ def answer(plan: Plan) -> str:
 
 
 def headroom(plan: Plan) -> Iterator[str]:
-    """Yield a sentence on the memory that the best recipe leaves free, next to the headroom."""
+    """Yield a sentence on the memory that the best recipe leaves free, and the amount that should stay free
+    (headroom).
+    """
     if plan.best and plan.memory_bytes and plan.headroom_bytes:
         left = plan.memory_bytes - plan.best.needed_bytes
         asked = f"{show_bytes(plan.headroom_bytes)} should stay free (--headroom)"
@@ -112,7 +119,7 @@ def _sentence(shown: Choice, reason: Reason, turn: str) -> str:
 
 
 def about_run(plan: Plan) -> Iterator[str]:
-    """Yield a sentence on the seconds of the start-up, and on their part in the ranking."""
+    """Yield a sentence on the seconds of the run's start-up, and on their part in the ranking of recipes."""
     once, steps = plan.best_or_nearest.once_seconds, plan.steps
     if steps:
         stepping = plan.best_or_nearest.step_seconds * steps
@@ -129,7 +136,9 @@ def about_run(plan: Plan) -> Iterator[str]:
 
 
 def about_cost(plan: Plan) -> Iterator[str]:
-    """Yield a sentence with the cheapest recipe for a plan with the objective `cost`."""
+    """Yield a sentence that the fastest recipe on one GPU is also the cheapest, for a plan with the objective
+    `cost`.
+    """
     if plan.objective == "cost":
         yield (
             "On one GPU the fastest recipe is also the cheapest, because an hour costs the same. To find "
@@ -138,7 +147,9 @@ def about_cost(plan: Plan) -> Iterator[str]:
 
 
 def changes(plan: Plan) -> list[Grid]:
-    """Return a table of the changes that the plan makes to the user's own recipe."""
+    """Return a table of the plan's changes to the recipe of the user's configuration file; empty without such
+    a file.
+    """
     start = plan.start
     if start is None:
         return []
@@ -168,8 +179,8 @@ def _figures(needed: int | None, seconds: float | None) -> tuple[str, str]:
 
 
 def front(plan: Plan, *, everything: bool = False) -> Grid:
-    """Return a table of the Pareto front with the best recipe: no recipe is both faster and smaller than one
-    of the front.
+    """Return a table of the Pareto front of memory and time. No recipe is both faster and smaller than one of
+    the front.
 
     It shows selected rows (`shown_front`), or all of them for `everything`.
     """
@@ -211,8 +222,9 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
 
 
 def refusals(plan: Plan) -> Grid:
-    """Return a table of the techniques that were not considered, by reason, with the numbers of their
-    recipes."""
+    """Return a table of the techniques that the plan did not consider, by reason, with the numbers of their
+    recipes.
+    """
     heads = ("What", "Why", "Recipes>") if any(one.recipes for one in plan.refused) else ("What", "Why")
     alike: dict[str, list[Exclusion]] = defaultdict(list)
     for refusal in plan.refused:
@@ -229,7 +241,9 @@ def refusals(plan: Plan) -> Grid:
 
 
 def looked_at(plan: Plan) -> str:
-    """Return a sentence on how many recipes the search considered, and on the check of the best one."""
+    """Return a sentence on the number of recipes that the search considered, and on the full simulation of
+    the best one.
+    """
     counts = plan.counts
     text = (
         f"{counts.recipes:,} valid recipes, {counts.tapes:,} of them distinct, with {counts.footprints:,} "

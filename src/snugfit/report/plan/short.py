@@ -1,5 +1,5 @@
-"""The short report of a plan on one screen: the fit, the recipe, four numbers, its gains, a few alternatives,
-the command.
+"""The short report of a plan on one screen: the fit, the recipe, four numbers, the largest savings,
+alternatives, the command.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 GAINS = 3
-"""Number of techniques whose gain is listed."""
+"""Largest number of techniques whose savings are listed."""
 
 LEAST_GAIN = 0.005
 """Smallest difference of bytes or seconds that is listed, as a share."""
@@ -43,11 +43,13 @@ ROWS = 6
 """Largest number of rows in the table of alternatives."""
 
 CURES = 3
-"""Number of listed changes with which a step would fit."""
+"""Largest number of listed changes with which a step would fit."""
 
 
 def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
-    """Return the short report of a plan. `configuration` is the user's own, if there was one."""
+    """Return the short report of a plan. `configuration` is the user's configuration file, if
+    there was one.
+    """
     shown = plan.best_or_nearest
     return Page(
         [verdict(plan, configuration), Sentence(shown.recipe, "recipe")],
@@ -61,7 +63,9 @@ def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
 
 
 def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
-    """Return a sentence on whether the best recipe fits, with the condition under which this holds."""
+    """Return a sentence on whether the best recipe fits in the memory, with the condition under which this
+    holds.
+    """
     shown, limit = plan.best_or_nearest, plan.memory_bytes
     unread = bool(configuration and configuration.doubts)
     is_limited = plan.gpu is None or plan.gpu.memory_bytes != limit
@@ -92,7 +96,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def ways_out(plan: Plan) -> Iterator[Facts | Sentence | str]:
-    """Yield sentences on the changes of a recipe with which a step would fit."""
+    """Yield sentences on changes of the nearest recipe with which a step would fit."""
     yield from in_short(plan.ways_out) or plan.cures[:CURES]
 
 
@@ -124,8 +128,8 @@ class Gain(NamedTuple):
 
 
 def _gains(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield labelled lines on the techniques that gain the most bytes or seconds, each alone, against the
-    user's or the default ones.
+    """Yield labelled lines on the techniques that save the most bytes or seconds. Each is compared, alone,
+    with the user's or the default technique.
     """
     gains = sorted(_all_gains(plan), key=lambda gain: -sum(max(0.0, share) for share in gain.shares))
     label = "gains"
@@ -157,7 +161,7 @@ def _all_gains(plan: Plan) -> Iterator[Gain]:
 
 
 def _alternatives(plan: Plan) -> Grid:
-    """Return a table of a few recipes of the Pareto front, and whether each fits."""
+    """Return a table of a few recipes of the Pareto front of memory and time. It marks whether each fits."""
     rows = tuple(
         (
             choice.recipe,

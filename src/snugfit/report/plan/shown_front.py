@@ -1,4 +1,4 @@
-"""Selection of a few rows of a plan's Pareto front that differ from each other."""
+"""Selection of a few recipes from a plan's Pareto front of memory and time that differ from each other."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 8
 APART = 0.03
-"""Share of bytes and of seconds below which rows that differ in both count as one answer."""
+"""Fraction of bytes and of seconds: recipes that differ by less in both count as one."""
 
 NEAR_MISSES = 2
-"""Number of shown rows that do not fit, the nearest misses, if other rows fit."""
+"""Number of shown recipes that almost fit, if others fit."""
 
 
 def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) -> list[Choice]:
-    """Return the rows of the Pareto front to show, at most `most`: the best recipe, and rows that differ from
-    it and from each other.
+    """Return the recipes of the Pareto front to show, at most `most`: the best one, and others that differ
+    from each other.
 
-    Fitting rows come first, the fastest first, then the near misses. With `everything` all rows are returned.
+    Fitting recipes come first, the fastest first, then those that almost fit. With `everything` all are
+    returned.
     """
     answer = plan.best_or_nearest
 

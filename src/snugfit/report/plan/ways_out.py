@@ -1,4 +1,6 @@
-"""Sentences on a step that does not fit: the least memory, the changes that a feature finds, and a plan."""
+"""Sentences on a step that does not fit: the least memory found, changes that make it fit, the command of a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,21 @@ if TYPE_CHECKING:
 
 
 def in_short(ways: WaysOut | None) -> list[Facts | Sentence]:
-    """Return labelled lines: each change with which the step fits, and the first one as an option; empty
-    without a change.
+    """Return labelled lines of changes with which the step fits, with the first one as command-line option;
+    empty without a change.
     """
     return [line for code in hooks("changes_that_fit") for line in code().in_short(ways)] if ways else []
 
 
 def of_prediction(prediction: Prediction) -> list[str]:
-    """Return the sentences of a prediction with changes that fit; empty for one without."""
+    """Return sentences on changes with which a predicted step fits; empty if the prediction has none."""
     return _sentences(prediction.ways_out, plan_command(prediction), "the recipe")
 
 
 def of_plan(plan: Plan) -> Iterator[str]:
-    """Yield the least memory that was found, and changes of the nearest miss that fit; nothing if a recipe
-    fits."""
+    """Yield sentences on the least memory that was found, and on changes of the recipe nearest to fitting.
+    They are empty if a recipe fits.
+    """
     # The last recipe of the front has the fewest bytes.
     if not plan.fits and (smallest := plan.front[-1]) != plan.nearest:
         yield (
@@ -43,8 +46,8 @@ def of_plan(plan: Plan) -> Iterator[str]:
 
 
 def _sentences(ways: WaysOut | None, command: str, of: str) -> list[str]:
-    """Return sentences on the changes that let a step fit; `of` names the recipe, and `command` is that of a
-    plan.
+    """Return sentences on the changes with which a step fits. `of` names the changed recipe, and `command` is
+    the command line of a plan.
     """
     if ways is None:
         return []

@@ -34,12 +34,16 @@ PLAIN: dict[Any, dict[str, Any]] = {
 
 
 def documents() -> dict[str, type]:
-    """Return the document class of each command and option, those of features last."""
+    """Return the dataclass of each JSON document by command line, such as `predict --json`; those of features
+    are last.
+    """
     return DOCUMENTS | {call: kind for entry in hooks("documents") for call, kind in entry().items()}
 
 
 def schema_of(command: str | None = None) -> dict[str, Any]:
-    """Return the schema of all documents, or of those of one command. Raises `UsageError`."""
+    """Return the JSON Schema of all documents, or of those of one command. Raises `UsageError` for a command
+    without one.
+    """
     chosen = {call: owner for call, owner in documents().items() if command in (None, call.split()[0])}
     if not chosen:
         known = sorted({call.split()[0] for call in documents()})
@@ -59,7 +63,9 @@ def schema_of(command: str | None = None) -> dict[str, Any]:
 
 
 def object_schema(owner: type) -> dict[str, Any]:
-    """Return the schema of one object. Later versions may add keys, so further keys are allowed."""
+    """Return the JSON Schema of a dataclass's object. Later versions may add keys, so further keys are
+    allowed.
+    """
     known, optional = keys(owner), OPTIONAL.get(owner, getattr(owner, "optional_keys", ()))
     return {
         "type": "object",
@@ -70,14 +76,14 @@ def object_schema(owner: type) -> dict[str, Any]:
 
 
 def property_schema(name: str, kind: Any, sentences: str) -> dict[str, Any]:
-    """Return the schema of a key's value, with its sentences and its unit."""
+    """Return the JSON Schema of a key's value, with its description and its unit."""
     description = {"description": _json_words(_one_line(sentences))} if sentences else {}
     measure = unit(name, kind)
     return {**value_schema(kind), **description, **({"x-unit": measure} if measure else {})}
 
 
 def value_schema(kind: Any) -> dict[str, Any]:
-    """Return the schema of a value of this Python type."""
+    """Return the JSON Schema of a value of this Python type."""
     if described_class(kind):
         return reference(kind)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
@@ -86,7 +92,7 @@ def value_schema(kind: Any) -> dict[str, Any]:
 
 
 def _schema_of_parts(kind: Any) -> dict[str, Any]:
-    """Return the schema of a union, a literal, a list or a mapping; empty for other types."""
+    """Return the JSON Schema of a union, a literal, a list or a mapping; empty for other types."""
     origin, arguments, inner = typing.get_origin(kind), typing.get_args(kind), parts(kind)
     composed: dict[str, Any] = {}
     if origin in (types.UnionType, typing.Union):
@@ -105,7 +111,7 @@ def _schema_of_parts(kind: Any) -> dict[str, Any]:
 
 
 def _nullable(choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of a value that matches one of these or is null."""
+    """Return the JSON Schema of a value that is null or matches one of these schemas."""
     # Keywords other than `type` would not allow null.
     if len(choices) == 1 and set(choices[0]) == {"type"}:
         return {"type": [choices[0]["type"], "null"]}
@@ -113,13 +119,13 @@ def _nullable(choices: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def reference(owner: type) -> dict[str, str]:
-    """Return a reference to the definition of an object."""
+    """Return a JSON Schema reference (`$ref`) to the definition of this class."""
     return {"$ref": f"#/$defs/{title(owner)}"}
 
 
 @cache
 def keys(owner: type) -> dict[str, tuple[Any, str]]:
-    """Return every key of an object with its Python type and its description."""
+    """Return every JSON key of a dataclass with its Python type and its description."""
     own: dict[str, Any] = {}
     names: list[str] = []
     docs: dict[str, str] = {}
@@ -139,7 +145,9 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
 
 
 def _added_keys(owner: type) -> dict[str, tuple[Any, str]]:
-    """Return the keys that documents add to the fields of an object, with those of its base classes."""
+    """Return the keys that `to_json` adds to a dataclass's fields, with their types and descriptions. Those
+    of base classes are included.
+    """
     bases = reversed(owner.__mro__)
     return {
         name: entry
@@ -149,7 +157,7 @@ def _added_keys(owner: type) -> dict[str, tuple[Any, str]]:
 
 
 def objects(roots: Iterable[type]) -> Iterator[type]:
-    """Yield every object of these documents once, in the order of first occurrence."""
+    """Yield each dataclass that these documents contain once, in the order of first occurrence."""
     waiting, owners = list(roots), set[type]()
     while waiting:
         owner = waiting.pop(0)
@@ -160,14 +168,14 @@ def objects(roots: Iterable[type]) -> Iterator[type]:
 
 
 def parts(kind: Any) -> tuple[Any, ...]:
-    """Return the types inside of a generic type: those of a list's entries, a mapping's values, a union's
-    members.
+    """Return the types inside of a generic type: of a list's entries, a mapping's values, or a union's
+    members, without None.
     """
     return tuple(one for one in typing.get_args(kind) if one not in (type(None), Ellipsis))
 
 
 def described_classes(kind: Any) -> Iterator[type]:
-    """Yield the dataclasses of a value of this type, of its entries and of its choices."""
+    """Yield the dataclasses in a value of this type: its own, and those of list entries and union members."""
     if described := described_class(kind):
         yield described
     for part in parts(kind):
@@ -175,7 +183,7 @@ def described_classes(kind: Any) -> Iterator[type]:
 
 
 def described_class(kind: Any) -> type | None:
-    """Return the class itself if its values are objects with keys of their own, else None."""
+    """Return the class itself if its JSON form is an object with keys of its own, else None."""
     is_object = isinstance(kind, type) and kind is not Recipe and (is_dataclass(kind) or kind in ADDED)
     return kind if is_object else None
 

@@ -59,7 +59,7 @@ DOCUMENTS: dict[str, type] = {
 
 
 def heads(word: Any) -> dict[str, tuple[Any, str]]:
-    """Return the first keys of a JSON document, such as `schema` and `what`, whose value is `word`."""
+    """Return the keys at the head of a JSON document: `schema`, and `what` with the type `word`."""
     return {
         "schema": (int, "Version of the document's form. It rises when a key changes its meaning or goes."),
         "what": (word, "Name of the document."),

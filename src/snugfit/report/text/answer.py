@@ -1,4 +1,4 @@
-"""Sentences that all short reports share: the fit, four numbers, and the most important warning."""
+"""Sentences that all short reports share: the fit in memory, four numbers, and the most important warning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 UNREAD = "if the unread parts change nothing"
-"""Condition of a verdict if the user's configuration was not read in full."""
+"""Condition of a report's answer if the user's configuration file was not read in full."""
 
 SCALED_RATES = "step time, as no rates of this GPU were measured"
 
@@ -50,7 +50,9 @@ def _is_more_than(memory: int, gpu: Gpu) -> bool:
 
 
 def trained_weights(job: Job, recipe: Recipe) -> str:
-    """Return `all weights`, `LoRA r=16`, or `evaluation` for a job that trains none."""
+    """Return the trained weights of a job as text: `all weights`, `LoRA r=16`, or `evaluation` if
+    none train.
+    """
     adapters = recipe[Slot.ADAPTERS]
     if not job.trains:
         return "evaluation" if job.added_phase is None else job.added_phase.title
@@ -70,7 +72,7 @@ def show_fit(
     limit: str = "the card has",
     turn: str = "step",
 ) -> str:
-    """Return `fits, 2.5 GiB free, about 16 s a step`, or the missing memory of a step that does not fit.
+    """Return text on the fit in memory: `fits, 2.5 GiB free, about 16 s a step`, or the missing memory.
 
     `headroom` is given for a step that leaves less free, `condition` for a verdict that may not hold. `turn`
     is the noun for a step.
@@ -114,7 +116,7 @@ def four_numbers(
     words: PhaseWords,
     per_gpu: str = "",
 ) -> Iterator[tuple[str, str]]:
-    """Yield labelled lines with the memory, its parts, the seconds of a step and the throughput."""
+    """Yield four labelled lines: the memory, its parts, the seconds of a step and the throughput."""
     limit = f" of {show_gib(memory)}" if memory else ""
     yield "GPU memory", f"{show_gib(needed)}{limit}{per_gpu}"
     yield "of which", ", ".join(f"{show_gib(size)} {what}" for size, what in parts if size)

@@ -11,8 +11,9 @@ from snugfit.user_files import writable_folder
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Write `content` as in `documents.py`, create its folder if missing, and return the path. Raises
-    `UsageError` if it cannot be written."""
+    """Write `content` to a file completely or not at all, create its folder if missing, and return the path.
+    Raises `UsageError` if it cannot be written.
+    """
     _make(path.parent)
     try:
         write_whole(path, content)
@@ -22,7 +23,7 @@ def write_atomically(path: Path, content: bytes) -> Path:
 
 
 def write_new(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write all files or none. Raises `UsageError` for an existing one, without `force`."""
+    """Write all files or none. Raises `UsageError` for a file that exists already, unless `force` is True."""
     existing = [str(path) for path in files if path.exists()]
     if existing and not force:
         raise UsageError(
@@ -39,8 +40,8 @@ def check_output(option: str, path: Path, endings: Sequence[str], what: str) -> 
     """Raise `UsageError`, before long work begins, for a file that cannot be written or has none of these
     endings.
 
-    `what` is the sentence of the error that lists the allowed endings. The folder of the file is created
-    later, with the file.
+    `what` is the error's sentence that lists the allowed endings. The folder of the file is created later,
+    with the file.
     """
     if path.suffix not in endings:
         raise UsageError(f"{option} {path}: {what}.")

@@ -1,5 +1,5 @@
-"""A table before it has a format: a title, column titles, rows of text, and a note. It becomes Markdown or
-terminal output.
+"""A table of a report, independent of the output format: a title, column titles, rows of text, and a note. It
+becomes Markdown or terminal output.
 
 Foreign texts are data in each format: Markdown's own characters are escaped.
 """

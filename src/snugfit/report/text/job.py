@@ -1,4 +1,4 @@
-"""A job in one line, for the head of every report."""
+"""Text that describes a job in one line, for the head of every report."""
 
 from __future__ import annotations
 

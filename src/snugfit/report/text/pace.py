@@ -29,7 +29,7 @@ def show_rates(speed: StepSpeed, words: PhaseWords) -> str:
 
 
 def show_spread(speed: StepSpeed | None) -> str:
-    """Return the range of the seconds: `750 ms to 860 ms`; empty where there is none."""
+    """Return the range of a step's seconds as text: `750 ms to 860 ms`; empty if it is unknown."""
     if speed is None or speed.low_seconds is None or speed.high_seconds is None:
         return ""
     return f"{roughly(speed.low_seconds)} to {roughly(speed.high_seconds)}"
@@ -41,7 +41,7 @@ def show_tokens(per_second: float | None) -> str:
 
 
 def show_mfu(mfu: float | None) -> str:
-    """Return model FLOPs utilisation in per cent; a dash without a peak of the data sheet."""
+    """Return model FLOPs utilisation in per cent as text; a dash if it is unknown."""
     return "-" if mfu is None else f"{100 * mfu:.0f} %"
 
 

@@ -1,4 +1,4 @@
-"""A report before it has a format: a list of sentences and tables for a terminal or a file.
+"""A report, independent of the output format: a list of sentences and tables for a terminal or a file.
 
 The contents and their order are defined once. `rich` prints a `Page` as it is, and `markdown` returns the
 same for a file.
@@ -103,7 +103,9 @@ class ShellCommand:
 
 
 def with_commands(lines: Iterable[str]) -> Iterator[Sentence]:
-    """Yield each line as a sentence; a line with a snugfit command at its end is styled as a command."""
+    """Yield each line as a `Sentence`; a line with a snugfit command at its end gets the style of
+    a command.
+    """
     for line in lines:
         yield Sentence(line, "command" if re.search(r": (snugfit|--recipe) ", line) else "")
 
@@ -111,7 +113,7 @@ def with_commands(lines: Iterable[str]) -> Iterator[Sentence]:
 def print_as(form: str, document: Mapping[str, Any], page: Page, *, quiet: bool = False) -> None:
     """Print a result on stdout: its document for `json`, its page for `markdown` and `terminal`.
 
-    For `quiet` it is the first line of the page.
+    With `quiet`, only the first line of the page is printed.
     """
     if form == "json":
         show_json(document)

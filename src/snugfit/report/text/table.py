@@ -35,7 +35,7 @@ INDENT = 4
 
 
 class _Column:
-    """One column of a table: a title with `>` at its end is for numbers, with `<` for recipes."""
+    """One column of a table. A title that ends in `>` marks a column of numbers, in `<` one of recipes."""
 
     def __init__(self, head: str, cells: Sequence[Text], *, first: bool) -> None:
         self.figures, self.recipe, self.first = head.endswith(">"), head.endswith("<"), first
@@ -117,7 +117,7 @@ class PlainTable:
         yield words("")
 
     def _with_lines_under_rows(self, width: int) -> RenderResult:
-        """Yield the columns for which there is room, and under each row the contents of its other cells."""
+        """Yield the columns that fit in the width, and under each row the contents of its other cells."""
         beside, under = list(self.columns), []
         # Recipes move first, then texts, then figures; the first column always stays.
         for column in sorted(self.columns[:0:-1], key=lambda one: (not one.recipe, one.figures)):
@@ -137,8 +137,8 @@ class PlainTable:
 def table(heads: Iterable[str], rows: Iterable[Sequence[object]], *, title: str = "") -> PlainTable:
     """Return a plain table. A column title that ends in `<` marks a column of recipes, in `>` one of numbers.
 
-    A column `Recipe<` comes first. Figures are aligned right and never broken. Their head is broken where it
-    is wider than they are.
+    A column `Recipe<` comes first. Figures are aligned right and never broken. Their title is broken where it
+    is wider than the figures.
     """
     heads, rows = recipes_first(tuple(heads), rows)
     cells = [[cell if isinstance(cell, Text) else words(cell) for cell in row] for row in rows]
@@ -180,7 +180,9 @@ def _one_row(columns: Sequence[_Column], widths: Sequence[int], number: int | No
 
 
 def _fill(columns: Sequence[_Column], number: int, width: int) -> Iterator[Text]:
-    """Yield a row's remaining cells as lines, each after the title of its column."""
+    """Yield the cells of a row that have no column in a narrow terminal, as lines. Each cell follows the
+    title of its column.
+    """
     line = Text()
     for column in sorted(columns, key=lambda one: one.recipe):
         cell = column.cells[number]

@@ -37,8 +37,9 @@ class MicroBatchesHandler(Handler):
 
 
 class LoaderHandler(Handler):
-    """Handler of the DataLoader's workers and pinned memory. Batches of a simulation are never copied, and
-    need no workers."""
+    """Handler of the DataLoader's workers and pinned memory. A simulation never copies batches, and needs no
+    workers.
+    """
 
     wish, slot, stage = "loader", Slot.LOADING, InstallStage.LOAD
 
@@ -73,13 +74,14 @@ EXPANDABLE = "expandable_segments:True"
 
 
 class ExpandableSegmentsHandler(Handler):
-    """Handler of the CUDA allocator's expandable segments. A script sets an environment variable, which the
-    technique's counterparts name."""
+    """Handler of the CUDA allocator's expandable segments. An exported script sets an environment variable,
+    which the technique's counterparts name.
+    """
 
     wish, slot, stage = "expandable_segments", Slot.ALLOCATOR, InstallStage.PROCESS
 
     def set_process(self, value: bool, device: torch.device) -> None:
-        """Set the options of CUDA's allocator in this process, also after it has allocated."""
+        """Set the options of CUDA's allocator in this process, even after it has allocated memory."""
         import torch
 
         if value and device.type == "cuda":

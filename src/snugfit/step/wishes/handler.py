@@ -1,9 +1,9 @@
 """Base class of handlers, which apply one field of `Setup` (training settings) in every training loop.
 
-A wish is a field of `Setup`. Its `Handler` has all code for it: for new and live models, steps, the process,
-`TrainingArguments` and exported scripts. A handler overrides the methods that its wish needs, each of which
-takes the wish's value first. `step/applier.py` holds the table of handlers and runs them in order, so no
-front-end names a wish. A handler's `refused` lists the front-ends that cannot implement its wish.
+A wish is a field of `Setup`. Its `Handler` has all code of that field: for new and live models, steps, the
+process, `TrainingArguments` and exported scripts. A handler overrides the methods that its wish needs, each
+of which takes the wish's value first. `step/applier.py` holds the table of handlers and runs them in order,
+so no front-end names a wish. A handler's `refused` lists the front-ends that cannot implement its wish.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LiveTraining:
     """Name of the front-end, one of `applier.FRONT_ENDS`."""
 
     recipe: Recipe
-    """The recipe to apply to the model."""
+    """The new recipe that is applied to the model."""
 
     model: Any
     """The model; a handler may replace it by another."""
@@ -62,11 +62,11 @@ class LiveTraining:
     """The device of all of the model's weights."""
 
     own_forwards: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    """Modules with a replaced forward method, each with its attributes from before."""
+    """Modules with a replaced forward method, each with its attributes before the replacement."""
 
     def technique(self, slot: Slot) -> Technique:
-        """Return the recipe's technique of this slot (a choice such as precision), or of another slot that
-        sets the same field.
+        """Return the recipe's technique of this slot (a choice such as precision), or of another slot with
+        the same field of `Setup`.
         """
         return _technique_for(self.recipe, slot)
 
@@ -77,7 +77,7 @@ class LiveTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptContext:
-    """The target of an exported script, for handlers that write their field as Python."""
+    """The job, settings and library of an exported script, for handlers that write their field as Python."""
 
     job: Job
     setup: Setup
@@ -111,7 +111,7 @@ class ScriptContext:
 
 def _technique_for(recipe: Recipe, slot: Slot) -> Technique:
     """Return the recipe's technique of this slot (such as precision). Several slots for several GPUs set one
-    field; the first non-default technique is returned.
+    field of `Setup`; then the first technique that is no default is returned.
     """
     shared = roster.slots_of_several_gpus()
     slots = shared if slot in shared else (slot,)
@@ -121,11 +121,11 @@ def _technique_for(recipe: Recipe, slot: Slot) -> Technique:
 
 
 class Handler:
-    """Base class that applies one field of `Setup` to models, loops and exported scripts. The methods here do
-    nothing; a handler overrides those that its field needs.
+    """Base class that applies one field of `Setup` to models, loops and exported scripts. The methods of this
+    class do nothing; a handler overrides those that its field needs.
 
-    Methods for the code, distribution and passes of a model are called only where the value differs from the
-    plain loop's (`applier._used`).
+    Some methods change a model's code, distribute it, or surround its forward and backward passes. They are
+    called only where the value differs from the plain loop's (`applier._used`).
     """
 
     wish: ClassVar[str]
@@ -141,7 +141,7 @@ class Handler:
     """Front-ends that cannot implement the field, each with the reason."""
 
     accelerate_does_it: ClassVar[bool] = False
-    """True if accelerate's own arguments add the effect around a forward pass."""
+    """True if accelerate's own arguments add the field's effect around a forward pass."""
 
     read_by_loops: ClassVar[bool] = False
     """True if every loop implements the field itself and reads it from the Setup."""
@@ -162,7 +162,7 @@ class Handler:
         return {}
 
     def replace_model(self, value: Any, model: Any) -> Any:
-        """Return the model to train in place of a newly built one, for example with adapters."""
+        """Return the model to train: `model`, or one that replaces it, such as a model with adapters."""
         return model
 
     def wrap(self, value: Any, model: Any) -> None:
@@ -183,7 +183,9 @@ class Handler:
     def make_optimizer(
         self, value: Any, wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
     ) -> torch.optim.Optimizer | None:
-        """Return the optimizer over this process's shard of the weights, or None for the usual optimizer."""
+        """Return the optimizer over this process's shard of the weights, or None if the usual optimizer is
+        used.
+        """
 
     def step_passes(
         self, value: Any, model: Any, runs: Any, around: Callable[[], AbstractContextManager[Any]]
@@ -198,8 +200,8 @@ class Handler:
         """
 
     def evaluated_model(self, value: Any, loop: Any, build: Callable[[], Any]) -> Any:
-        """Return the model that an evaluation calls, such as one that another library runs. None for the
-        usual model, which `build` returns.
+        """Return the model whose forward pass an evaluation runs, such as one of another library. None for
+        the usual model, which `build` returns.
         """
 
     def refuse_rehearsal(self, value: Any, job: Job) -> None:
@@ -209,11 +211,11 @@ class Handler:
         """Raise `UsageError` for a field's value that can be predicted and measured, but not trained."""
 
     def objections(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Yield reasons why a live model cannot train with the field's new value."""
+        """Yield reasons why a model in training (live) cannot continue with the field's new value."""
         return iter(())
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Apply the field's new value to a live model, and yield a line of text for each change."""
+        """Apply the field's new value to a model in training, and yield a message for each change."""
         return iter(())
 
     # ---- a scaler, a loader ----
@@ -252,8 +254,8 @@ class Handler:
 
     def around_pass(self, value: Any, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
         """Return the context around a micro-batch's forward and backward on the device; None if the field
-        needs none. `is_last` marks the last micro-batch of the step. In the context the batch may be replaced
-        by this process's part.
+        needs none. `is_last` marks the last micro-batch of the step. The context may replace the batch's
+        tensors by this process's part.
         """
 
     def around_evaluation(self, value: Any, model: Any, batch: dict[str, Any]) -> Context | None:
@@ -271,8 +273,9 @@ class Handler:
         """Return the context around all steps of a run; None if the field needs none."""
 
     def around_rehearsal(self, value: Any, *, on_gpu: bool) -> Context | None:
-        """Return the context of a simulated step, in which compiled code computes shapes instead of data; or
-        None. With `on_gpu` a GPU's step is simulated, else a CPU's."""
+        """Return the context of a simulated step, in which compiled code computes shapes instead of data;
+        None if the field needs none. With `on_gpu` a GPU's step is simulated, else a CPU's.
+        """
 
     def set_process(self, value: Any, device: torch.device) -> None:
         """Set process-wide options, such as the allocator's, before the model is built."""
@@ -297,7 +300,9 @@ class Handler:
         return setup
 
     def around_accelerate(self, value: Any, device: torch.device) -> Context | None:
-        """Return the context around all of accelerate's work; None if the field needs none."""
+        """Return the context around all of accelerate's work, from its set-up on; None if the field needs
+        none.
+        """
 
     def build_for_accelerate(self, value: Any, setup: Setup, build: Callable[..., Any]) -> Any:
         """Return the model that is passed to accelerate, or None for the usual one. `build` takes further
@@ -307,5 +312,5 @@ class Handler:
         """Set options of a new `Accelerator` for this model."""
 
     def script(self, value: Any, context: ScriptContext) -> dict[str, Any]:
-        """Return the values of an exported script's template that express the field, as a dict."""
+        """Return the values that express the field in the template of an exported script, as a dict."""
         return {}

@@ -1,7 +1,7 @@
 """Handlers of the Setup's fields about the model: attention, weights' dtype, adapters, checkpointed layers.
 
-A model of ours is built with them: attention and dtype are arguments of its constructor, and cost bytes when
-changed later. A user's model exists already, and is changed by its own switches.
+A new model is built with them: attention and dtype are arguments of its constructor, since a later change
+would take memory. A user's model exists already, and is changed by its own switches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AttentionHandler(Handler):
     wish, slot, stage = "attention", Slot.ATTENTION, InstallStage.BUILD
 
     def import_code(self, value: str) -> None:
-        """Register a feature's attention function in transformers."""
+        """Register a feature's attention function in transformers, if `value` names one."""
         if own := own_attentions().get(value):
             own.register.run()
 
@@ -57,13 +57,15 @@ class AttentionHandler(Handler):
     def prepare_pieces(
         self, value: str, loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the micro-batches in the form that a feature's attention takes."""
+        """Return the micro-batches in the form that a feature's attention takes; unchanged for other
+        attentions.
+        """
         own = own_attentions().get(value)
         return pieces if own is None else own.pieces.run(loop, model, pieces)
 
     def around_rehearsal(self, value: str, *, on_gpu: bool) -> Context | None:
-        """Return the context of a simulation in which attention runs without its kernels: a CPU has none, and
-        those of a package cannot run without data.
+        """Return the context of a simulation in which attention runs without its kernels; None if it can run
+        as it is. A CPU has no such kernels, and those of a package cannot run without data.
         """
         if package := package_attentions().get(value):
             return package.on_shapes.resolve()
@@ -82,8 +84,8 @@ class AttentionHandler(Handler):
             yield f"{live.technique(self.slot)}: {name} does not allow choosing its attention. Leave it out."
 
     def change(self, value: str, live: LiveTraining) -> Iterator[str]:
-        """Set the attention implementation of a live model. A model without torch's attention keeps its own,
-        as when it is built.
+        """Set the attention implementation of a model in training. A model that does not support torch's
+        attention keeps its own, as when it is built.
         """
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)

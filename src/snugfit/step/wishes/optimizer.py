@@ -28,7 +28,7 @@ class OptimizerHandler(Handler):
     read_by_loops = True
 
     def around_rehearsal(self, value: OptimizerWish, *, on_gpu: bool) -> Context | None:
-        """Return the context in which optimizers with compiled code treat `meta` tensors like real ones."""
+        """Return torch's autocast context for the device; None without autocast."""
         return partial(value.shapes.run, on_gpu=on_gpu) if value.shapes else None
 
     def training_arguments(self, value: OptimizerWish, job: Job, device: torch.device) -> dict[str, Any]:

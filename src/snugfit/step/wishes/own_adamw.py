@@ -1,4 +1,4 @@
-"""Base class of AdamW variants with their own update, and torch's arguments."""
+"""Base class of AdamW variants with an update of their own, and the parts that they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP = "step"
 
 
 class OwnAdamW(torch.optim.Optimizer):
-    """Base class of AdamW variants: torch's arguments and defaults, without an update."""
+    """Base class of AdamW variants: it has the arguments and defaults of torch's AdamW, without an update."""
 
     further: ClassVar[Mapping[str, Any]] = {}
     """Arguments of a subclass with their defaults, which are stored in groups too."""
@@ -45,7 +45,7 @@ def move_moments(
 ) -> torch.Tensor:
     """Update both moments by these gradients with the same operations as torch's `_single_tensor_adam`.
 
-    Return the divisor of the update. `root` is that of the second moment's bias correction.
+    Return the divisor of the update. `root` is the square root of the second moment's bias correction.
     """
     first.lerp_(slope, first_share)
     second.mul_(second_keep).addcmul_(slope, slope, value=second_share)

@@ -1,6 +1,6 @@
 """Attention implementations that features add to transformers' models, or that a package such as flash-attn
-installs. The module `attentions.py` of a feature has one object for each. The field `attention` of `Setup`
-holds its name.
+installs. A feature's module `attentions.py` has one object for each implementation. The field `attention` of
+`Setup` has its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class OwnAttention:
 
     name: str
     why_no_script: str
-    """Reason why no exported script can use it."""
+    """Reason why no exported script can use the attention."""
     register: Call
     """Function that registers the attention in transformers."""
     enter: Call
@@ -52,5 +52,5 @@ def package_attentions() -> Mapping[str, PackageAttention]:
 
 @functools.cache
 def own_attentions() -> Mapping[str | None, OwnAttention]:
-    """Return the attentions of all features, by name."""
+    """Return the attention functions that all features add, by name."""
     return {one.name: one for one in feature_objects("attentions", OwnAttention)}

@@ -32,7 +32,7 @@ class AutocastHandler(Handler):
         return {"autocast": value} if value else {}
 
     def objections(self, value: str | None, live: LiveTraining) -> Iterator[str]:
-        """Yield an objection on the CPU: accelerate's scaler needs a GPU."""
+        """Yield an objection to float16 on the CPU for a user's Trainer: accelerate's scaler needs a GPU."""
         if value == "float16" and live.device.type == "cpu" and live.front_end == "fit":
             yield (
                 f"{live.technique(self.slot)}: accelerate cannot scale float16 gradients on the CPU. "

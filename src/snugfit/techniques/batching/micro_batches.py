@@ -1,8 +1,8 @@
 """Technique of gradient accumulation: the global batch is split into n equal micro-batches, and their
 gradients are added for one update.
 
-Activations fall to 1/n. The sums are those of the whole batch: each piece's loss is weighted by its share of
-the batch's counted items. The job's batch never changes, so n must divide it.
+Activations fall to 1/n. The sums are those of the whole batch: each micro-batch's loss is weighted by its
+share of the batch's labels. The job's batch never changes, so n must divide it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class MicroBatches(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why no plan may split this job's batch: its samples depend on each other. Random
-        data of the job may also hide such a dependence.
+        """Return the reason why no plan may split this job's batch; empty if it may. Its samples may depend
+        on each other, or random data may hide such a dependence.
         """
         # A loss that compares samples (contrastive, batch statistics) has another value for pieces.
         if reason := mixing_of(job).reason:
@@ -70,8 +70,8 @@ class MicroBatches(Technique):
 
     @classmethod
     def uncertain(cls, job: Job) -> str:
-        """Return a warning that micro-batches may change this job's gradients. It is empty if the loss is a
-        mean over independent samples.
+        """Return a warning that micro-batches may change this job's gradients. Empty if the loss is a mean
+        over independent samples.
         """
         unknown = mixing_of(job).unknown
         return unknown and f"it is not known whether its loss is a mean over samples: {unknown}"
@@ -83,7 +83,7 @@ class MicroBatches(Technique):
 
 
 def divisors_of(whole: int) -> list[int]:
-    """Return all numbers that divide `whole`, in order."""
+    """Return all divisors of `whole`, in order."""
     # Divisors come in pairs, so a search up to the square root finds all.
     pairs = ((i, whole // i) for i in range(1, math.isqrt(whole) + 1) if whole % i == 0)
     return sorted({divisor for pair in pairs for divisor in pair})

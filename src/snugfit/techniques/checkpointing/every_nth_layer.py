@@ -51,7 +51,7 @@ class EveryNthLayer(Technique):
 
     @property
     def value(self) -> CheckpointWish:
-        """Return checkpointing of every n-th layer, each recomputed by itself."""
+        """Return the checkpointing setting for every n-th layer, each recomputed by itself."""
         return CheckpointWish(every=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -60,7 +60,7 @@ class EveryNthLayer(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield no settings for plans: those of `first_layers` free memory layer by layer, at the same
-        cost.
+        """Yield no settings for plans. Those of `first_layers` free memory layer by layer, for the same time
+        per layer.
         """
         return iter(())

@@ -35,7 +35,7 @@ class FirstLayers(Technique):
 
     @property
     def value(self) -> CheckpointWish:
-        """Return checkpointing of the first k layers, each recomputed by itself."""
+        """Return the checkpointing setting for the first k layers, each recomputed by itself."""
         # Backward comes to the first layers last, when the activations of all others are freed.
         return CheckpointWish(first=self.k)
 

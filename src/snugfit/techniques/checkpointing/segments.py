@@ -39,7 +39,7 @@ class Segments(Technique):
 
     @property
     def value(self) -> CheckpointWish:
-        """Return checkpointing of all layers in k segments, each recomputed as a whole."""
+        """Return the checkpointing setting for all layers in k segments, each recomputed as a whole."""
         return CheckpointWish(layers_per_span=0, spans=self.k)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:

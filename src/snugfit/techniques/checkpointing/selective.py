@@ -1,5 +1,5 @@
-"""Technique of selective checkpointing: each layer keeps its input and its costly results, and recomputes the
-rest.
+"""Technique of selective checkpointing: each layer keeps its input and the results of its slow operators, and
+recomputes the rest.
 
 Products with weights and attention take nearly all of a layer's time, and their results are only a part of
 its activations. These are kept, so norms, activation functions, casts and sums are computed again. The price
@@ -43,7 +43,7 @@ class Selective(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Set checkpointing of each layer by itself, with the results of some operators kept. Attention with
-        dropout is kept in steps recorded as CUDA graphs with seeded dropout, since those cannot draw twice.
+        dropout is kept only in CUDA graphs with seeded dropout, which cannot draw random numbers twice.
         """
         # A recorded step cannot draw twice, so attention is kept; seeds repeat all other dropout.
         drawn = draws_once(setup) and seeds_dropout(setup)
@@ -70,7 +70,8 @@ class Selective(Technique):
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Return the reason why no plan chooses selective checkpointing: sequences are short, or attention is
-        not kept. Recomputing fewer layers then saves the same bytes in less time, as measured and predicted.
+        not kept. Empty if a plan may. Recomputing fewer layers then saves the same bytes in less time, as
+        measured and predicted.
         """
         stated = {} if job.model.module is not None else job.model.config
         # The width in the job's own config avoids an import of transformers for most jobs.
@@ -119,6 +120,7 @@ def _stated_width(facts: Mapping[str, Any]) -> int:
 
 
 def _width(job: Job) -> int:
-    """Return the hidden size of the model, the elements of a token's vector between layers; 0 if the config
-    has none."""
+    """Return the model's hidden size (elements of a token's vector between layers); 0 if the
+    config has none.
+    """
     return getattr(job.config_to_read().get_text_config(), "hidden_size", 0)

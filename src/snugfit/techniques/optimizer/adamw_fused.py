@@ -1,4 +1,6 @@
-"""AdamW in one kernel per list of parameters: the same state, and no temporaries."""
+"""AdamW in one fused kernel per list of parameters: the same optimizer states as plain AdamW, and no
+temporary tensors.
+"""
 
 from __future__ import annotations
 

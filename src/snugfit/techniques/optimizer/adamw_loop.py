@@ -1,4 +1,6 @@
-"""AdamW one parameter at a time: the same state, temporaries of one parameter, and many small kernels."""
+"""AdamW for one parameter after the other: the same optimizer states, temporary tensors of one parameter, and
+many small kernels.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ class Bf16(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against autocast around weights in bfloat16 that do not train."""
+        """Return the reason why no plan chooses autocast in a job that only evaluates bfloat16 weights; empty
+        for other jobs.
+        """
         if job.dtype == "bfloat16" and not job.trains:
             return "the weights are loaded in bfloat16, so it only adds conversions"
         return ""

@@ -34,13 +34,13 @@ class Bf16Pure(Technique):
 
     @classmethod
     def fidelity_for(cls, job: Job) -> Fidelity:
-        """Return `ROUNDS` without training, since no small update can be lost."""
+        """Return `ROUNDS` for a job without training, since no small update can be lost."""
         return cls.fidelity if job.trains else Fidelity.ROUNDS
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why no plan chooses weights in bfloat16: weights that are loaded in bfloat16 stay
-        as they are.
+        """Return the reason why no plan chooses weights in bfloat16: the loaded weights are in bfloat16
+        already. Empty for other weights.
         """
         if job.dtype == "bfloat16":
             return "the weights are already loaded in bfloat16, so it changes nothing"

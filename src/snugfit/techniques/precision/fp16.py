@@ -38,15 +38,17 @@ class Fp16(Technique):
         return setup.with_precision(products="float16", is_scaled=True)
 
     def is_never_better_than(self, other: Technique, compute_capability: tuple[int, int] | None) -> bool:
-        """Return True if `other` is `bf16` and the GPU computes it at float16's rate: it needs no gradient
-        scaler.
+        """Return True if `other` is `bf16` and the GPU multiplies bfloat16 at float16's rate. `bf16` needs no
+        gradient scaler.
         """
         # From Ampere on, both have the same rate, and bfloat16 needs no scaler.
         return other.name == "bf16" and compute_capability is not None and compute_capability >= (8, 0)
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against autocast around 16-bit weights that do not train."""
+        """Return the reason why no plan chooses autocast in a job that only evaluates 16-bit weights; empty
+        for other jobs.
+        """
         if job.dtype in LOST_BELOW and not job.trains:
             return f"the weights are loaded in {job.dtype}, so it only adds conversions (--dtype float16)"
         return ""

@@ -31,8 +31,8 @@ class Fp32(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why no plan chooses weights in fp32: weights are loaded in fp32, or would take
-        twice the memory.
+        """Return the reason why no plan chooses weights in fp32. They are loaded in fp32 already, or would
+        take twice the memory.
         """
         if job.dtype == "float32":
             return "the weights are already loaded in float32, so it changes nothing"
