@@ -87,8 +87,7 @@ FEW_TENSORS = 8
 """Largest number of operands of an operator that does not take lists of tensors."""
 
 COMPUTES, TRAVELS = -2, -1
-"""Roles of a kernel in the simulated queue: it runs on the device, or it is a copy in parallel to the
-computation.
+"""Roles of a kernel in the simulated queue: it runs on the device, or is a copy in parallel to computation.
 
 A role from 0 up makes the device wait for a copy. The role is the number of copies launched after that one.
 """
@@ -265,8 +264,8 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
-    """Return each kernel's role in the simulated queue: it computes (`COMPUTES`), is a concurrent copy
-    (`TRAVELS`), or waits for such a copy (a number from 0 up).
+    """Return each kernel's role in the simulated queue: `COMPUTES`, `TRAVELS` for a concurrent copy, or
+    the number of copies launched after the one it waits for.
     """
     return each_once(
         lambda k: TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES,
