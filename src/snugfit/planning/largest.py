@@ -92,9 +92,9 @@ def largest(
 
 
 def field_of(job: Job, of: str) -> tuple[str, int]:
-    """Return the name of the job's field for the size `of` (such as `batch_size`), or of a setting of its
-    phase, and the largest allowed value. Raises `UsageError` for an unknown size, and for the sequence length
-    of a task without sequences."""
+    """Return the job's field or phase setting for the size `of` (such as `batch_size`), and its largest
+    allowed value. Raises `UsageError` for an unknown size, and for the sequence length of a task without
+    sequences."""
     added = job.added_phase
     sizes = FIELDS | dict(added.sizes if added else {})
     if of not in sizes:

@@ -117,9 +117,8 @@ class KeptSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A difference between the plan's recipe and the user's in one slot (such as the optimizer), and its
-    effect on bytes and seconds.
-    """
+    """A change of the user's recipe in one slot (such as the optimizer), and its effect on bytes and
+    seconds."""
 
     slot: str
     """The slot's name, such as `optimizer`."""

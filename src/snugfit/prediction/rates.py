@@ -224,9 +224,10 @@ class HostLaunchCosts:
     """Seconds for each weight whose gradient a pipeline computes separately from the gradients of a stage's
     inputs, without kernel launches.
 
-    For each (`WEIGHTS_APART`), torch traverses the autograd graph in Python. The figure is rough. A step with 592
-    of them took two H200s 438 ms, and 284 interleaved (results/h200-2026-11-26/several-gpus-x4.json). That is
-    0.19 to 0.37 ms for each: the host was as fast as a calibrated one, or 1.3 times slower.
+    For each (`WEIGHTS_APART`), torch traverses the autograd graph in Python. The figure is approximate. A
+    step with 592 of them took two H200s 438 ms, and 284 interleaved
+    (results/h200-2026-11-26/several-gpus-x4.json). That is 0.19 to 0.37 ms for each: the host was as fast as
+    a calibrated one, or 1.3 times slower.
     """
 
     def slower(self, factor: float) -> HostLaunchCosts:

@@ -83,8 +83,8 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy, *, loop: st
 
 
 def _whole_steps_from_few_layers(job: Job, setup: Setup, policy: Policy, loop: str) -> Trace | None:
-    """Return the trace of three steps of a loop other than the plain one, with steps extended to all layers
-    as a whole. Return None if that is not possible.
+    """Return the trace of three steps of a loop other than the plain one. Whole steps are extended to all
+    layers. Return None if that is not possible.
     """
 
     def record(job: Job, setup: Setup, policy: Policy) -> Part:

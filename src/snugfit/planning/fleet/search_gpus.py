@@ -83,7 +83,7 @@ def plan_gpus(
     """Return the best fitting recipe by `objective` on each of these GPUs, by default on all GPUs of the
     table.
 
-    `clock_of` returns, for a GPU, a function from traces to seconds. By default, seconds follow from the
+    `clock_of` returns, for a GPU, a function from traces to seconds. Without it, seconds follow from the
     GPU's rates. `headroom`, `fidelity`, `workers`, `steps`, `once`, `start`, `keep`, `free` and `tell` are
     those of `plan`. A GPU with unknown seconds gets the recipe with the least memory. A GPU without CUDA, or
     too old for the fixed techniques, gets none. Both results contain the reason. Raises `UsageError` for
@@ -319,8 +319,8 @@ def search_each(
 def _simulate_answers(
     space: Space, pool: WorkerPool, searches: Mapping[int, SearchOfGpu], tell: Tell
 ) -> None:
-    """Simulate the best recipe of each GPU in full, with the sizes of that GPU and of the first GPU, which
-    the searches use.
+    """Simulate the best recipe of each GPU in full, with the sizes of that GPU and of the searches' GPU, the
+    first.
 
     The plan reports these bytes and seconds. GPUs with the same best recipe share a simulation, and so do
     recipes with the same trace.

@@ -262,8 +262,8 @@ def _most_promising(state: SearchState, slot: Slot, cost: float) -> _UnfitAndRec
     """Return the recipe with the least estimated seconds if just enough layers are recomputed, the simplest
     of equally fast ones. Recipes with the same passes as those in `state.graded` are skipped.
 
-    Return None if none may be faster than every recipe that fits, even if recomputing takes only the share
-    `cost` of its usual seconds.
+    Return None if none may be faster than all recipes that fit. Recomputing then counts with the share `cost`
+    of its estimated seconds.
     """
     space, memory = state.space, state.memory_bytes or 0
     most = state.fastest_that_fits * (1 - AS_FAST)

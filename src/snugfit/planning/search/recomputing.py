@@ -7,8 +7,8 @@ simulation. With adapters in the search, this excludes all full fine-tuning. A *
 with the same forward and backward passes. The kinds that may be fastest are simulated first, before any
 slower recipe. They make most other kinds unnecessary.
 
-If one of two kinds that differ in attention, kernels or precision is no better in bytes and seconds, it is
-skipped (`twins.py`). Recomputing a part of each layer takes no less memory than recomputing each layer. Spans
+One of two kinds that differ in attention, kernels or precision is skipped if it has no fewer bytes and
+seconds (`twins.py`). Recomputing a part of each layer takes no less memory than recomputing each layer. Spans
 of layers recompute as much as each layer by itself (`least_of_spans`). Recomputing each layer is therefore
 simulated first, and may show that the rest are too large or too slow.
 

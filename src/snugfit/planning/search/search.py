@@ -3,9 +3,9 @@
 First, lower bounds of each recipe's bytes and seconds are computed (`Parts.screen`), except for recomputing
 recipes that cannot be the best (`recomputing.py`). Recipes are then evaluated in the order of their least
 seconds: simulated, timed, and replayed through the allocator. Lower bounds of a group that may be faster than
-all of them are computed before (`best_first.py`). A recipe is skipped if an evaluated one is at least as fast
-and as small as its lower bounds, up to a tolerance of bytes. For a recipe that cannot be the fastest, seconds
-have a tolerance too. A recipe that may fit is never skipped for one that does not fit.
+all of them are computed before (`best_first.py`). A recipe is skipped if an evaluated one is as fast and as
+small as its lower bounds, within a tolerance. For a recipe that cannot be the fastest, seconds have a
+tolerance too. A recipe that may fit is never skipped for one that does not fit.
 
 The result is the Pareto front of all recipes up to these tolerances. The fastest recipe that fits is exact:
 less memory can never give a faster plan. If the smallest recipe is requested, or nothing fits, all possibly

@@ -1,10 +1,10 @@
 """Select the simplest of equally fast recipes, without techniques whose gain is negligible.
 
 The fastest recipe that fits may contain techniques with a gain too small to measure. Examples are
-TensorFloat-32 next to bfloat16, worker processes for a step whose bottleneck is the GPU, and another
-allocator with plenty of memory. Its slots are therefore reset to the user's own techniques (or plain ones) in
-every combination. The best recipe is the one with the fewest changes among those that still fit and are as
-fast. Other recipes of the Pareto front are simplified too, if the simpler one is as small and was evaluated.
+TensorFloat-32 next to bfloat16, loader workers for a step bound by the GPU, and another allocator with much
+free memory. Its slots are therefore reset to the user's own techniques (or plain ones) in every combination.
+The best recipe is the one with the fewest changes among those that still fit and are as fast. Other recipes
+of the Pareto front are simplified too, if the simpler one is as small and was evaluated.
 """
 
 from __future__ import annotations

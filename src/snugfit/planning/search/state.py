@@ -258,10 +258,10 @@ class SearchState:
     def is_dominated(self, number: int, least: Bound | None = None) -> bool:
         """Return True if this recipe cannot be on the Pareto front: it is too large, too slow, or dominated.
 
-        An evaluated recipe dominates it if it is as fast as this one's lower bound, and this one is not
-        smaller by `MEMORY_RESOLUTION`. A recipe that fits never counts as dominated by one that does not. A
-        recipe that is slower than the fastest that fits is also dominated by recipes that are slower by up to
-        `SPEED_RESOLUTION`. If its layers are not compiled yet, it always counts as dominated, unless the
+        An evaluated recipe dominates it if that is as fast as this one's lower bound. This one must then not
+        be smaller by `MEMORY_RESOLUTION`. A recipe that fits never counts as dominated by one that does not.
+        A recipe that is slower than the fastest that fits is also dominated by recipes that are slower by up
+        to `SPEED_RESOLUTION`. If its layers are not compiled yet, it always counts as dominated, unless the
         whole front is requested.
         """
         if least is None and self.has_better_sibling(number, self._stands_for(number)):
@@ -290,8 +290,8 @@ class SearchState:
         return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
-        """Return True if a simulated recipe with the same forward and backward passes is as fast as this
-        one's lower bound, and satisfies the predicate `stands`.
+        """Return True if a simulated recipe with the same passes is as fast as this one's lower bound and
+        satisfies `stands`.
         """
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(

@@ -27,8 +27,8 @@ LEAST_WORK = {("forward", "tf32"): 0.85e9, ("backward", "tf32"): 0.57e9, ("backw
 """Number of multiplications from which an fp32 convolution copies operands whose channels do not fill a
 multiple of `CHANNELS`.
 
-By (direction, precision), 0.93e9, 0.68e9 and 1.75e9 copied; 0.77e9, 0.45e9 and 0.93e9 did not. IEEE's forward
-has no entry, since it copied nothing up to 7.7e9.
+For the three keys, 0.93e9, 0.68e9 and 1.75e9 copied; 0.77e9, 0.45e9 and 0.93e9 did not. IEEE's forward has no
+entry, since it copied nothing up to 7.7e9.
 """
 
 NARROW = 384

@@ -183,8 +183,7 @@ def bindings(
             begin_autocast()
 
     def is_on(device_type: str = "cuda") -> bool:
-        """Return True if the simulation's autocast is on. The default device type is CUDA, as peft calls the
-        function."""
+        """Return True if the simulation's autocast is on; the default device is CUDA, as in peft."""
         on_gpu = device_type == "cuda" and policy.runs_cudnn
         return bool(is_autocast_enabled(SWITCH if on_gpu or device_type == "meta" else device_type))
 

@@ -1,7 +1,7 @@
 """Assume values for integers and booleans that depend on weights, which a simulation does not have.
 
-- Chosen indices (`topk`, `argmax`, `sort`, as in a router) are spread evenly over the options. Sample t takes the k
-  options after those of sample t - 1. With the worst routing, all samples choose the same k.
+- Chosen indices (`topk`, `argmax`, `sort`, as in a router) are spread evenly over the options. Sample t takes
+  the k options after those of sample t - 1. With the worst routing, all samples choose the same k.
 - Conditions and masks are true everywhere, which is the upper bound of a mask's selection.
 - Numbers are 1.
 
@@ -85,8 +85,8 @@ _CHOICES: dict[Any, int] = {
 
 
 def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
-    """Return the number of options of an operator such as `topk`, and the dimension of its result with the
-    chosen indices (-1 if reduced).
+    """Return the number of options of an operator such as `topk`, and its result's dimension of chosen
+    indices (-1 if reduced).
     """
     # Position of `dim`: `topk` has `k` in front of it.
     at = {aten.topk.default: 2, aten.sort.stable: 2, aten.argsort.stable: 2}.get(func, 1)

@@ -36,7 +36,7 @@ class AssumedFloat(float):
     __hash__ = float.__hash__
 
     def after_function(self, result: Any) -> Any:
-        """Return the result of a function on this number, as an assumed number if it is a float; otherwise
+        """Return the result of a function on this number, as an assumed number if it is a float. Otherwise
         call `decides`, since the result may change the code path.
         """
         if type(result) is float:

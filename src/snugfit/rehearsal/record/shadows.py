@@ -140,9 +140,7 @@ class Shadows:
                 self._forget_all(operand)
 
     def _is_plainly_unknown(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Return True if the result is a float tensor and the first operand has no tracked value, so that the
-        result has none.
-        """
+        """Return True if a float result has no tracked value because the first operand has none."""
         first = args[0] if args else None
         return (
             isinstance(out, torch.Tensor)
