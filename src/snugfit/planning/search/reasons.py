@@ -144,8 +144,8 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
 
 
 def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe with the default technique in this slot (such as the optimizer); None if the recipe
-    already has it, or if it is not searched.
+    """Return the recipe with the default technique in this slot, such as the optimizer. Return None if the
+    recipe already has it, or if it is not searched.
     """
     plain = roster.plain(slot)
     return None if recipe[slot] == plain or plain not in state.space.offers(slot) else recipe.with_(plain)
