@@ -1,1 +1,1 @@
-"""Planning: the search for the fastest recipe that fits a GPU."""
+"""Planning: search for the fastest recipe (combination of memory and speed techniques) that fits a GPU."""

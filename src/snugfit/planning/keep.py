@@ -1,14 +1,15 @@
-"""The fixed slots of a plan: choices of the recipe, such as the optimizer, that the search does not change.
+"""The fixed slots of a plan. A slot is a choice of the recipe, such as the optimizer; the search does not
+change fixed ones.
 
-keep="lora(r=16, targets=all-linear) + bf16_pure" fixes these two, regardless of their fidelity.
-start="lora(r=8) + bf16 + every_layer" fixes its adapters, its precision, its optimizer. free="optimizer"
-excepts the optimizer.
+keep="lora(r=16, targets=all-linear) + bf16_pure" fixes these two techniques, regardless of their fidelity
+(numerical closeness to the plain step). start="lora(r=8) + bf16 + every_layer" fixes this recipe's adapters,
+precision and optimizer. free="optimizer" allows other optimizers.
 
 The trained parameters, the number formats and the algorithm belong to the user's request. A plan that starts
 from the user's own recipe therefore fixes these three slots, unless they are freed. An optimizer may be
 exchanged for another of its family (`Technique.family`), which runs the same algorithm in other kernels. The
-user's own techniques remain candidates in every slot, even if they are less exact than the plan's fidelity. A
-recipe that the user already has is never left out.
+user's own techniques remain candidates in every slot, even if they are less exact than the plan's fidelity.
+The user's own recipe is always a candidate.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ Keep = Recipe | str | Mapping[Slot, Technique] | None
 Free = str | Iterable[Slot | str]
 
 OF_START = (Slot.ADAPTERS, Slot.PRECISION, Slot.OPTIMIZER)
-"""Slots that a plan fixes as in the user's own recipe, unless they are freed."""
+"""Slots in which a plan keeps the techniques of the user's own recipe (`start`), unless they are freed."""
 
 ASKED, OWN = "kept as you asked", "kept from your own recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The slots (choices of the recipe, such as the optimizer) that a search does not change, and the recipe
-    that it must include.
+    """Slots (choices of the recipe, such as the optimizer) that a search does not change, and the user's own
+    recipe.
     """
 
     slots: Mapping[Slot, tuple[Technique, ...]] = field(default_factory=dict)
-    """Candidates of each fixed slot: the fixed technique, then others of its family."""
+    """Candidates of each fixed slot: the fixed technique, then others of its family (the same algorithm in
+    other kernels)."""
 
     asked: frozenset[Slot] = frozenset()
     """Fixed slots that the user named; the others of `slots` are fixed as in the user's own recipe."""
 
     start: Recipe | None = None
-    """The user's own recipe, which the plan improves; None without one."""
+    """The user's own recipe, which the plan tries to improve; None without one."""
 
     several_gpus: bool = False
     """True for a search over GPUs that train together."""
@@ -101,8 +103,8 @@ class Kept:
                 raise UsageError(f"keep: {why}")
 
     def too_new(self, capability: tuple[int, int] | None) -> str:
-        """Return the reason why a GPU of this compute capability cannot run the requested techniques, or an
-        empty string."""
+        """Return the reason why a GPU of this compute capability cannot run a requested technique; empty if
+        it can run all."""
         for slot in self.asked:
             technique = self.slots[slot][0]
             least = technique.least_capability
@@ -114,17 +116,17 @@ class Kept:
 
 def _is_axis(technique: Technique) -> bool:
     """Return True if the technique makes several GPUs work on the same samples, as tensor parallelism does.
-    Plans for several GPUs evaluate these groups.
+    Plans for several GPUs search such techniques.
     """
     processes = processes_of(technique.alone)
     return processes is not None and bool(processes.axes)
 
 
 def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None = None) -> Kept:
-    """Return the fixed slots (choices of the recipe) for this job: those named by `keep`, and `OF_START` of
-    the recipe to `start` from.
+    """Return the fixed slots (choices of the recipe) for this job: those of the techniques in `keep`, and
+    `OF_START` of the recipe `start`.
 
-    Slots in `free` are excepted. Raises `UsageError` and `RecipeError` for unknown techniques and slots.
+    Slots in `free` are not fixed. Raises `UsageError` and `RecipeError` for unknown techniques and slots.
     """
     freed, named = _slots_of(free), techniques_named(keep)
     asked = {slot: (technique,) for slot, technique in named.items() if slot not in freed}
@@ -156,8 +158,8 @@ def _family(technique: Technique, job: Job) -> list[Technique]:
 
 
 def techniques_named(keep: Keep) -> Mapping[Slot, Technique]:
-    """Return the techniques in `keep` by slot (choice of the recipe). Raises `UsageError` for an empty `keep`
-    and `RecipeError` for unknown techniques.
+    """Return the techniques in `keep` (text, recipe or mapping) by slot (choice of the recipe). Raises
+    `UsageError` for an empty `keep` and `RecipeError` for unknown techniques.
     """
     if keep is None:
         return {}

@@ -1,9 +1,9 @@
-"""Search for the largest batch or sequence length that fits.
+"""Search for the largest batch size or sequence length that fits.
 
-Each size is predicted as a whole. No formula would do: the moment of the peak changes with the size, and
-the allocator rounds. Memory grows nearly linearly with either size. The next size is the intersection of
-the limit with the line through the two nearest predictions. If the search stalls, it takes the middle. The
-result fits and leaves the headroom of a plan, and the next larger size does not.
+Each tried size has a full prediction. A formula is not enough: the peak moves to other operators with the
+size, and the allocator rounds. Memory grows nearly linearly with either size. The next size is the
+intersection of the limit with the line through the two nearest predictions. Every fourth time it is the
+middle. The result fits and leaves the headroom of a plan, and the next larger size does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIELDS = {"batch": ("batch_size", LARGEST_BATCH), "sequence-length": ("sequence_
 
 
 class LargestFit(NamedTuple):
-    """The largest batch or sequence length that fits."""
+    """The largest batch size or sequence length that fits, with its prediction."""
 
     size: int
     prediction: Prediction
@@ -92,8 +92,9 @@ def largest(
 
 
 def field_of(job: Job, of: str) -> tuple[str, int]:
-    """Return the field of a job, or the setting of its phase, that is a size, and its limit. Raises
-    `UsageError` for an unknown size, and for the sequence length of a task without sequences."""
+    """Return the job's field or phase setting for the size `of` (such as `batch_size`), and its largest
+    allowed value. Raises `UsageError` for an unknown size, and for the sequence length of a task without
+    sequences."""
     added = job.added_phase
     sizes = FIELDS | dict(added.sizes if added else {})
     if of not in sizes:
@@ -107,8 +108,8 @@ def field_of(job: Job, of: str) -> tuple[str, int]:
 
 
 class _Sizes:
-    """Cached predictions of one job with different batch sizes or lengths. A size is a number of units that
-    the recipe can divide.
+    """Cached predictions of one job with different batch sizes or lengths. Sizes are counted in units: the
+    smallest size that the recipe can divide into micro-batches.
     """
 
     def __init__(self, job: Job, recipe: Recipe, of: str, options: dict[str, Any]) -> None:
@@ -123,7 +124,7 @@ class _Sizes:
         return count * self.unit
 
     def spare(self, count: int) -> int:
-        """Return the free bytes for a size of `count` units, minus the headroom; negative if it does
+        """Return the bytes that a size of `count` units leaves free, minus the headroom; negative if it does
         not fit.
         """
         if count not in self.asked:
@@ -133,7 +134,7 @@ class _Sizes:
 
     def guess(self, low: int, high: int, *, halve: bool) -> int:
         """Return the next size to predict, between `low`, which fits, and `high`, which does not fit or is
-        invalid."""
+        invalid. All are counted in units."""
         if high not in self.asked:
             return min(high - 1, self._extrapolate(low))
         if halve:
@@ -155,8 +156,8 @@ class _Sizes:
         return replace(self.job, **changed)
 
     def _largest_valid(self, most: int) -> int:
-        """Return the largest number of units, up to `most`, with a valid job (a model's positions are
-        limited)."""
+        """Return the largest number of units, up to `most`, for which the job is valid. For example, a model
+        limits its positions."""
         low, high = 1, most + 1
         while high - low > 1:
             middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Results of a plan: the best recipe, alternatives, exclusions, and the reasons."""
+"""Results of a plan: the best recipe, alternatives, excluded techniques, and the reasons for each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from snugfit.techniques.recipe import Recipe
 OBJECTIVES = ("speed", "memory", "cost")
 
 NEARLY_AS_SMALL = 0.03
-"""Share of the smallest recipe's bytes by which the shown nearest miss may be larger (chosen). Halving the
-speed for a slightly smaller miss is not worthwhile."""
+"""Share by which the recipe that is shown when nothing fits may be larger than the smallest (chosen).
+Slightly fewer bytes are not worth half the speed."""
 
 SLOWEST = 5
-"""Limit of an alternative's seconds, in multiples of the answer's seconds (chosen). The smallest recipes
-recompute every layer and use many micro-batches. The search for them took a third of a plan."""
+"""Largest seconds per step of a listed recipe, in multiples of the best recipe's (chosen). The smallest
+recipes recompute every layer and use many micro-batches. Without this limit, the search for them took a third
+of a plan's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +32,13 @@ class Choice:
     """A recipe of a plan, with its memory in bytes and its seconds per step."""
 
     recipe: str
-    """Recipe in the notation of recipes."""
+    """Recipe as text, such as `bf16 + every_layer`."""
 
     requested_bytes: int
-    """Peak of the bytes that tensors and kernels request."""
+    """Peak of the bytes that tensors and kernels request from the allocator."""
 
     allocated_bytes: int
-    """Peak of these bytes after the allocator's rounding."""
+    """Peak of the requested bytes after the allocator's rounding."""
 
     reserved_bytes: int
     """Peak of the bytes that the allocator reserves on the device."""
@@ -46,56 +47,57 @@ class Choice:
     """Bytes of CUDA's context and libraries, outside the allocator."""
 
     step_seconds: float
-    """Seconds of the steady step."""
+    """Seconds of a step, after the first ones."""
 
     samples_per_second: float
-    """Global batch over `step_seconds`."""
+    """Global batch size divided by `step_seconds`."""
 
     once_seconds: float = 0.0
-    """Seconds of start-up, from the start of the process to steady steps."""
+    """Seconds of start-up, from the start of the process until steps have their final speed."""
 
     def __post_init__(self) -> None:
         Recipe.parse(self.recipe)
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that must be free on the device."""
+        """Bytes that must be free on the GPU: reserved memory and CUDA context."""
         return self.reserved_bytes + self.context_bytes
 
     def pace(self, steps: int | None) -> float:
-        """Return the seconds of a step plus its part of the start-up of a run of `steps` steps.
+        """Return the seconds of a step plus its share of the start-up in a run of `steps` steps.
 
-        Without a run length, return the seconds of the steady step.
+        Without a run length, return the seconds of a step alone.
         """
         return self.step_seconds + (self.once_seconds / steps if steps else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The hardware limit of the recipe's speed, and the fraction of the GPU's peak FLOP/s that it reaches."""
+    """The bottleneck of a recipe's step, and the seconds that the step would take at the GPU's peak
+    FLOP/s."""
 
     bound: str
-    """Resource that bounds the step (`StepSeconds.bound`)."""
+    """Bottleneck of the step, such as `host` or `link` (`StepSeconds.bound`)."""
 
     measured_rates: bool
-    """True if the GPU's rates were measured."""
+    """True if the GPU's rates (speeds of kernels) were measured on this model of GPU."""
 
     peak_seconds: float
-    """Seconds of the model's arithmetic at the data sheet's peaks; 0 if these are unknown."""
+    """Seconds of the model's FLOPs at the data sheet's peak; 0 if the peak is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion:
-    """A technique that was not considered, and the reason."""
+    """A technique that the search excluded, and the reason."""
 
     what: str
-    """Technique in the notation of recipes."""
+    """Technique or recipe as text, such as `lora(r=8)`."""
 
     why: str
-    """Reason in words that a user can act on."""
+    """Reason for the exclusion, as text that helps the user to change it."""
 
     recipes: int = 0
-    """Number of recipes that this excluded; 0 if they were never generated."""
+    """Number of recipes with the technique that were excluded; 0 if they were never generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +105,11 @@ class KeptSlot:
     """A slot (a choice of the recipe, such as precision) that the search left as the user set it."""
 
     slot: str
-    """The slot's own name."""
+    """The slot's name, such as `precision`."""
 
     techniques: tuple[str, ...]
-    """Candidates of this slot: the fixed technique, then others of its family."""
+    """Candidates of this slot: the fixed technique, then others of its family (the same algorithm in other
+    kernels)."""
 
     why: str
     """Reason why the slot is fixed, and the option that frees it."""
@@ -114,12 +117,11 @@ class KeptSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A difference between the plan's recipe and the user's: both techniques of one slot (such as the
-    optimizer), and the effect.
-    """
+    """A change of the user's recipe in one slot (such as the optimizer), and its effect on bytes and
+    seconds."""
 
     slot: str
-    """The slot's own name."""
+    """The slot's name, such as `optimizer`."""
 
     theirs: str
     """The user's technique in this slot."""
@@ -131,7 +133,7 @@ class Change:
     """Bytes needed by the user's recipe with this change alone; None if that recipe is invalid."""
 
     step_seconds: float | None = None
-    """Seconds of a step of that recipe."""
+    """Seconds of a step of the user's recipe with this change alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,19 +141,19 @@ class Start:
     """The user's recipe with its bytes and seconds, and the changes that the plan proposes."""
 
     recipe: str
-    """Recipe in the notation of recipes."""
+    """The user's recipe as text, such as `bf16 + every_layer`."""
 
     needed_bytes: int | None = None
-    """Bytes that must be free on the device; None if the recipe cannot run."""
+    """Bytes that must be free on the GPU; None if the recipe cannot run."""
 
     step_seconds: float | None = None
-    """Seconds of the steady step."""
+    """Seconds of a step, after the first ones; None if the recipe cannot run."""
 
     why_not: str = ""
     """Reason why the recipe cannot run."""
 
     changes: tuple[Change, ...] = ()
-    """Changes by slot; empty if the plan changes nothing."""
+    """The plan's changes to this recipe, one for each slot; empty if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,67 +163,68 @@ class Reason:
     """
 
     slot: str
-    """The slot's own name."""
+    """The slot's name, such as `optimizer`."""
 
     chosen: str
     """The best recipe's technique in this slot."""
 
     against: str
-    """Technique of the comparison: the slot's plain technique, or else the fastest other one.
+    """Technique with which `chosen` is compared: the slot's plain (default) technique.
 
-    The fastest other one replaces a plain technique that was chosen, or that first needs a lower setting.
+    If that is the chosen one or unavailable, the fastest other technique.
     """
 
     needed_bytes: int | None = None
-    """Bytes needed by the recipe with that other technique; None if this is impossible."""
+    """Bytes needed by the recipe with `against` in place of `chosen`; None if it cannot run."""
 
     step_seconds: float | None = None
-    """Seconds of a step of that recipe."""
+    """Seconds of a step of the recipe with `against`."""
 
     once_seconds: float | None = None
-    """Seconds of start-up of that recipe."""
+    """Seconds of start-up of the recipe with `against`."""
 
     why_not: str = ""
-    """Reason why that recipe is impossible."""
+    """Reason why the recipe with `against` cannot run."""
 
     kept: str = ""
     """Reason why the slot was not searched, and the option that frees it. `against` is then empty."""
 
     because: str = ""
-    """Cause of the difference in seconds, if it is known."""
+    """Cause of the difference in seconds between both recipes; empty if unknown."""
 
     is_estimated: bool = False
-    """True if the other recipe was not compiled. Its figures then follow from the lower bounds of the
-    uncompiled recipes."""
+    """True if the recipe with `against` was not compiled. Its bytes and seconds are then estimated from lower
+    bounds of uncompiled recipes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Numbers of recipes that the search considered, bounded and simulated."""
+    """Numbers of recipes that the search considered, computed lower bounds for, and simulated."""
 
     recipes: int
-    """Number of valid recipes in the space."""
+    """Number of valid recipes among which the search chose."""
 
     tapes: int  # the key of the JSON document keeps this name
-    """Number of different traces among them. The allocator, the number format of fp32 products and the loader
-    do not change a trace."""
+    """Number of different traces (allocations and kernels of a step) of these recipes. Allocator, fp32
+    precision and data loader do not change a trace."""
 
     footprints: int
-    """Number of different peaks of live bytes."""
+    """Number of different lower bounds of needed bytes."""
 
     passes: int
-    """Number of kinds of forward and backward passes that were simulated, on few layers if the model allows
+    """Number of different forward and backward passes that were simulated, on few layers if the model allows
     it.
     """
 
     replayed: int
-    """Number of recipes whose whole step was assembled, timed and replayed through the allocator."""
+    """Number of recipes whose whole step was simulated, timed and replayed through the allocator."""
 
 
 def nearest_miss(front_bytes: Sequence[int], objective: str) -> int:
     """Return the index of the recipe to show when nothing fits.
 
-    `front_bytes` are the bytes of a front in descending order, from the fastest recipe to the smallest.
+    `front_bytes` are the needed bytes along a Pareto front, in descending order from the fastest recipe to
+    the smallest.
     """
     if objective == "memory":
         return len(front_bytes) - 1
@@ -242,70 +245,71 @@ class Plan(JsonDocument, Tabular):
     """GPU for which the plan is made."""
 
     memory_bytes: int | None
-    """Bytes that may be used; None for no limit."""
+    """Bytes of GPU memory that may be used; None for no limit."""
 
     headroom_bytes: int = 0
     """Bytes of `memory_bytes` that should stay free."""
 
     fidelity: str
-    """Lowest fidelity that the user allows."""
+    """Lowest fidelity (numerical closeness to the plain step) that the user allows."""
 
     objective: str
-    """`speed`, `memory` or `cost`."""
+    """Criterion for the best recipe: `speed`, `memory` or `cost`."""
 
     steps: int | None = None
-    """Length of the run over which the start-up is spread; None if it was not given."""
+    """Length of the training run in steps, over which the start-up is spread; None if it was not given."""
 
     front: tuple[Choice, ...]
     """Pareto front: no other recipe is both as fast and as small. The fastest comes first.
 
-    JSON and pages list the recipes that fit first. A recipe smaller than a faster one by less than 3 % or
-    160 MiB may be missing; the answer never is. Recipes slower than the answer by `SLOWEST` times are
-    missing too, unless the whole front was requested.
+    JSON and pages list the recipes that fit first. A recipe smaller than a faster one by less than 3 % or 160
+    MiB may be missing; the best recipe never is. Recipes slower than `SLOWEST` times the best are missing
+    too, unless the whole front was requested.
     """
 
     best: Choice | None
     """Best recipe by the objective among those that fit and leave the headroom.
 
-    If none leaves the headroom, the smallest recipe that fits. None if nothing fits.
+    If none leaves the headroom, it is the smallest recipe that fits. It is None if nothing fits.
     """
 
     ranked: tuple[Choice, ...] = ()
-    """Best recipes that fit and differ in their seconds, as many as requested, the best first."""
+    """The requested number of best recipes that fit, the best first; of recipes with equal seconds only
+    one."""
 
     reasons: tuple[Reason, ...] = ()
-    """Reasons for the best recipe, or for the nearest miss, by slot."""
+    """Reasons for each technique of the best recipe (or of the one shown if nothing fits), by slot."""
 
     kept: tuple[KeptSlot, ...] = ()
-    """Slots that the search left unchanged."""
+    """Slots (choices of a recipe, such as precision) that the search left unchanged."""
 
     start: Start | None = None
     """The recipe from which the user started, with the plan's changes; None without one."""
 
     cures: tuple[str, ...] = ()
-    """Changes that would make a recipe fit; empty if one fits."""
+    """Sentences on changes with which a recipe would fit; empty if one fits."""
 
     ways_out: WaysOut | None = None
-    """The cheapest changes of the nearest miss that fit; None if a recipe fits, or if they were not
+    """The smallest changes with which the nearest miss would fit; None if a recipe fits, or if they were not
     computed."""
 
     refused: tuple[Exclusion, ...] = ()
-    """Techniques that were not considered."""
+    """Techniques that the search excluded, with the reasons."""
 
     counts: Counts
-    """Size of the search."""
+    """Numbers of recipes that the search considered and simulated."""
 
     verified: bool | None = None
-    """True if a full simulation of the best recipe (or the nearest miss) gave the same figures."""
+    """True if a full simulation of the best recipe (or the nearest miss) gave the same bytes."""
 
     timing: Pace | None = None
-    """Timing of the best recipe (or the nearest miss); None if the GPU's rates are unknown."""
+    """Bottleneck of the best recipe (or the nearest miss); None if the GPU's rates are unknown."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that computed the plan."""
 
     doubts: tuple[str, ...] = ()
-    """Sentences on the uncertain parts of the plan."""
+    """Warnings about the accuracy of the plan's bytes and seconds."""
 
     @property
     def fits(self) -> bool:
@@ -314,7 +318,7 @@ class Plan(JsonDocument, Tabular):
 
     @property
     def tight(self) -> bool:
-        """True if the best recipe leaves less than the headroom."""
+        """True if the best recipe leaves less memory free than the requested headroom."""
         return self.best is not None and self.is_tight(self.best)
 
     def is_tight(self, choice: Choice) -> bool:
@@ -322,7 +326,7 @@ class Plan(JsonDocument, Tabular):
         return self.fitting(choice) and self.spare_bytes(choice) < self.headroom_bytes
 
     def fitting(self, choice: Choice) -> bool:
-        """Return True if a recipe fits into the memory."""
+        """Return True if a recipe's needed bytes fit into the memory."""
         return self.spare_bytes(choice) >= 0
 
     @property
@@ -337,7 +341,7 @@ class Plan(JsonDocument, Tabular):
     def timed(self, choice: Choice) -> StepSpeed:
         """Return the speed of a step of one recipe of the plan.
 
-        The bound of the step and its MFU are known for the answer alone.
+        Only the best recipe's speed (or the nearest miss's) contains the bottleneck and the MFU.
         """
         seconds, known = choice.step_seconds, self.timing
         measured = known.measured_rates if known else None
@@ -354,7 +358,8 @@ class Plan(JsonDocument, Tabular):
 
     @property
     def nearest(self) -> Choice:
-        """The nearest miss when nothing fits: the fastest recipe that is nearly as small as the smallest.
+        """The recipe closest to fitting when nothing fits: the fastest one that is nearly as small as the
+        smallest.
 
         With the objective `memory` it is the smallest recipe.
         """
@@ -362,7 +367,7 @@ class Plan(JsonDocument, Tabular):
 
     @property
     def best_or_nearest(self) -> Choice:
-        """The best recipe, or the nearest miss."""
+        """The best recipe, or the nearest miss if nothing fits."""
         return self.best or self.nearest
 
     def to_rows(self) -> list[dict[str, Any]]:
@@ -381,8 +386,8 @@ class Plan(JsonDocument, Tabular):
         ]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return derived values of the document: the fit, the order of the Pareto front, the nearest miss and
-        the speed.
+        """Return values that the JSON document contains beyond the fields: the fit, the sorted Pareto front,
+        the nearest miss, the speed.
         """
         keys: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "front": encode(self.fitting_first)}
         keys["nearest_miss"] = None if self.best else encode(self.nearest)

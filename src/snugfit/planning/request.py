@@ -14,7 +14,7 @@ from snugfit.techniques.technique import Fidelity
 def refuse_bad_request(
     job: Job, *, objective: str = "speed", memory_bytes: int | None = None, workers: int | None = None
 ) -> None:
-    """Raise `UsageError` for an invalid job, objective, number of bytes or number of processes."""
+    """Raise `UsageError` for an invalid job, objective, memory limit or number of worker processes."""
     refuse_what_is_no_job(job)
     if objective not in OBJECTIVES:
         raise UsageError(
@@ -30,14 +30,15 @@ def refuse_bad_request(
 
 
 def refuse_what_cannot_be_called(**given: object) -> None:
-    """Raise `UsageError` for a given argument that is not a function."""
+    """Raise `UsageError` if an argument is neither None nor a function."""
     for name, value in given.items():
         if value is not None and not callable(value):
             raise UsageError(f"{name} is {value!r}; it must be a function, or be left out.")
 
 
 def fidelity_of(text: str | Fidelity) -> Fidelity:
-    """Return the fidelity with this name. Raises `UsageError` with the valid names."""
+    """Return the fidelity (numerical closeness to the plain step) with this name. Raises `UsageError` with
+    the valid names."""
     legal = [degree.value for degree in Fidelity]
     if text not in legal:
         raise UsageError(
@@ -47,8 +48,8 @@ def fidelity_of(text: str | Fidelity) -> Fidelity:
 
 
 def start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
-    """Return the recipe from which a plan starts. Raises `UsageError` for any other value and for an invalid
-    `ranked`."""
+    """Return the user's recipe `start`, parsed if it is text. Raises `UsageError` for any other value and for
+    an invalid `ranked`."""
     if not (type(ranked) is int and ranked >= 0):
         raise UsageError(
             f"ranked is {ranked!r}; it must be a whole number from 0: how many of the best to list."
@@ -61,5 +62,5 @@ def start_of(start: Recipe | str | None, ranked: int) -> Recipe | None:
 
 
 def workers_of(workers: int | None) -> int:
-    """Return the number of processes of a search: the requested one, or two on several cores."""
+    """Return the number of worker processes of a search: `workers`, or by default two on several cores."""
     return min(2, os.cpu_count() or 1) if workers is None else workers

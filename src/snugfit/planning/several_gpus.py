@@ -1,4 +1,4 @@
-"""Plans for several GPUs that train one model together, which a feature with techniques for several GPUs
+"""Access to plans for several GPUs that train one model together, which the feature for several GPUs
 computes.
 """
 

@@ -1,12 +1,12 @@
-"""Keys that are equal for recipes with the same passes, update, trace or seconds, so that each is simulated
-once.
+"""Cache keys that are equal for recipes with the same passes, update, trace or seconds, so that each is
+simulated once.
 
-A recipe's Setup determines its whole step. Most recipes of a space share most of it. For example, recipes
-with other optimizers share the forward and backward passes. `StepKey` sorts a Setup's fields by the parts of
-a step that they change (`TOUCHES`). Each shared part is thus simulated once.
+A recipe's `Setup` (its training settings) determines its whole step. Most recipes of a search share most
+settings. For example, recipes with other optimizers share the forward and backward passes. `StepKey` sorts a
+Setup's fields by the parts of a step that they change (`TOUCHES`). Each shared part is thus simulated once.
 
-The fields come from the Setup itself. A field without a row in the table changes passes and update alike. A
-new field without a row may slow a search down, but two recipes never share a trace by mistake.
+A field without a row in `TOUCHES` counts as changing passes and update. So a new field without a row may slow
+a search down, but two recipes never share a trace by mistake.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class StepKey(NamedTuple):
     update: tuple[Hashable, ...]
     """Fields that determine the optimizer's step."""
     matmul: tuple[Hashable, ...]
-    """Number format of fp32 matrix products. It changes seconds, but neither allocations nor kernels."""
+    """Precision of fp32 matrix products (TF32 or IEEE). It changes seconds, but neither allocations nor the
+    list of kernels."""
     loader: tuple[Hashable, ...]
-    """Source of the batches. It changes seconds only."""
+    """Settings of the data loader. They change seconds only."""
     launches: tuple[Hashable, ...]
-    """Launch of kernels, one by one or as graphs. In the passes it changes only seconds and the memory
-    pool."""
+    """Way of launching kernels, one by one or as CUDA graphs. In forward and backward it changes only seconds
+    and the memory pool."""
     allocator: tuple[Hashable, ...]
-    """Segment policy of the allocator. It changes reserved bytes only."""
+    """Expandable segments of the allocator. They change reserved bytes only."""
 
 
 TOUCHES: Mapping[str, tuple[str, ...]] = {
@@ -63,10 +64,10 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
 """Parts of a step that each field of a Setup changes."""
 
 UNKNOWN = ("passes", "update")
-"""Parts that a field without a row changes."""
+"""Parts of a step that a field without a row in `TOUCHES` counts as changing."""
 
 WITHOUT_EFFECT = {(OptimizerWish, "trainer_name"), (LoaderWish, "pinned")}
-"""Fields of wishes without effect on a predicted step."""
+"""Fields of a Setup's values (class, field) without effect on a predicted step."""
 
 SIMPLE = {str, int, float, bool, type(None)}
 """Types of values that a key contains unchanged."""
@@ -74,7 +75,7 @@ SIMPLE = {str, int, float, bool, type(None)}
 _PLAIN = Setup()
 
 REMEMBERED_WISHES = 10_000
-"""Number of values of Setup fields whose keys are cached, more than a space has."""
+"""Number of values of Setup fields whose keys are cached; more than occur in one search."""
 
 
 def step_key(setup: Setup) -> StepKey:
@@ -83,7 +84,7 @@ def step_key(setup: Setup) -> StepKey:
 
 
 def trace_key(setup: Setup) -> tuple[Hashable, Hashable, Hashable]:
-    """Return the first three components of this Setup's key, equal for two Setups with one trace."""
+    """Return the first three components of this Setup's key, equal for two Setups with the same trace."""
     return _values(setup, "passes"), _values(setup, "micro_batches"), _values(setup, "update")
 
 
@@ -103,7 +104,7 @@ def program_key(setup: Setup) -> Hashable:
 
 
 def update_key(setup: Setup) -> Hashable:
-    """Return the fields of a Setup that determine its update."""
+    """Return the fields of a Setup that determine its optimizer update."""
     return _values(setup, "update")
 
 

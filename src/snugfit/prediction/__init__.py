@@ -1,1 +1,1 @@
-"""Predictions: the bytes and seconds that follow from a trace."""
+"""Predictions of a training step: its bytes and seconds, computed from a recorded trace."""

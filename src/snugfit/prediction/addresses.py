@@ -1,5 +1,5 @@
-"""Addresses at which the CUDA driver maps new segments. Their order decides which free block the allocator
-reuses.
+"""Simulate the addresses at which the CUDA driver maps new segments of GPU memory. Their order decides which
+free block the caching allocator reuses.
 
 The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver decides
 that order when it maps segments. The order is not documented. These rules are inferred from nine recorded
@@ -24,20 +24,21 @@ TOP = 1 << 46
 itself."""
 # From the start there is one chunk of 416 MiB above all later ones; the context occupies its lower 414 MiB.
 OWN_CHUNK, OWN, LOWEST = 416 * MIB, 414 * MIB, 32 * MIB
-"""Bytes of the context's own chunk, of its occupied part, and of the part that no segment uses after the
+"""Sizes in bytes: the CUDA context's own chunk, its occupied part, and the part that stays empty after the
 chunk's release."""
 ABOVE_OWN = (TOP + OWN, OWN_CHUNK - OWN)
 # Another chunk of 32 MiB is 64 MiB higher. The context occupies its lower 8 MiB.
 HIGHEST = (TOP + 488 * MIB, 24 * MIB)
-"""Holes from the start: addresses, of which only the order matters, and sizes in bytes."""
+"""Free ranges of addresses before the first allocation: (address, size in bytes). Only the order of the
+addresses matters."""
 # Two ViTs show these counts. A BERT took as much, but before its backward pass.
 CODE, FORWARD_CODE, BACKWARD_CODE = 2 * MIB, 2, 5
-"""Bytes of address space that kernels' code takes at a time, and the number of times at the first forward and
-backward pass."""
+"""Bytes of address space that one load of kernel code takes. The counts are the loads in the first forward
+and backward pass."""
 # A hole of 52 MiB was full then in a run on an H100 (a Whisper, 2026-11-26).
 CUBLAS, LIBRARIES = 64 * MIB, 192 * MIB
 """Bytes of address space that cuBLAS takes at its first use, and those of the libraries that it loads.
-Libraries take as many at a time as kernels' code does."""
+Libraries take it in units of `CODE`."""
 
 
 class DeviceAddresses:

@@ -1,4 +1,4 @@
-"""A simulation of the CUDA caching allocator: requests are rounded, split and cached.
+"""A simulation of PyTorch's CUDA caching allocator, which rounds requests and splits and caches blocks.
 
 A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` and `AllocatorConfig.h`, torch
 2.13, default configuration and `expandable_segments`.
@@ -28,18 +28,19 @@ LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
 OF_GRAPHS, OF_STREAM = 2, 4
-"""Offsets of pool numbers. Pools 0 and 1 are the large and the small one, and the next two those of CUDA
-graphs. The pools of each stream begin four after those of the stream before it."""
+"""Offsets of pool numbers. Pools 0 and 1 hold large and small blocks; pools 2 and 3 hold those of CUDA
+graphs. Each further CUDA stream has the next four numbers."""
 
 RANGE_BITS = 44
-"""Number of address bits of a pool's own range with expandable segments: more than any GPU's memory."""
+"""Address bits of the range that each pool has with expandable segments. The range is larger than any GPU's
+memory."""
 
 CUBLAS_WORKSPACE = "cuBLAS workspace"
-"""Name in a trace of the block whose allocation shows that cuBLAS has started."""
+"""Operator name of a trace's block for cuBLAS's workspace. Its allocation marks the first use of cuBLAS."""
 
 
 class _PoolBlock:
-    """A block of a segment, free or allocated, as `Block` of the C++ allocator."""
+    """A free or allocated block of a segment, like the struct `Block` of PyTorch's C++ allocator."""
 
     __slots__ = ("address", "after", "before", "free", "pool", "requested", "size")
 
@@ -59,7 +60,8 @@ class Allocator:
         self.limit: int | None = None
         """Limit of the reserved bytes, at which cached segments are released; None for no limit."""
         self.retries = 0
-        """Number of times that it released cached segments to serve a request."""
+        """Number of times that the allocator released cached segments because an allocation exceeded
+        `limit`."""
         self.allocated = self.reserved = self.requested = 0
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
         # Free blocks of a pool ascend by size and address, so the first that is large enough fits best.
@@ -69,7 +71,8 @@ class Allocator:
         self._range_next: dict[int, int] = {}
 
     def allocate(self, nbytes: int, memory: Memory = Memory.OWN, stream: int = 0) -> _PoolBlock:
-        """Return a block of at least `nbytes` bytes, from a pool of this memory and stream."""
+        """Allocate and return a block of at least `nbytes` bytes, from the pool of this kind of memory and
+        CUDA stream."""
         size = -(-nbytes // MINIMUM) * MINIMUM or MINIMUM
         small = size <= SMALL
         pool = small + OF_GRAPHS * (memory is Memory.GRAPHS) + OF_STREAM * stream
@@ -89,17 +92,17 @@ class Allocator:
         return block
 
     def release(self, block: _PoolBlock) -> None:
-        """Free an allocated block, and merge it with its free neighbours."""
+        """Free an allocated block for reuse, and merge it with its free neighbours."""
         self.drop(block)
         self.take_back(block)
 
     def drop(self, block: _PoolBlock) -> None:
-        """Count a block as freed but not reusable, since another stream still uses it. It stays in place, and
-        counts as requested."""
+        """Count a block as freed but not reusable, since another stream still uses it. It keeps its address,
+        and its bytes still count as requested."""
         self.allocated -= block.size
 
     def take_back(self, block: _PoolBlock) -> None:
-        """Free a dropped block and merge it with its free neighbours."""
+        """Make a block that `drop` counted as freed reusable, and merge it with its free neighbours."""
         self.requested -= block.requested
         block.free = True
         # A freed block merges with free neighbours of its segment, and does not return to the device.
@@ -118,12 +121,13 @@ class Allocator:
         self._insert_free(block)
 
     def state(self) -> Hashable:
-        """Return all data on which the allocator's next decisions depend, except the allocated blocks."""
+        """Return the reserved bytes and free blocks of each pool, on which the allocator's next choices
+        depend."""
         # Handed-out blocks are left out: `places` compares those that a step frees.
         return self.reserved, *(tuple((size, at) for size, at, _ in pool) for pool in self._free.values())
 
     def free_blocks(self) -> list[_PoolBlock]:
-        """Return the cached blocks of both pools."""
+        """Return the free blocks of all pools, which the allocator caches."""
         return [block for pool in self._free.values() for _, _, block in pool]
 
     def _best_fit(self, size: int, number: int) -> _PoolBlock | None:
@@ -150,7 +154,8 @@ class Allocator:
         return _PoolBlock(segment, self.addresses.map_segment(segment), pool)
 
     def _grow(self, size: int, pool: int) -> _PoolBlock:
-        """Map whole pages behind the pool's last block, which becomes part of the new block if it is free."""
+        """Extend the pool's expandable segment by whole pages, and return the new block. It includes the last
+        block if that is free."""
         last = self._range_end.get(pool)
         # Each pool has its own range of addresses, numbered in the order of first use.
         start = self._range_next.setdefault(pool, len(self._range_next) + 1 << RANGE_BITS)
@@ -211,7 +216,8 @@ class Allocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """The allocator's statistics after each event of a trace; all sizes in bytes."""
+    """The allocator's statistics for a trace: peaks, and reserved bytes after each allocation or free. All
+    sizes are in bytes."""
 
     requested_peak: int
     allocated_peak: int
@@ -219,7 +225,8 @@ class Replay:
     reserved: Sequence[int]
     """Reserved bytes after each event."""
     retries: int = 0
-    """Number of times that the allocator released cached segments to serve a request."""
+    """Number of times that the allocator released cached segments because an allocation exceeded the
+    limit."""
 
 
 def replay(
@@ -232,8 +239,8 @@ def replay(
     """Run the trace's allocations and frees through the allocator, and return its statistics.
 
     While the model is built, the allocator releases cached segments at `limit` reserved bytes. The last step
-    is repeated until nothing changes any more (`last_step.py`). `late` maps the events of some frees to later
-    events, before which they happen (`Exchanges.late_frees`).
+    is repeated until the allocator's state repeats (`last_step.py`). `late` maps the events of some frees to
+    later events, before which they happen (`Exchanges.late_frees`).
     """
     allocator = Allocator(expandable=expandable)
     frees = Frees(allocator, late)
@@ -287,18 +294,18 @@ def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
 
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
-    """Yield the indices of the `events` that allocate one of these blocks."""
+    """Yield the indices of the `events` that allocate a block with one of these numbers."""
     return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
 
 
 class Skipped(NamedTuple):
-    """Events of a trace that a replay skips, because they repeat earlier ones without an effect."""
+    """The number of events that a replay skips, because they only repeat earlier allocations and frees."""
 
     events: int
     period: int = 1
-    """Number of the period's events: each repetition leaves the allocator unchanged."""
+    """Number of events of one repetition, after which the allocator's state is the same as before."""
     live: dict[int, _PoolBlock] = {}  # noqa: RUF012 - never changed
-    """The live blocks after the repetitions, by number."""
+    """The allocated blocks after the skipped events, by block number."""
 
 
 class Repeats:
@@ -308,7 +315,8 @@ class Repeats:
 
     def __init__(self, trace: Trace, single: Collection[int]) -> None:
         self.begins: dict[int, Period] = {}
-        """Periods by the event at which a further repetition begins."""
+        """The repeated part of the trace, by the index of the event at which each further repetition
+        begins."""
         for period in trace.periods:
             end = period.start + period.events * period.times
             if not any(period.start <= event < end for event in single):
@@ -318,7 +326,8 @@ class Repeats:
         self._known: dict[int, dict[Hashable, int]] = defaultdict(dict)
 
     def skip(self, index: int, state: Hashable, live: Mapping[int, _PoolBlock]) -> Skipped:
-        """Return the events from `index` on that need no replay in this state of the allocator."""
+        """Return the number of events from `index` on that need no replay in this allocator state, and the
+        blocks after them."""
         period = self.begins[index]
         time = (index - period.start) // period.events
         oldest = self._first_block(period)
@@ -347,8 +356,8 @@ class Repeats:
 def _replay_again(
     allocator: Allocator, frees: Frees, last: LastStep, emptied: Collection[int], began: set[Hashable]
 ) -> None:
-    """Replay the last step until the allocator's state before it equals one of `began`, the states before
-    earlier replays.
+    """Replay the last step until the allocator's initial state repeats. `began` are the states before earlier
+    replays.
     """
     for _ in range(MOST_REPEATED):
         begins = allocator.state(), last.begins()
@@ -364,10 +373,11 @@ def is_small(pool: int) -> bool:
 
 
 def actions_by_word(addresses: DeviceAddresses) -> dict[str, Callable[[], None]]:
-    """Return the CUDA driver's changes of addresses, each of which happens once, by the phase or operator
-    that triggers it.
+    """Return functions that change the CUDA driver's free addresses, by the mark, phase or operator that
+    triggers them.
 
-    They happen when the context is released, or when this phase or operator first allocates a block.
+    Each happens once: when the context's chunk is released, or before the first block of the phase or
+    operator.
     """
     return {
         MarkKind.CONTEXT_RELEASED: addresses.release_context,

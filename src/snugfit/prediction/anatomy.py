@@ -1,5 +1,5 @@
-"""Breakdown of a predicted step: bytes at the peak by category (weights, activations, ...) and module, bytes
-over time, and its operators.
+"""Break down a predicted step: bytes at the peak by category (weights, activations, ...) and module, bytes
+over time, and operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from snugfit.techniques.setup import Setup
 from snugfit.units import show_bytes
 
 LEAST_SHARE = 0.002
-"""Smallest share of a kind's bytes at which its description names a dtype."""
+"""Smallest share of a category's bytes (weights, activations, ...) at which its description names a dtype."""
 
 POINTS = 240
 """Number of points of the curve of bytes over time."""
@@ -65,7 +65,7 @@ def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
 
 
 def _dtypes(blocks: Sequence[Block]) -> str:
-    """Return the dtypes of these blocks, each with its bytes if there are several; empty if unknown."""
+    """Return the dtypes of these blocks as text, each with its bytes if there are several; "" if unknown."""
     sizes: Counter[str] = Counter()
     for block in blocks:
         sizes[block.dtype] += block.nbytes
@@ -149,8 +149,8 @@ def _short(operator: str) -> str:
 
 
 def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
-    """Yield the live bytes over the last step as `POINTS` points, each the maximum of an equal number of
-    events.
+    """Yield the curve of allocated bytes over the last step. Each of about `POINTS` points is the maximum
+    over an equal number of events.
     """
     last = max((mark.step for mark in trace.marks), default=-1)
     marks = [mark for mark in trace.marks if mark.step == last]

@@ -1,9 +1,9 @@
-"""The inputs of a prediction that depend on the GPU: the decisions of CUDA's libraries there, and the bytes
-of the CUDA context.
+"""The inputs of a prediction that depend on the GPU: the kernels that CUDA libraries choose, and the CUDA
+context's bytes.
 
 NVML counts three things for a process: the allocator's reserved bytes, the CUDA context, and the loaded
-libraries. The last two are measured per GPU. Without a measurement, the middle of the measured ones is taken,
-and the prediction reports it.
+libraries. The last two are measured per GPU. On an unmeasured GPU, typical values are assumed, and the
+prediction reports it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 USUAL_CONTEXT = 600 * MIB
-"""Bytes of the CUDA context on a GPU without a measurement: those of the table for torch 2.x are between 426
-and 621 MiB."""
+"""Assumed bytes of the CUDA context on an unmeasured GPU. In the table of GPUs they are between 426 and 621
+MiB for torch 2.x."""
 
 CONTEXT_ERROR = 200 * MIB
 """Possible error of `USUAL_CONTEXT` in bytes."""
 
 USUAL_LIBRARIES, USUAL_BACKWARD, USUAL_CUDNN = 63 * MIB, 64 * MIB, 16 * MIB
-"""Bytes that kernels and libraries add to the context on a GPU without a measurement: an H200's figures."""
+"""Assumed bytes that libraries, the backward pass and cuDNN add to the context on an unmeasured GPU: an
+H200's."""
 
 THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Resident threads of a multiprocessor if they are not 2048, by compute capability: CUDA C++ Programming
-Guide, table of technical specifications."""
+"""Resident threads of a multiprocessor, by compute capability, where they are not 2048. The source is the
+CUDA C++ Programming Guide, table of technical specifications."""
 
 SOLVER = 98 * MIB
 """NVML bytes that cuSOLVER adds, which decomposes matrices (`torch.linalg.svd`): two runs with galore on one
@@ -48,16 +49,16 @@ LINK_STREAM = 70 * MIB
 """NVML bytes that the first stream in addition to torch's own takes, on one H200 (2026-11-23)."""
 
 MAPPED_GIB, ALREADY_PINNED = 2 * MIB, GIB // 8
-"""NVML bytes that each GiB of page-locked memory adds, and the part of the first GiB that is taken before.
+"""NVML bytes that each GiB of page-locked memory adds, and page-locked bytes that exist before those of
+activations.
 
-Each page of 4 KiB takes 8 bytes. The second figure counts allocations before those of activations. Six runs
-on one H200 with 2 to 145 slabs of 128 MiB are predicted to the byte with these figures
-(results/h200-2026-11-23/activation-offload).
+Each page of 4 KiB takes 8 bytes. Six runs on one H200 with 2 to 145 slabs of 128 MiB are predicted to the
+byte with these figures (results/h200-2026-11-23/activation-offload).
 """
 
 OLDEST_CAPABILITIES = {(2, 0): ((3, 7), (3, 7)), (2, 8): ((5, 0), (7, 0)), (2, 11): ((5, 0), (7, 5))}
-"""Lowest compute capability that any build of torch supports, and its usual build, by the release from which
-it applies.
+"""Lowest compute capability of any build of torch, and of its default build, by the first torch release for
+which they hold.
 
 The source is `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. 2.7 was the last with a build for CUDA
 11.8, and so with Kepler. The builds for CUDA 12.6 have Maxwell, Pascal and Volta up to 2.14.
@@ -65,8 +66,8 @@ The source is `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. 2.7 was the
 
 
 def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
-    """Return the simulated decisions of CUDA's libraries (such as the attention kernel) on this GPU, or on an
-    H200 if none is named.
+    """Return the choices of CUDA's libraries (such as the attention kernel) to simulate for this GPU. `gpu`
+    None means an H200.
 
     Raises `GpuError` for GPUs without CUDA, and for those on which the installed torch does not run.
     """
@@ -113,7 +114,7 @@ def _torch() -> str:
 
 
 def _oldest_capabilities() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the oldest compute capability that the installed torch supports, for each build."""
+    """Return the lowest compute capability of any build of the installed torch, and of its default build."""
     major, minor = map(int, _torch().split("."))
     return OLDEST_CAPABILITIES[max(first for first in OLDEST_CAPABILITIES if first <= (major, minor))]
 
@@ -123,10 +124,10 @@ def _text(capability: tuple[int, int]) -> str:
 
 
 def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
-    """Return the policy (the decisions of CUDA's libraries) of the first of these GPUs, with which one
-    simulation serves all of them.
+    """Return the policy (the kernel choices of CUDA's libraries) with which one simulation serves all of
+    these GPUs.
 
-    Each different set of decisions is one of its `peers`.
+    It is that of the first GPU. Its `peers` are the policies of GPUs with other choices.
     """
     policies = [policy_for(gpu, software) for gpu in gpus]
     # Equal decisions need one simulation, so one policy of each kind suffices.
@@ -138,8 +139,7 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
 
 
 GRAPHS, GRAPH, NODES_OF_A_GRAPH = 60 * MIB, 4 * MIB, 1_500
-"""NVML bytes of a step's CUDA graphs, in total and for each graph, and the number of kernels that one such
-amount holds.
+"""NVML bytes of a step's CUDA graphs: once, and for each `NODES_OF_A_GRAPH` kernels of a graph.
 
 Eleven runs on an H200 and an H100 with torch 2.11 are all predicted exactly. They had three to six graphs of
 3 to 2,376 kernels each (2026-11-27, results/h200-2026-11-27/captured.json).
@@ -162,13 +162,14 @@ class ContextNeeds(NamedTuple):
     solver: bool = False
     """True if the step loads cuSOLVER."""
     feature_bytes: int = 0
-    """Bytes that operators of features add."""
+    """NVML bytes that libraries of optional features add."""
     graphs_bytes: int = 0
     """Bytes that the driver takes for CUDA graphs."""
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """Return the libraries and features of CUDA that this trace uses, such as cuDNN or CUDA graphs."""
+        """Return the properties of this trace's step that enlarge the CUDA context, such as cuDNN or CUDA
+        graphs."""
         operators = {kernel.operator for kernel in trace.kernels}
         return cls(
             any(mark.phase == "backward" for mark in trace.marks),
@@ -182,7 +183,7 @@ class ContextNeeds(NamedTuple):
 
 
 def graphs_bytes(kernels: Iterable[Kernel]) -> int:
-    """Return the driver's bytes for the CUDA graphs of a step's kernels, without graphs of compiled programs.
+    """Return the driver's bytes for a step's CUDA graphs, without those of compiled layers (`torch.compile`).
 
     Among the forward and backward passes of many micro-batches only the first two are different graphs.
     """
@@ -200,9 +201,10 @@ def graphs_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int = 0) -> tuple[int, list[str]]:
-    """Return the NVML bytes of the context and its libraries, and sentences on their uncertainty.
+    """Return the NVML bytes of the CUDA context and its libraries for this trace's step, and warnings about
+    their accuracy.
 
-    The bytes include those of a process `group`.
+    `group` are the bytes of the process group, which are included.
     """
     return context_for(gpu, software, ContextNeeds.of(trace), group=group)
 
@@ -210,7 +212,8 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int 
 def context_for(
     gpu: Gpu | None, software: Software, needs: ContextNeeds, *, group: int = 0
 ) -> tuple[int, list[str]]:
-    """Return the bytes of a CUDA context on this GPU for a step with these needs, and warnings."""
+    """Return the NVML bytes of a CUDA context on this GPU for a step with these needs, and warnings about
+    their accuracy. `group` are the bytes of the process group, which are included."""
     # The software of an earlier time gives context and libraries as one figure.
     if software.context_bytes is not None:
         return software.context_bytes + group, []
@@ -236,10 +239,10 @@ def context_for(
 
 
 def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]:
-    """Return warnings about figures that are less certain on this GPU than on an H200, on which most
-    measurements were made.
+    """Return warnings about predicted bytes that are less certain on this GPU than on an H200, the most
+    measured GPU.
 
-    They include builds of torch that do not run on it. `software` None means the installed packages.
+    One warns that torch's default build does not run on it. `software` None means the installed packages.
     """
     if gpu is None:
         return ["No GPU was named, so kernels are chosen for compute capability 9.0. Add --gpu NAME."]

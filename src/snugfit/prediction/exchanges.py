@@ -1,6 +1,7 @@
-"""Interface for predictions of communication between processes, which a feature implements as `Exchanges`.
+"""Interface for predictions of communication between processes, which the feature for several GPUs implements
+as `Exchanges`.
 
-This module has the figures of one process alone: no exchanges, and one rank.
+The base classes here are for one process: no communication, and one rank.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ GPUS_PER_HOST = 8
 """GPUs of one host: the usual number in hosts for sale and for rent."""
 
 MICRO_BATCHES_IN_FULL = 2
-"""Number of micro-batches to simulate with all layers. The second takes as many bytes as any further one,
-unless layers are cut into stages."""
+"""Number of micro-batches to simulate with all layers. Further ones take as many bytes as the second, unless
+a pipeline splits the layers into stages."""
 
 
 class ForeseenRank(NamedTuple):
@@ -42,15 +43,15 @@ class ForeseenRank(NamedTuple):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that must be free on its GPU."""
+        """Bytes that must be free on the rank's GPU: CUDA context and reserved memory."""
         return self.context + self.after.reserved_peak
 
 
 class StreamsRun(Protocol):
-    """A simulated step whose kernels run in several CUDA streams."""
+    """Protocol: a simulated step whose kernels run in several CUDA streams."""
 
     seconds: float
-    """Seconds between the ends of two steady steps."""
+    """Seconds between the ends of two consecutive steps, after the first ones."""
 
     @property
     def moments(self) -> Sequence[tuple[float, float, float]]:
@@ -58,7 +59,7 @@ class StreamsRun(Protocol):
 
 
 class DifferingRanks(Protocol):
-    """A simulated step of ranks with different work, such as pipeline stages."""
+    """Protocol: a simulated step of ranks with different work, such as pipeline stages."""
 
     def seconds(self, rank: int, batch_size: int, rates: Rates) -> StepSeconds:
         """Return the seconds of this rank's step."""
@@ -71,7 +72,7 @@ class GpuLink:
     """Speed of the link between GPUs. The base class is for one GPU, which has no link."""
 
     def seconds(self, kernel: Kernel) -> float:
-        """Return the seconds of a collective while no other kernel runs."""
+        """Return the seconds of this collective kernel (such as all-reduce) while no other kernel runs."""
         return 0.0
 
     def share(self, operator: str, gpus: int) -> float:
@@ -83,20 +84,20 @@ class GpuLink:
 
 class Exchanges:
     """Predicted bytes and seconds of communication between processes. The base class is for one process,
-    without any."""
+    which never communicates."""
 
     modules: Sequence[str] = ()
-    """Modules that a process imports before a simulation."""
+    """Python modules that a process imports before a simulation."""
 
     # ---- bytes ----
 
     def ranks_to_rehearse(self, job: Job, setup: Setup) -> Sequence[int]:
-        """Return one rank for each group of ranks with the same work."""
+        """Return the ranks to simulate: one of each group of ranks with the same work."""
         return (0,)
 
     @staticmethod
     def group_bytes(setup: Setup, loop: str) -> int:
-        """Return the NVML bytes of the process group; they count as context."""
+        """Return the NVML bytes of the process group (`torch.distributed`); they count as CUDA context."""
         return 0
 
     @staticmethod
@@ -138,8 +139,9 @@ class Exchanges:
     ) -> StreamsRun:
         """Simulate a step whose kernels run in several CUDA streams.
 
-        `device` are their seconds on the device while no other kernel runs, and `launches` those of the host.
-        Before the kernels whose numbers are in `syncs`, the host waits for the stream that computes.
+        `device` are each kernel's seconds on the GPU while no other kernel runs, and `launches` those of its
+        launch on the host. Before the kernels with the indices `syncs`, the host waits for the compute
+        stream.
         """
         raise NotImplementedError
 
@@ -161,15 +163,13 @@ class Exchanges:
     def few_layers_question(
         self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
     ) -> Any | None:
-        """Return an object that predicts ranks with different work from few layers (`judge`); None if all
-        ranks have the same work.
+        """Return an object whose method `judge` predicts ranks with different work, from a model with few
+        layers. None if all ranks have the same work.
         """
         return None
 
     def micro_batches_in_full(self, setup: Setup) -> float:
-        """Return the number of micro-batches that a full simulation runs, from which any larger number is
-        extrapolated.
-        """
+        """Return the number of micro-batches to simulate; larger numbers are extrapolated from it."""
         return MICRO_BATCHES_IN_FULL
 
 
@@ -179,7 +179,7 @@ def weight_bytes(trace: Trace) -> int:
 
 
 def modules_of(job: Job) -> list[str]:
-    """Return the modules that processes import to predict this job, which takes some seconds.
+    """Return the names of the Python modules that worker processes import to predict this job.
 
     The last is ignored if transformers has no such file.
     """
@@ -189,6 +189,7 @@ def modules_of(job: Job) -> list[str]:
 
 @cache
 def exchanges() -> Exchanges:
-    """Return the `Exchanges` of the feature for several processes; the base class without that feature."""
+    """Return the predictor of communication between processes. It is the base class if the feature for
+    several GPUs is missing."""
     # Without a feature for several processes, the base class has the figures of one.
     return next((make() for make in hooks("exchanges")), Exchanges())

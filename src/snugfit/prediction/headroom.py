@@ -1,9 +1,9 @@
-"""The headroom: bytes of a GPU's memory that a plan leaves free.
+"""Headroom: bytes of a GPU's memory that a plan leaves free.
 
-A recipe that fits by a few MiB fits on paper. So a plan leaves 2 % of the GPU's memory by default. An
-uncertainty of known size about the bytes (an unmeasured context) is added. On a GeForce, which mostly drives
-a display as well, half a GiB is added. An amount of memory that the user names is used in full, unless a
-headroom is requested.
+A recipe whose prediction leaves a few MiB may still run out of memory. So a plan leaves 2 % of the GPU's
+memory by default. On a GPU whose CUDA context was not measured, the context's possible error is added. On a
+GeForce, which mostly drives a display as well, half a GiB is added. An amount of memory that the user names
+is used in full, unless a headroom is requested.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def headroom_of(
 ) -> int:
     """Return the bytes to leave free of `memory_bytes`, or of the GPU's memory if that is None.
 
-    `asked` is in bytes or text (`1GiB`, `2%`); None is the usual headroom. Raises `UsageError` for other
-    values. All of the memory is an error too, unless the GPU is `one_of_many`, since others may have more.
+    `asked` is in bytes or text (`1GiB`, `2%`); None is the default headroom. Raises `UsageError` for other
+    values. A headroom of all the memory is an error too. It is allowed for a GPU that is `one_of_many`, since
+    others may have more.
     """
     if asked is None:
         # An amount that the user names is used in full, unless a headroom is requested.
@@ -64,7 +65,7 @@ def at_most(needed_bytes: float, gpu: Gpu) -> int:
 
 
 def may_drive_display(gpu: Gpu) -> bool:
-    """Return True if the GPU is a GeForce by its driver's name, since these mostly drive a display."""
+    """Return True if the GPU may drive a display: if the driver's name for it contains GeForce."""
     # Gaming cards often drive a desktop, whose windows take memory too.
     return any("geforce" in name.lower() for name in gpu.names)
 

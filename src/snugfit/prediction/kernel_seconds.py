@@ -3,7 +3,7 @@ rates.
 
 **Matrix products** are cut into tiles that the multiprocessors compute in waves (`tile_seconds`).
 
-**Attention** by its FLOPs, in waves of blocks of 64 queries.
+**Attention** takes the time of its FLOPs, in waves of blocks of 64 queries.
 
 **Everything else** is bound by the bytes it moves, and a small one by the time that any kernel takes.
 Pointwise operators reach the bandwidth when their operands have the same layout. Operators that compute each
@@ -53,17 +53,18 @@ TILES = (
 `MatmulRate.efficiency` (-1: 1)."""
 
 SPLITS = (1, 2, 4, 8, 16)
-"""Numbers of parts into which a matrix product's inner dimension may be split, each with its own tiles."""
+"""Numbers of parts into which a matrix product's inner dimension may be split (split-K), each with its own
+tiles."""
 
 SHORTEST_SPLIT = 256
-"""Smallest length of such a part of the inner dimension."""
+"""Smallest length of a part of a matrix product's split inner dimension."""
 
 PLAYED = 0.38
-"""Remaining share of a matrix product's start when it is replayed in a CUDA graph.
+"""Share of a matrix product's start time (`MatmulRate.start`) that remains in a replayed CUDA graph.
 
-Starts were fitted to kernels that are launched one by one, and a graph leaves no time between them. Recorded
-steps of BERT-large, RoBERTa-large and Qwen2.5-0.5B took 2.9 to 3.2 us less for each product. The sources are
-`profile-bert.json` and `profile-roberta.json` of `results/h200-2026-11-27`, and
+Start times were fitted to kernels that are launched one by one, and a graph leaves no time between them.
+Recorded steps of BERT-large, RoBERTa-large and Qwen2.5-0.5B took 2.9 to 3.2 us less for each product. The
+sources are `profile-bert.json` and `profile-roberta.json` of `results/h200-2026-11-27`, and
 `results/h100-2026-11-27/clocks.json`.
 """
 
@@ -81,12 +82,12 @@ On the host of one H200, 8 to 13e9 were measured (2026-11-21), and 52e9 to 55e9 
 
 CONVOLUTION = {"torch.float32": 0.5}
 LOW_CONVOLUTION = 0.22
-"""Share of a dtype's matrix product rate that cuDNN's convolutions reach with channels first, pictures and
-sound alike, on one H200. Between 0.1 and 0.5 were measured in low precisions: the larger, the better."""
+"""Share of the FLOP/s of a dtype's matrix products that cuDNN's convolutions reach, channels first, on one
+H200. In low precisions, 0.1 to 0.5 were measured, more for larger convolutions."""
 
 FEW_CHANNELS = 8
 FEW_CHANNELS_FLOPS = 0.4
-"""Share of fp32's matrix product rate that convolutions of a picture's three channels reach, in any
+"""Share of the FLOP/s of fp32 matrix products that convolutions of an image's three channels reach, in any
 precision.
 
 On one H200, 15 to 29e12 FLOPs per second were measured.
@@ -98,7 +99,7 @@ WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
 
 
 class KernelClock:
-    """Predicts the seconds of kernels on one GPU, and of collectives over the link `connected`.
+    """Predict the seconds of kernels on one GPU, and of collectives over the link `connected` between GPUs.
 
     Kernels of the same shapes are computed once.
     """
@@ -173,7 +174,7 @@ class KernelClock:
         return start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
 
     def _copy_first(self, kernel: Kernel) -> float:
-        """Return the seconds in which torch copies the matrix that a product is added to (`addmm`).
+        """Return the seconds in which torch copies the matrix to which `addmm` adds a product.
 
         A bias is not copied, nor is a matrix that is added to in place.
         """
@@ -232,9 +233,10 @@ def tile_seconds(
     sizes: tuple[int, int, int, int],
     share: float = 1.0,
 ) -> float:
-    """Return the seconds of a batch of matrix products, the shortest over tile sizes and splits.
+    """Return the seconds of a batch of matrix products, with the fastest tile size and split.
 
-    `sizes` are (batch, rows, columns, inner length). `share` is the part of the rate that alignment leaves.
+    `sizes` are (batch, rows, columns, inner length). `share` is the fraction of the full rate that the
+    operands' alignment allows.
     """
     batch, rows, columns, inner = sizes
     # cuBLAS chooses tile and split by the shape; the fastest of a few is a good choice.

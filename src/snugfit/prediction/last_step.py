@@ -1,10 +1,10 @@
-"""Further replays of a trace's last step, since steps after the third may still reserve more.
+"""Further replays of a trace's last step in the allocator, since later steps may still reserve more memory.
 
-A trace ends with the first step that is like all that follow. That step splits the free blocks of earlier
-ones in its own way. The next step may then find a block in two pieces that was whole before, and takes a
-segment more. In a Llama and a Gemma 2 on an H100 these were 12 and 2 MiB in the fourth step. So the allocator
-replays the step until its initial state repeats, block by block and address by address. From there on nothing
-changes.
+A trace ends with the first step whose allocations all later steps repeat. That step splits the free blocks of
+earlier ones in its own way. The next step may then find a block in two pieces that was whole before, and
+takes a segment more. In a Llama and a Gemma 2 on an H100 these were 12 and 2 MiB in the fourth step. So the
+allocator replays the step until its initial state repeats, block by block and address by address. From there
+on nothing changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NONE_LATE: Mapping[int, int] = {}
 
 
 class TakesBack(Protocol):
-    """Protocol: the methods of a simulated allocator that free blocks."""
+    """Protocol: a simulated allocator that frees blocks."""
 
     def release(self, block: Any) -> None:
         """Free an allocated block for reuse."""
@@ -34,13 +34,13 @@ class TakesBack(Protocol):
         """Count a block as freed but not reusable, since another stream still uses it."""
 
     def take_back(self, block: Any) -> None:
-        """Make a dropped block reusable."""
+        """Make a block that `drop` counted as freed reusable."""
 
 
 class Frees:
     """The pending frees of one allocator, some of which are `late` because another stream uses the block.
 
-    `late` maps the event that frees to the event before which the block is reusable.
+    `late` maps the event of such a free to the later event before which the block is reusable.
     """
 
     def __init__(self, allocator: TakesBack, late: Mapping[int, int]) -> None:
@@ -48,7 +48,8 @@ class Frees:
         self._dropped: list[tuple[int, int, Any]] = []  # when it is back, a number of its own, the block
 
     def free(self, event: int, block: Any) -> None:
-        """Free a block at this event, or drop it if its free is late."""
+        """Free a block at this event. If its free is late, only count the block as freed, and make it
+        reusable later."""
         if event not in self._late:
             self._allocator.release(block)
             return
@@ -56,30 +57,31 @@ class Frees:
         heapq.heappush(self._dropped, (self._late[event], event, block))
 
     def pass_by(self, event: int) -> None:
-        """Before this next event, make all dropped blocks reusable whose streams have finished by then."""
+        """Make blocks reusable whose late free is due before the event `event`."""
         # The heap has the earliest free first.
         while self._dropped and self._dropped[0][0] <= event:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
     def finish(self) -> None:
-        """Make all dropped blocks reusable at the end of a step, when all streams have finished."""
+        """Make all blocks with late frees reusable at the end of a step, when all streams have finished."""
         while self._dropped:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
 
 class Allocates(Protocol):
-    """Protocol: the methods of a simulated allocator that allocate blocks."""
+    """Protocol: a simulated allocator that allocates blocks."""
 
     def allocate(self, nbytes: int, memory: Memory, stream: int) -> Any:
-        """Return a block of at least this number of bytes, of this memory and stream."""
+        """Allocate and return a block of at least this number of bytes, of this kind of memory and CUDA
+        stream."""
 
     def empty_cache(self) -> None:
         """Release whole free segments to the device."""
 
 
 class LastStep:
-    """A trace's last step, which begins after `start` events, as an object that replays it again. `live` are
-    the allocator's live blocks after it, by their numbers in the trace."""
+    """A trace's last step, which can be replayed again. It begins after `start` events. `live` are the
+    allocator's blocks still allocated after it, by block number."""
 
     def __init__(self, trace: Trace, start: int, live: Mapping[int, Any]) -> None:
         self._start = start
@@ -100,14 +102,15 @@ class LastStep:
 
     @property
     def leaves_as_many(self) -> bool:
-        """True if the step leaves the number of live blocks with equal properties unchanged, so that the same
-        step can follow.
+        """True if the step frees as many blocks as it allocates, for each size, operator and module. Only
+        such a step can be replayed.
         """
         allocated = Counter([move.stack for move, *_ in self._moves if type(move) is Alloc])
         return allocated == Counter([move.stack for move, *_ in self._moves if type(move) is Free])
 
     def begins(self) -> Hashable:
-        """Return the addresses of the blocks that the step frees and that were allocated before it."""
+        """Return the addresses of allocated blocks that the step may free, as the state in which the step
+        begins."""
         # A set, because the order of stacks has no meaning.
         blocks = self._blocks
         return frozenset(
@@ -117,7 +120,7 @@ class LastStep:
         )
 
     def run_again(self, allocator: Allocates, frees: Frees, emptied: Collection[int]) -> None:
-        """Run the step once more. `frees` performs its frees at the positions of their events.
+        """Replay the step's allocations and frees once more. `frees` performs the frees, some of them late.
 
         Before the events in `emptied`, the allocator releases its cached segments.
         """
@@ -143,7 +146,8 @@ def begin_of_last_step(trace: Trace) -> int:
 
 
 def places(trace: Trace, live: Mapping[int, Any]) -> Hashable:
-    """Return the addresses of live blocks, oldest first, as the state by which two steps are compared."""
+    """Return the addresses of allocated blocks, grouped by equal properties, as a state for comparing two
+    steps."""
     stacks: dict[Alloc, list[int]] = defaultdict(list)
     for number, block in live.items():
         stacks[_alloc_of(trace, number).stack].append(block.address)

@@ -1,6 +1,6 @@
-"""Bytes of a step in host memory: offloaded activations, optimizer states, and managed memory.
+"""Bytes of a step in host memory: offloaded activations, optimizer states, and CUDA managed memory.
 
-Managed memory is on the host or the GPU.
+Managed pages are on the host or the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PINNING = frozenset({COPY_OUT, STAGE_OUT, PINNED_ON_HOST})
 """Names of operators that occur only in steps with page-locked memory for offloading."""
 
 STAGING_BYTES = 2 * STAGED_BYTES
-"""Bytes of page-locked memory through which weights and gradients pass that the host updates."""
+"""Bytes of the page-locked buffers between GPU and host for weights that the host updates, and their
+gradients."""
 
 
 def waiting_bytes(kernels: Iterable[Kernel]) -> int:
@@ -48,7 +49,7 @@ def waiting_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def pinned_bytes(kernels: Iterable[Kernel]) -> int:
-    """Return the page-locked bytes of a step, without those of its data loader."""
+    """Return the page-locked host bytes of a step with these kernels, without those of its data loader."""
     kernels = tuple(kernels)
     if PINNING.isdisjoint({kernel.operator for kernel in kernels}):
         return 0
@@ -72,9 +73,9 @@ def host_state_bytes(kernels: Iterable[Kernel]) -> int:
 
 
 def managed_bytes(kernels: Iterable[Kernel]) -> int:
-    """Return the NVML bytes of paged optimizer states, while all of them are on the GPU.
+    """Return the NVML bytes of paged optimizer states while all of them are on the GPU.
 
-    An update requests each page once.
+    Their size is that of the pages that an update prefetches.
     """
     return managed_on_gpu(sum(kernel.nbytes // 2 for kernel in kernels if kernel.operator == PREFETCH))
 

@@ -1,5 +1,5 @@
-"""The prediction of a step: simulate it, replay its trace through the allocator, and add the bytes outside of
-both."""
+"""Predict a training step: simulate it, replay its trace through the allocator, and add bytes outside
+PyTorch."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 PROCESS_BYTES = 1500 * MIB
-"""Resident memory of a process that has imported torch and transformers and has a CUDA context.
+"""Resident bytes of a process that has imported torch and transformers and has a CUDA context.
 
 It was between 1,326 and 1,828 MiB in 16 drawn runs on an H200 (2026-11-20, torch 2.11).
 """
 
 IMPORTED_BYTES = 930 * MIB
-"""Resident memory of a process with torch and transformers before any kernel was loaded, without its weights
-on the host. The HF Trainer's 2,207 MiB with BERT-large are this and the weights' 1,279 (2026-11-20)."""
+"""Resident memory of a process that has imported torch and transformers and loaded no kernel, without its
+weights. The HF Trainer took 2,207 MiB with BERT-large, 1,279 of them for weights (2026-11-20)."""
 
 WORKER_BYTES = 450 * MIB
-"""Resident memory of one loader worker that its parent's pages do not share."""
+"""Resident bytes that one worker of a DataLoader does not share with its parent process."""
 
 PREFETCHED_BATCHES = 2
 """Number of batches that each loader worker prepares ahead (DataLoader's `prefetch_factor`)."""
@@ -79,12 +79,12 @@ def predict(
 
     Recipe and GPU may be text. Several `gpus` of this kind share the global batch.
 
-    `memory_bytes` is the usable memory, when it is not all of the GPU's. A step that fits and leaves less of
-    it than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's
+    `memory_bytes` is the usable memory, when it is not all of the GPU's. A step that fits but leaves less of
+    it free than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's
     memory, and more where the bytes are uncertain. `loop` is `plain`, `accelerate` or `trainer`.
-    `trainer_class` is a subclass of `transformers.Trainer` to simulate instead. `rates` are by default this
-    GPU's. Raises `UsageError` for an impossible request, `RehearsalError` for a step that cannot be
-    simulated.
+    `trainer_class` is a subclass of `transformers.Trainer` to simulate instead. `rates` (speeds of kernels)
+    are by default this GPU's. Raises `UsageError` for an impossible request, `RehearsalError` for a step that
+    cannot be simulated.
     """
     _refuse(job, memory_bytes)
     gpu, profile = None if gpu is None else find_gpu(gpu), find_software(software)
@@ -126,7 +126,8 @@ def predict(
 def _about_bytes(
     shown: ForeseenRank, peak: int, setup: Setup, available: int | None, gpu: Gpu | None, profile: Software
 ) -> Iterator[str]:
-    """Yield warnings about the assumptions of a simulation, and about its memory at the peak."""
+    """Yield warnings about the accuracy of the predicted bytes: assumptions of the simulation, memory at the
+    peak, this GPU."""
     missing = max(0, shown.needed_bytes - (available or shown.needed_bytes))
     alive = [shown.trace.blocks[index] for index in shown.trace.alive_at(peak)]
     yield from shown.trace.doubts
@@ -158,8 +159,8 @@ def _foresee_rank(
 
 
 def rehearse_again(prediction: Prediction) -> Trace:
-    """Simulate a prediction's step again and return the trace, which the prediction does not contain. Not for
-    a subclass of Trainer."""
+    """Simulate a prediction's step again and return the trace, which the prediction does not contain. It does
+    not support a subclass of Trainer."""
     profile = find_software(prediction.software)
     setup = on_gpus(profile.setup(prediction.recipe), prediction.gpus)
     part = job_of_rank(prediction.job, setup)
@@ -197,7 +198,7 @@ SIMPLE = (
     "weights_dtype", "attention", "matmul", "autocast", "scale_gradients", "micro_batches", "loader",
     "optimizer", "expandable_segments", "logits", "checkpoint",
 )  # fmt: skip
-"""Fields of `Setup` that use no module whose import is deferred."""
+"""Fields of `Setup` whose values need no module with a deferred import."""
 
 
 def _rehearse_once(
@@ -229,11 +230,11 @@ def _rehearse_once(
 
 
 def _host_bytes(job: Job, setup: Setup, shown: ForeseenRank, ranks: Sequence[ForeseenRank], loop: str) -> int:
-    """Return the largest resident memory in bytes of the process and its workers, to within 400 MiB.
+    """Return the peak resident bytes of the training process and its loader workers, to within 400 MiB.
 
-    Most of it is not the job's: Python, torch and CUDA's libraries. The job adds its host tensors. First they
-    are a model that is built on the host, until it moves. Then they are the loader's batches, offloaded
-    activations, and an optimizer's states.
+    Most of them are Python, torch and CUDA's libraries. Before training, a model that is built on the host
+    adds its weights. During training, the loader's batches, offloaded activations and optimizer states add
+    theirs.
     """
     trace = shown.trace
     batch = sum(block.nbytes for block in trace.blocks if block.kind == Kind.INPUTS and block.step == 0)
@@ -282,8 +283,8 @@ def _seconds(
     rates: Rates | None,
     differing: DifferingRanks | None,
 ) -> tuple[StepSeconds | None, tuple[PhaseSpan, ...], tuple[str, ...]]:
-    """Return the seconds of a step after the first ones on this GPU, its timeline, and warnings about their
-    accuracy.
+    """Return the seconds of a step on this GPU (without first-step costs), its timeline, and warnings about
+    their accuracy.
     """
     if gpu is None:
         return None, (), ()
@@ -316,8 +317,8 @@ def _seconds(
 
 
 def _startup(trace: Trace, job: Job, setup: Setup, timing: StepSeconds | None) -> Startup | None:
-    """Return the predicted start-up seconds before steps have their final speed, on a host like that of the
-    measured H200.
+    """Return the predicted seconds from process start until steps reach their final speed; None without a
+    predicted step time. The host is assumed to be like that of the measured H200.
     """
     if timing is None:
         return None

@@ -1,8 +1,8 @@
 """Software profiles: a prediction is for the installed packages, or for those of an earlier time.
 
-A profile gives the differences between the software of that time and today's. These are the bytes of a
-context, gradients kept between steps, the tensors that softmax saved, and the techniques that existed. It
-never depends on a GPU's name. The same profile serves any GPU of the time.
+A profile lists what differed in that software. These are the bytes of the CUDA context, gradients kept
+between steps, tensors saved by softmax, and available techniques. It never depends on a GPU's name. The same
+profile serves any GPU of the time.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Software:
     """NVML bytes of the CUDA context and libraries with this software; None uses the GPU's own."""
 
     recipe: str = "plain"
-    """Recipe of this software's defaults, in the slots where the given recipe has today's."""
+    """Recipe of this software's default techniques. They replace today's defaults in a user's recipe."""
 
     optimizers: Mapping[str, str] = field(default_factory=dict)
-    """Import paths of the optimizers of that time, by those of today's that they replace."""
+    """Import paths of that time's optimizers, by the paths of today's optimizers that they replace."""
 
     keep_gradients: bool = False
-    """True if gradients were zeroed in place between steps and not dropped."""
+    """True if gradients were zeroed in place between steps, as with `zero_grad(set_to_none=False)`."""
 
     softmax_saves_input: bool = False
     """True if softmax saved its input for backward in addition to its output."""
@@ -64,7 +64,7 @@ class Software:
         return recipe
 
     def setup(self, recipe: Recipe) -> Setup:
-        """Return the recipe's Setup, with this software's optimizers."""
+        """Return the recipe's settings as a `Setup`, with the optimizers of this software."""
         setup = recipe.setup()
         path = self.optimizers.get(setup.optimizer_path)
         if path is None:

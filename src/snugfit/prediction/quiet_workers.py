@@ -1,14 +1,14 @@
 """Suppression of logs and hiding of GPUs in the fork server that starts worker processes.
 
-Log lines about which users can do nothing are suppressed from here on, in this process and in the workers. No
-user's own code runs there.
+Log lines that need no action by users are suppressed in this process and in the workers. No user's own code
+runs in the fork server.
 
-Workers answer through pipes. DeepSpeed prints to stdout when transformers imports it, which would precede the
-parent's answer, so their stdout is stderr.
+Workers answer through pipes. DeepSpeed prints to stdout when transformers imports it, and would mix with the
+parent's output. So a worker's stdout is its stderr.
 
-A prediction queries no GPU. Yet libraries that transformers imports do: torchao looks up the kind of GPU.
-Copies of a process that has queried CUDA fail in CUDA with "initialization error". On a machine with GPUs, a
-run was therefore reported as impossible to simulate.
+A prediction queries no GPU. Yet libraries that transformers imports do: torchao looks up the kind of GPU. In
+forks of a process that has queried CUDA, CUDA fails with "initialization error". Without this module, a
+simulation failed for this reason on a machine with GPUs.
 """
 
 from __future__ import annotations

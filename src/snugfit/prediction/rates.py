@@ -1,11 +1,11 @@
 """Hardware rates: the speed of kernels on one GPU, and the seconds in which its host launches them.
 
-The rates are achieved ones, not those of a data sheet. A large product of matrices reaches two thirds to nine
+They are achieved rates, not those of a data sheet. A large product of matrices reaches two thirds to nine
 tenths of the peak, a small one a tenth. Its shape decides (`kernel_seconds.py`). `rates.json` contains the
-measured rates, by the GPU's key. A GPU that was never measured gets the H200's shares of its own data sheet.
-Or it gets rates of other people (`achieved` in the table of GPUs). Its answers report it.
+measured rates, by the GPU's key. An unmeasured GPU gets the H200's rates, scaled by the two data sheets.
+Published rates (`achieved` in the table of GPUs) are preferred. Predictions report this.
 
-The host is apart from the GPU: the seconds of a launch depend on the machine, and on other programs there.
+The host has rates of its own: the seconds of a launch depend on the machine, and on other programs there.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PRECISIONS = {
     "torch.float8_e4m3fn": FP8,
     "torch.float8_e5m2": FP8,
 }
-"""Name of the arithmetic in a GPU's data sheet, by a kernel's dtype.
+"""Name of a precision in a GPU's data sheet, by a kernel's dtype.
 
-The reference's products in 8-bit floats were not measured: they reach the share of its data sheet that those
-in bfloat16 reach.
+Products of 8-bit floats were not measured. They are assumed to reach the same share of the data sheet's rate
+as bfloat16.
 """
 
 REFERENCE = "H200-SXM"
-"""The measured GPU whose achieved shares of its data sheet are assumed for GPUs without a measurement."""
+"""The measured GPU whose rates, as shares of its data sheet's, are assumed for unmeasured GPUs."""
 
 LARGEST_FILE = 1 << 20
 
@@ -56,36 +56,39 @@ FLASH_MAJORS = (8, 12)
 """Major compute capabilities of GPUs with `FLASH_SHARES`: Ampere, Ada, and Blackwell without `wgmma`."""
 
 OTHER_HOST = 0.7
-"""Factor of a host's launch seconds next to a GPU without a measurement, relative to the reference's host, a
-rented machine.
+"""Launch seconds assumed for the host of an unmeasured GPU, relative to those of the H200's host (a rented
+machine).
 
-Chosen, not measured: at 1.0 the guide's published V100 rows come out in another order than printed.
+Chosen, not measured: at 1.0, predictions for a V100 have another order than the published measurements of the
+guide.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulRate:
-    """Speed of matrix products of one precision: a grid of tiles over the multiprocessors."""
+    """Speed of matrix products of one precision. Multiprocessors compute the result's tiles in waves."""
 
     flops: float
     """FLOPs per second of the whole GPU while every multiprocessor computes a tile of 256 x 128."""
 
     start: float
-    """Seconds of a product before and after its tiles' work."""
+    """Seconds of a product in addition to its tiles: launch on the device, and end."""
 
     wave: float
-    """Seconds of a wave of tiles without its arithmetic: filling the pipeline, writing the result."""
+    """Seconds of a wave of tiles (one per multiprocessor) in addition to its arithmetic: filling the
+    pipeline, writing the result."""
 
     efficiency: tuple[float, float, float, float]
-    """Efficiency of tiles of 128 x 128, 128 x 64, 64 x 64 and 64 x 32, against the largest."""
+    """Fraction of `flops` that tiles of 128 x 128, 128 x 64, 64 x 64 and 64 x 32 reach."""
 
     unaligned: tuple[float, float, float]
-    """Remaining share of the rate when operand rows are aligned to 2, 4 and 8 bytes, not to 16.
+    """Fraction of `flops` that products reach when operand rows are aligned to only 2, 4 and 8 bytes, not to
+    16.
     """
 
     def share(self, alignment: int) -> float:
-        """Return the remaining fraction of the speed of matrix products whose rows are aligned to a power of
-        two of bytes, at most 16.
+        """Return the fraction of `flops` that matrix products reach when rows are aligned to this power of
+        two of bytes.
         """
         # Alignments of 2, 4 and 8 bytes have indices 0, 1 and 2.
         return 1.0 if alignment >= ALIGNMENT else self.unaligned[alignment.bit_length() - 2]
@@ -96,14 +99,14 @@ class HostLaunchCosts:
     """Seconds that Python and torch take on the host to launch one kernel, by class of kernel."""
 
     forward: float
-    """Seconds to launch a kernel of the forward pass, or of its recomputation."""
+    """Seconds to launch a kernel of the forward pass, or of its recomputation (activation checkpointing)."""
 
     cast: float
-    """Seconds to launch a cast in the forward pass or its recomputation: autocast launches it without
+    """Seconds to launch a dtype cast in the forward pass or its recomputation; autocast does so without
     Python."""
 
     module: float
-    """Seconds to enter a module, in the forward pass or its recomputation."""
+    """Seconds to call an `nn.Module`, in the forward pass or its recomputation."""
 
     backward: float
     """Seconds to launch a kernel of the backward pass, by autograd's own thread."""
@@ -112,10 +115,11 @@ class HostLaunchCosts:
     """Seconds to begin a checkpointed region, or its recomputation, without its kernels."""
 
     view: float
-    """Seconds of an operator without a kernel: a view, an empty tensor, and autograd's work on these."""
+    """Seconds of an operator that launches no kernel, such as a view or `empty`, with autograd's work for
+    it."""
 
     update: float
-    """Seconds to launch a kernel of an optimizer or of clipping."""
+    """Seconds to launch a kernel of an optimizer or of gradient clipping."""
 
     python_launched: float
     """Seconds to launch a kernel of a library from Python, as bitsandbytes does. In JSON this is
@@ -125,52 +129,54 @@ class HostLaunchCosts:
     """Seconds for each further tensor in the lists of a foreach or fused kernel."""
 
     copy: float
-    """Seconds to copy a tensor of a micro-batch to the device, apart from making it."""
+    """Seconds to launch the copy of one tensor of a micro-batch to the device, without creating the
+    tensor."""
 
     prepared: float
-    """Seconds to take a tensor of a micro-batch from the worker processes' queue and copy it."""
+    """Seconds to take one tensor of a micro-batch from the loader workers' queue and launch its copy."""
 
     sample: float
-    """Seconds to read a sample from the dataset and collate it in the loop's own process."""
+    """Seconds to read a sample from the dataset and collate it in the training loop's own process."""
 
     byte: float
-    """Seconds to make one byte of a batch in the loop's own process."""
+    """Seconds to create one byte of a batch in the training loop's own process."""
 
     step: float
-    """Seconds of each step apart from its kernels: the loop, the scheduler."""
+    """Seconds of each step that launch no kernel: the training loop, the learning rate scheduler."""
 
     wait: float
-    """Seconds of the round trip each time the host waits for the device, without the wait itself."""
+    """Overhead in seconds of each synchronisation of the host with the device, without the wait itself."""
 
     intercepted: float = 1.6e-05
-    """Seconds in which selective checkpointing inspects an operator, in Python. Older calibrations have none.
+    """Seconds in which selective checkpointing intercepts one operator in Python. Older calibrations lack
+    this field.
 
     On an H200's host that was shared (2026-11-23) it took 5 to 40 microseconds, 23 in the mean of eight
     readings. Launches took 1.45 times their rate meanwhile. The least of many turns on another host were 16.
     """
 
     product: float = 2e-05
-    """Seconds to launch a matrix product of an optimizer, as in Muon's steps.
+    """Seconds to launch a matrix product of an optimizer such as Muon.
 
-    Most of them copy a matrix first, which is a launch of its own. The figure is from one step of BERT-large
-    on an H200's host that was shared (2026-11-23). Older calibrations have none.
+    Most of these products copy a matrix first, and include that launch. The figure is from one step of
+    BERT-large on an H200's host that was shared (2026-11-23). Older calibrations lack this field.
     """
 
     function: float = 7e-05
     """Seconds of an autograd Function of a library, forward or backward, or one of DeepSpeed's hooks around a
     module.
 
-    The function is written in Python. Its launches are not counted. Older calibrations have none. On two
-    H200s' hosts (2026-11-23 and 24) eight steps with Liger took 80 microseconds for each, against five steps
-    without. Four with bitsandbytes' 4-bit weights took 60 to 75. Two of ZeRO-3 took 65 and 90 for each of its
-    hooks (`features/distributed/simulate/engine.py`).
+    Kernel launches in the function are not included. Older calibrations lack this field. On two H200s' hosts
+    (2026-11-23 and 24) eight steps with Liger took 80 microseconds for each, against five steps without. Four
+    with bitsandbytes' 4-bit weights took 60 to 75. Two of ZeRO-3 took 65 and 90 for each of its hooks
+    (`features/distributed/simulate/engine.py`).
 
     Alone, on a CPU, such a hook took 28 to 50. An autograd Function of DeepSpeed's took 25 to 75. Both ran
     without CUDA's streams, events and ranges.
     """
 
     generated: float = 1.03e-5
-    """Seconds to launch a kernel that a compiler generated, by its program.
+    """Seconds in which compiled code (`torch.compile`) launches a kernel that the compiler generated.
 
     This and the next three are fitted to ten readings on the hosts of three H200s, torch 2.11. Eight are
     forward and backward passes of compiled layers, against the same passes uncompiled
@@ -180,23 +186,23 @@ class HostLaunchCosts:
     """
 
     in_program: float = 3.1e-5
-    """Seconds to launch a kernel of torch in a compiled program, with the views and buffers that its call
-    makes."""
+    """Seconds in which compiled code launches one of torch's own kernels, with the views and buffers for its
+    call."""
 
     program: float = 3.08e-4
-    """Seconds to call a compiled program of a forward pass: its guards, and autograd's work around it."""
+    """Seconds to call the compiled code of a forward pass: its guards, and autograd's work around it."""
 
     backward_program: float = 5.1e-5
-    """Seconds in which autograd calls a compiled program of a backward pass."""
+    """Seconds in which autograd calls the compiled code of a backward pass."""
 
     shard_hook: float = 3.4e-4
     """Seconds of one of FSDP2's hooks around a group of sharded weights, without its launches
     (`SHARD_HOOKS`).
 
-    Two run before a group computes, two after its backward pass, and one where it gathers. The figure is from
-    two H200s, against steps of the same models without FSDP2. Three models of 13, 20 and 27 groups with 10 to
-    20 weights each took 0.28 to 0.39 ms. The number of weights in a group made no difference
-    (results/h200-2026-11-26/host-2.json). `snugfit calibrate --gpus N` measures it.
+    Two run before a group's forward and backward, two after its backward pass, and one at its all-gather. The
+    figure is from two H200s, against steps of the same models without FSDP2. Three models of 13, 20 and 27
+    groups with 10 to 20 weights each took 0.28 to 0.39 ms. The number of weights in a group made no
+    difference (results/h200-2026-11-26/host-2.json). `snugfit calibrate --gpus N` measures it.
     """
 
     sharded_operand: float = 1.7e-6
@@ -215,12 +221,13 @@ class HostLaunchCosts:
     """
 
     weight_apart: float = 2.5e-4
-    """Seconds for each weight whose gradient a pipeline computes apart from those of a stage's inputs,
-    without its launches.
+    """Seconds for each weight whose gradient a pipeline computes separately from the gradients of a stage's
+    inputs, without kernel launches.
 
-    These are `WEIGHTS_APART`: torch walks the graph for each in Python. It is a rough figure. A step with 592
-    of them took two H200s 438 ms, and 284 interleaved (results/h200-2026-11-26/several-gpus-x4.json). That is
-    0.19 to 0.37 ms for each: the host was as fast as a calibrated one, or 1.3 times slower.
+    For each (`WEIGHTS_APART`), torch traverses the autograd graph in Python. The figure is approximate. A
+    step with 592 of them took two H200s 438 ms, and 284 interleaved
+    (results/h200-2026-11-26/several-gpus-x4.json). That is 0.19 to 0.37 ms for each: the host was as fast as
+    a calibrated one, or 1.3 times slower.
     """
 
     def slower(self, factor: float) -> HostLaunchCosts:
@@ -239,12 +246,13 @@ class HostLaunchCosts:
 
 
 _HOST_KEYS = {"python_launched": "foreign"}
-"""JSON keys of fields whose name changed: files of rates and calibrations keep their keys."""
+"""JSON keys of fields whose names differ in Python. Files of rates and calibrations keep the old keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates(JsonFields):
-    """The hardware rates that one GPU and its host achieve."""
+    """Speeds that one GPU and its host achieve: matrix products, attention, memory, links and kernel
+    launches."""
 
     gpu: str
     """The key of the GPU in the table."""
@@ -264,7 +272,7 @@ class Rates(JsonFields):
     """
 
     bandwidth: float
-    """Bytes per second of a large element-wise kernel."""
+    """Bytes per second, read and written, of a large element-wise kernel."""
 
     start: float
     """Seconds of the smallest kernel, the minimum for any kernel."""
@@ -273,7 +281,7 @@ class Rates(JsonFields):
     """Bytes per second to or from page-locked memory of the host.
 
     An H200's is from four steps with copies both ways (`results/h200-2026-11-23/activation-offload`). They do
-    not distinguish the two ways.
+    not distinguish the two directions.
     """
 
     patterns: Mapping[str, tuple[float, float]]
@@ -281,21 +289,21 @@ class Rates(JsonFields):
     operator."""
 
     host: HostLaunchCosts
-    """Seconds of launches on the host."""
+    """Seconds in which the host launches kernels."""
 
     source: str
     """Sentence on the measurement that gave the rates."""
 
     measured: bool = True
-    """False for rates that were scaled from another GPU's by data sheet."""
+    """False for rates that were scaled from another GPU's by the two data sheets."""
 
     gpus: int = 1
-    """Number of GPUs of the host that worked at once while it was calibrated."""
+    """Number of the host's GPUs that computed at the same time during the calibration."""
 
     bus: Mapping[str, float] = field(default_factory=dict)
-    """Share of the link's bytes per second that large exchanges between GPUs reach, by NCCL's kernel.
+    """Share of the link's bytes per second that large collectives reach, by NCCL kernel.
 
-    It has calibrated kernels only (`Exchanges.link`).
+    It contains only calibrated kernels (`Exchanges.link`).
     """
 
     def to_json(self) -> dict[str, Any]:
@@ -304,11 +312,11 @@ class Rates(JsonFields):
 
 
 def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
-    """Return the hardware rates of this GPU while `gpus` GPUs of its model work at once.
+    """Return the hardware rates of this GPU while `gpus` GPUs of its model compute at the same time.
 
-    The user's own calibration of this number of GPUs comes first, then one of a single GPU. Next are our
-    measurements, and last the reference's shares of its data sheet. Raises `GpuError` when the table does not
-    give its speed, or when a calibration cannot be read.
+    The user's own calibration of this number of GPUs comes first, then that of a single GPU. Packaged
+    measurements come next, and last the H200's rates, scaled by data sheets. Raises `GpuError` when the table
+    does not give its speed, or when a calibration cannot be read.
     """
     # Rates may depend on the number of GPUs that work at once.
     calibrated = _read_calibration(calibration_file(gpu, gpus)) if gpus > 1 else None
@@ -328,16 +336,16 @@ def packaged_rates(gpu: Gpu) -> Rates:
 def knows_alignment(gpu: Gpu) -> bool:
     """Return True if the cost of unaligned rows (`MatmulRate.unaligned`) was measured on this GPU.
 
-    On others the reference's shares are assumed, calibrated or not.
+    On other GPUs the H200's shares are assumed, even if they were calibrated.
     """
     return gpu.key in _measured_rates()
 
 
 def calibration_file(gpu: Gpu, gpus: int = 1) -> Path:
-    """Return the file of the rates that `snugfit calibrate` measured on this GPU, while `gpus` of them worked
-    at once.
+    """Return the path for the rates that `snugfit calibrate` measures on this GPU, while `gpus` of them
+    compute at once.
 
-    It is in `$SNUGFIT_RATES`, else in the user's configuration folder.
+    The file is in `$SNUGFIT_RATES`, else in the user's configuration folder.
     """
     folder = os.environ.get("SNUGFIT_RATES")
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
@@ -414,7 +422,8 @@ def _in_32_bits(attention: str) -> bool:
 
 
 def _attention_flops(name: str, gpu: Gpu) -> float | None:
-    """Return an attention kernel's published FLOP/s on this GPU; None if they are not published."""
+    """Return the FLOP/s of an attention kernel on this GPU by its published share (`FLASH_SHARES`); None if
+    none applies."""
     share, capability = FLASH_SHARES.get(name), gpu.compute_capability
     return share * _peak(gpu, "fp16") if share and capability and capability[0] in FLASH_MAJORS else None
 
@@ -437,12 +446,13 @@ def host_link_bandwidth(gpu: Gpu) -> float:
 
 
 def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -> float:
-    """Return the bytes per second of a kernel on another GPU than the one where it was measured.
+    """Scale a kernel's measured bytes per second to another GPU.
 
-    The kernel reaches `rate` where the bandwidth allows `bandwidth`. The other GPU has `wider` times that
-    bandwidth and `busier` times its instructions. The time that bytes do not take is that of instructions. On
-    H100s the update of 26 bytes a weight moves 2.9 TB/s, and 2.89 by this
-    (`results/h100-2026-11-27/update-kernels.json`). Recorded steps of four models: `dev/log.md`.
+    On the measured GPU, the kernel reached `rate` and the bandwidth is `bandwidth`. The other GPU has `wider`
+    times this bandwidth and issues `busier` times as many instructions. The time that memory traffic does not
+    explain is assigned to instructions. On H100s, an optimizer kernel of 26 bytes a weight reaches 2.9 TB/s,
+    and this formula gives 2.89 (`results/h100-2026-11-27/update-kernels.json`). Recorded steps of four
+    models: `dev/log.md`.
     """
     # A kernel at the bandwidth is bound by its bytes alone.
     if rate >= bandwidth:

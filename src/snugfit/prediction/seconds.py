@@ -4,13 +4,12 @@ The host launches one kernel after the other without waiting. The device runs th
 when it has been launched and the one before it has ended. To read a value (`.item()`) the host waits until
 the device has caught up.
 
-Copies of offloaded activations run in parallel to all that, one after the other. A copy begins after its
-launch, after the kernels before it, and after the copy before it. The device waits where it needs one.
-Nothing else is assumed. The queue shows if and where a step is bound by its host, its device or the link
-between them.
+Copies of offloaded activations run in parallel to these kernels, one after the other. A copy begins after its
+launch, after the kernels before it, and after the copy before it. The device waits for a copy before a kernel
+that uses it. The queue shows if a step's time is limited by the host, the device or the link between them.
 
-Steps run one after the other without a pause. So a step's time is the time between the ends of two steps,
-without the effect of the first.
+Steps run one after the other without a pause. So a step's time is the time between the ends of two
+consecutive steps, after the first.
 """
 
 from __future__ import annotations
@@ -52,18 +51,19 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 SIMULATED_STEPS = 3
-"""Number of steps that the queue simulates; the length of the last one is the prediction."""
+"""Number of steps that the queue simulates; the seconds of the last one are the prediction."""
 
 BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
 """Operators that neither compute on the device nor move data in its own memory."""
 
 UPDATE_PASSES, HOST_BANDWIDTH = 7, {4: 90e9, 2: 63e9}
-"""AdamW's passes over the bytes of the weights, and the CPU's bytes per second, by bytes of a weight.
+"""Bytes that AdamW on the CPU moves per byte of weights, and the CPU's bytes per second, by bytes of a
+weight.
 
-Its passes read and write weights and both moments, and only read gradients. With 8 threads on the host of one
-H200 (2026-11-24), 84 to 108e9 were measured in fp32 and 64e9 in bfloat16, alone. With these, whole steps of
-three models on another's host are predicted within 1 %, 1 % and 12 % (`results/h200-2026-11-23/host-adamw`).
-In the third, the host decides the rest of the step too.
+AdamW reads and writes weights and both moments, and only reads gradients. With 8 threads on the host of one
+H200 (2026-11-24), 84 to 108e9 were measured in fp32 and 64e9 in bfloat16, alone. With these figures, steps of
+three models on another host are predicted within 1 %, 1 % and 12 % (`results/h200-2026-11-23/host-adamw`). In
+the third, the host decides the rest of the step too.
 """
 
 DISK_BANDWIDTH = 3e9
@@ -73,11 +73,12 @@ the data sheets of NVMe disks on PCIe 3 and on PCIe 4."""
 CAST = "aten::_to_copy"
 
 CAST_ON_HOST = ("torch.bfloat16", "torch.float16")
-"""Dtypes of inputs that are cast on the host: no loader makes them in 16 bits."""
+"""Dtypes of inputs that are created in 32 bits and then cast on the host, since no loader creates 16-bit
+data."""
 
 LARGEST_SMALL_COPY = 1024 * 1024
-"""Largest size in bytes of a copy from pageable memory without waiting for the device. On an H200 with CUDA
-13.0 (2026-11-21) 1 MiB did not wait, and 4 MiB did."""
+"""Largest size in bytes of a copy from pageable memory after which the host does not wait for the device. On
+an H200 with CUDA 13.0 (2026-11-21) 1 MiB did not wait, and 4 MiB did."""
 
 MODELS_OWN = frozenset({"forward", "backward"})
 """Phases of training whose arithmetic counts as the model's in the MFU: forward and backward."""
@@ -86,13 +87,14 @@ FEW_TENSORS = 8
 """Largest number of operands of an operator that does not take lists of tensors."""
 
 COMPUTES, TRAVELS = -2, -1
-"""Roles of a kernel in the queue: it runs on the device, or it is a copy in parallel to the computation.
+"""Roles of a kernel in the simulated queue: it runs on the device, or is a copy in parallel to computation.
 
-A number from 0 up makes the device wait for such a copy. The number counts the copies launched after it.
+A role from 0 up makes the device wait for a copy. The role is the number of copies launched after that one.
 """
 
 LINK_BOUND_ABOVE = 1.05
-"""Ratio of a step's seconds to those without its copies, above which the link is its bound. A choice."""
+"""Ratio of a step's seconds with its copies to those without, above which the link is called the bottleneck
+(chosen)."""
 
 BY_PYTHON = {
     SHARD_HOOKS: "shard_hook",
@@ -100,10 +102,12 @@ BY_PYTHON = {
     PART_OPERATORS: "part_operator",
     WEIGHTS_APART: "weight_apart",
 }
-"""Field of `HostLaunchCosts` for operators that the host runs `Kernel.tensors` times in Python."""
+"""Field of `HostLaunchCosts` with the seconds of an operator that the host runs `Kernel.tensors` times in
+Python."""
 
 HOST_BOUND_BELOW = 0.85
-"""Share of the step in which the device works; below it the step is called bound by the host. A choice."""
+"""Share of a step's time in which the device computes, below which the host is called the bottleneck
+(chosen)."""
 
 
 def step_seconds(
@@ -117,8 +121,8 @@ def step_seconds(
 ) -> StepSeconds:
     """Return the seconds of a step of this trace on this GPU.
 
-    `workers` is the number of processes that make the batches, and `streams` an earlier simulation of the
-    step. Raises `GpuError` when the GPU's rates are not known.
+    `workers` is the number of the DataLoader's processes. `streams` is an earlier simulation of the step in
+    several CUDA streams. Raises `GpuError` when the GPU's rates are not known.
     """
     rates = rates or rates_for(gpu)
     queue = queue_of(trace, rates, exchanges().link(gpu, rates), workers=workers)
@@ -172,14 +176,15 @@ class LaunchQueue(NamedTuple):
     device: Sequence[float]
     launches: Sequence[float]
     syncs: Sequence[int]
-    """Indices of the kernels before which the host waits for the device."""
+    """Indices of the kernels before which the host waits for the device, for example at `.item()`."""
     host: HostLaunchCosts
 
 
 def queue_of(
     trace: Trace, rates: Rates, connected: GpuLink | None = None, *, workers: int = 0
 ) -> LaunchQueue:
-    """Return the kernels of a step of this trace, as inputs of the simulated queue."""
+    """Return the kernels of this trace's step with their seconds, as inputs of the simulated queue of host
+    and device."""
     kernels = with_worker_batches(workers, trace.kernels)
     device = each_once(KernelClock(rates, connected).seconds, kernels)
     launches = each_once(lambda kernel: launch_seconds(kernel, rates.host), kernels)
@@ -201,7 +206,8 @@ class _Distinct:
 
 
 _LAST: list[_Distinct] = []
-"""Cache for the last tuple of kernels, since all of a step's seconds are computed one after the other."""
+"""Cache for the index of the last tuple of kernels, since several functions in turn process the same
+tuple."""
 
 
 def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:
@@ -224,7 +230,8 @@ def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[
 def _by_phase(
     kernels: Sequence[Kernel], device: Sequence[float], launches: Sequence[float], gpu: Gpu
 ) -> tuple[PhaseSeconds, ...]:
-    """Return the seconds of the kernels, summed by phase and operator group."""
+    """Return the kernels' seconds on device and host, summed by phase and operator group (matrix products,
+    ...)."""
     from snugfit.rehearsal.record.kernels import group_of
 
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -245,7 +252,8 @@ def _by_phase(
 
 
 def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
-    """Return the seconds of the model's contractions at the data sheet's peaks, without recomputed ones."""
+    """Return the seconds of the model's matrix products, convolutions and attention at the data sheet's peak.
+    Recomputed ones are left out."""
     from snugfit.rehearsal.record.kernels import CONTRACTIONS, group_of
 
     def seconds(kernel: Kernel) -> float | None:
@@ -256,8 +264,8 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
-    """Return each kernel's role in the simulated queue: it computes (`COMPUTES`), is a concurrent copy
-    (`TRAVELS`), or waits for a copy.
+    """Return each kernel's role in the simulated queue: `COMPUTES`, `TRAVELS` for a concurrent copy, or
+    the number of copies launched after the one it waits for.
     """
     return each_once(
         lambda k: TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES,
@@ -277,7 +285,7 @@ def simulate_queue(
 
     `device` are the seconds of each kernel on the device or the link, and `launches` those on the host. The
     host waits for the device before the kernels whose indices are in `syncs`. `roles` are those of
-    `queue_roles`. Without them all are kernels of the device.
+    `queue_roles`. Without `roles`, all kernels run on the device.
     """
     return run_queue(device, launches, syncs, host, roles)[0]
 
@@ -291,11 +299,8 @@ def run_queue(
     *,
     depth: int | None = None,
 ) -> tuple[float, list[tuple[float, float]]]:
-    """Return the seconds of `simulate_queue`, and the launch and run times of each kernel since the host
-    began the step.
-
-    The moments are the beginning of its launch, and of its run. The host is at most `depth` launches ahead of
-    the device.
+    """Return the seconds of `simulate_queue`, and when each kernel's launch and run begin, in seconds since
+    the step's beginning. The host is at most `depth` launches ahead of the device.
     """
     # Parts without a wait need no test per kernel.
     stretches = _between_syncs(zip(device, launches, roles or repeat(COMPUTES)), syncs)
@@ -337,7 +342,8 @@ def run_queue(
 
 
 def _between_syncs(kernels: Iterable[_T], syncs: Iterable[int]) -> list[tuple[int, list[_T]]]:
-    """Split a step's kernels where the host waits. Yield each part with the number of waits before it."""
+    """Split a step's kernels where the host waits for the device. Return each part with the number of waits
+    before it."""
     cut = list(kernels)
     # A wait at the end of the step comes after its last kernel.
     waits = Counter(min(sync, len(cut)) for sync in syncs)
@@ -348,12 +354,12 @@ def _between_syncs(kernels: Iterable[_T], syncs: Iterable[int]) -> list[tuple[in
 
 
 def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Return the seconds that the host takes to launch this kernel, with any code before it that runs no
+    """Return the seconds that the host takes to launch this kernel, including code before it that launches no
     kernel.
 
-    The host waits once for copies that run together. So the first of them takes as long as a kernel launched
-    from Python. The wait takes as long as one of the backward pass. On the host of one H200 (2026-11-24) 1, 4
-    and 16 copies out took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
+    The host waits once for copies that run together. Waiting costs as much as a launch from Python. A copy
+    costs as much as a launch in the backward pass. On the host of one H200 (2026-11-24) 1, 4 and 16 copies
+    out took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
     """
     # Workers have already made the batch: it is only taken from their queue.
     if kernel.operator == PREPARED:
@@ -375,7 +381,8 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
-    """Return the seconds of launching this kernel, without the code before it."""
+    """Return the seconds in which the host launches this kernel, without code before it that launches no
+    kernel."""
     if kernel.played:  # the first kernel of a graph carries its launch
         launch = host.python_launched if kernel.programs else 0.0
     elif kernel.compiled:
@@ -405,7 +412,8 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _is_forward(kernel: Kernel) -> bool:
-    """Return True in a forward pass, which has the phase `forward` or one of a feature's step."""
+    """Return True if the kernel is of a forward pass. Its phase is `forward`, or one that a feature defines
+    (such as generation)."""
     return kernel.phase == "forward" or kernel.phase not in PHASES
 
 
@@ -430,7 +438,8 @@ def sync_points(kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[int, .
 
 
 def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Kernel]:
-    """Return the kernels of a step whose batches come from `workers` processes; the same object for none."""
+    """Return the kernels of a step whose batches come from `workers` processes; without workers, the same
+    object."""
     if not workers:
         return kernels
     return tuple(
@@ -461,7 +470,8 @@ def _batch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 
 
 def _roofline(kernel: Kernel, gpu: Gpu) -> float:
-    """Return the seconds by the data sheet: the larger of arithmetic and memory traffic."""
+    """Return the seconds of a kernel at the data sheet's peaks: the larger of its arithmetic and its memory
+    traffic."""
     return max(_arithmetic(kernel, gpu), kernel.nbytes / gpu.bandwidth if gpu.bandwidth else 0.0)
 
 
@@ -472,7 +482,8 @@ def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
 
 
 def _bottleneck(length: float, busy: float, phases: Sequence[PhaseSeconds]) -> str:
-    """Return `host`, or the operator group with the most seconds on the device; all in seconds."""
+    """Return the bottleneck of a step: `host`, or the operator group with the most device seconds. `length`
+    and `busy` are the step's and the device's seconds."""
     if busy < HOST_BOUND_BELOW * length:
         return "host"
     groups: dict[str, float] = defaultdict(float)

@@ -1,14 +1,13 @@
-"""The predicted start-up of a run: seconds from the process's beginning until its steps have their final
-speed.
+"""Predict the start-up of a training run: seconds from process start until its steps have their final speed.
 
 start-up = imports + context + building the model + extra seconds of the first step
 
 Imports, the context and the first use of a kernel depend on the host, above all on its disk and processor.
-The GPU changes little. So there is one set of constants (`StartupRates`), and no rates of a GPU in it.
+They depend little on the GPU. So one set of constants (`StartupRates`) serves all GPUs.
 
-A model is built tensor by tensor, and every weight is drawn at random. That takes no time on a GPU. On one
-core of the host it takes time for each number. A recipe that stores the weights in fewer bytes or adds
-adapters changes this little, and that is left out.
+A model is built tensor by tensor, and every weight is initialised at random. Initialisation takes almost no
+time on a GPU. On one core of the host it takes time for each number. Quantized weights and adapters change
+this little, and are ignored.
 
 CUDA loads a kernel when it is first used, and cuBLAS chooses one when it first meets a shape. So the first
 step loads each different kernel of the trace. Kernels differ by operator and dtype, and products by the
@@ -40,7 +39,7 @@ OWN_PACKAGES = frozenset({"torch", "transformers", "snugfit"})
 """Packages that every run imports, which cost no further time."""
 
 KernelSet = frozenset[Hashable]
-"""The type of a set of different kernels, each of which is loaded at its first use."""
+"""Type of a set of keys of different kernels, each of which CUDA loads at its first use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +56,10 @@ class StartupRates:
     """Seconds to initialise CUDA and create the device's context."""
 
     tensor: float
-    """Seconds to build one tensor of the model and its share of a module."""
+    """Seconds to create one parameter of the model, with its share of its module."""
 
     host_number: float
-    """Seconds to draw one weight on the host and move it to the device."""
+    """Seconds to initialise one element of a parameter on the host and move it to the device."""
 
     kernel: float
     """Seconds to load a kernel at its first use."""
@@ -72,7 +71,7 @@ class StartupRates:
     """Seconds to compile a library's Triton kernel, which later processes find on the disk."""
 
     pinned_byte: float = 3.3e-10
-    """Seconds to lock one byte of host memory for offloaded activations."""
+    """Seconds to page-lock one byte of host memory for offloaded activations."""
 
 
 STARTUP_RATES = StartupRates(
@@ -113,10 +112,11 @@ def startup(
     in_programs: int = 0,
     rates: StartupRates = STARTUP_RATES,
 ) -> Startup:
-    """Return the start-up of a run of this job in the plain loop, whose first step uses these kernels.
+    """Return the predicted start-up seconds of a training run of this job in the plain loop.
 
-    `step_seconds` is the steady step's length, and `pinned_bytes` its page-locked memory. `in_programs` is
-    the number of kernels that its programs launch.
+    `kernels` are the different ones of its step. `step_seconds` is the time of a later step, and
+    `pinned_bytes` its page-locked host memory. `in_programs` is the number of kernels that its compiled
+    layers launch.
     """
     size = model_size(job)
     # On a GPU, drawing the weights takes no time per number.
@@ -135,18 +135,18 @@ def startup(
 
 
 def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
-    """Return the number of a step's kernels that compiled programs launch."""
+    """Return the number of kernels that compiled layers (`torch.compile`) launch in one micro-batch."""
     # Each micro-batch launches the same programs again.
     return setup.per_piece(sum(kernel.compiled for kernel in kernels))
 
 
 def operator_of(kernel: Hashable) -> str:
-    """Return the operator's name in a key of a `KernelSet`, the set of distinct kernels of a step."""
+    """Return the operator's name from a kernel's key in a `KernelSet`; "" for other keys."""
     return str(kernel[0]) if isinstance(kernel, tuple) else ""
 
 
 def distinct_kernels(kernels: Iterable[Kernel]) -> KernelSet:
-    """Return the different kernels among these, each of which CUDA has to load."""
+    """Return the keys of the different kernels among these, each of which CUDA has to load."""
     objects = {id(kernel): kernel for kernel in kernels}  # repeated steps and micro-batches share objects
     return frozenset(map(_load_key, objects.values()))
 
@@ -166,16 +166,16 @@ def count_packages(setup: Setup) -> int:
 
 
 class ModelSize(NamedTuple):
-    """Size of a job's model."""
+    """Size of a job's model: numbers of parameters and of their elements."""
 
     tensors: int
     """Number of the model's parameters, each a tensor."""
     numbers: int
-    """Number of weights in all parameters together."""
+    """Number of elements of all parameters together."""
 
 
 def model_size(job: Job) -> ModelSize:
-    """Return the size of this job's model, built without data."""
+    """Return the size of this job's model, which is built on the meta device."""
     if job.model.module is not None:
         return _size_of(job.model.module)
     return _size_on_meta(job)

@@ -1,4 +1,4 @@
-"""The timeline of a step: the times at which each kernel is launched and runs, by the queue of
+"""Predict a step's timeline: when each kernel is launched and when it runs, by the simulated queue of
 `seconds.py`.
 """
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 QUEUE_DEPTH = 1024
 """Launches that a CUDA stream takes before the host waits for the oldest kernel to end.
 
-NVIDIA documents no figure; about 1,000 were measured (forums.developer.nvidia.com/t/68937). The length of a
-step does not depend on it. So many kernels occupy the device for longer than the host pauses.
+NVIDIA documents no figure; about 1,000 were measured (forums.developer.nvidia.com/t/68937). The limit does
+not change a step's seconds, since 1,024 kernels occupy the device for longer than the host pauses.
 """
 
 
@@ -35,7 +35,7 @@ class TimedKernel(NamedTuple):
     """One kernel of a step; times in seconds since the host began the step."""
 
     kernel: Kernel
-    """The kernel, as the trace has it."""
+    """The kernel, as recorded in the trace."""
     launch: float
     """Moment at which the host begins to launch the kernel."""
     launch_seconds: float
@@ -68,8 +68,8 @@ def time_kernels(
 ) -> list[TimedKernel]:
     """Return the kernels of the trace's last step in order, each with the times of its launch and run.
 
-    The moments come from the queue that `simulate_queue` adds up, with an end. `streams` is an earlier result
-    of `run_in_streams`, or None.
+    The times come from the queue of `simulate_queue`, with at most `QUEUE_DEPTH` pending launches. `streams`
+    is an earlier result of `run_in_streams`, or None.
     """
     streams = streams or run_in_streams(trace, rates, connected, workers=workers)
     kernels, device, launches, syncs, host = queue_of(trace, rates, connected, workers=workers)

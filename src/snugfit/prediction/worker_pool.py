@@ -1,11 +1,11 @@
 """A pool of worker processes that predict in parallel.
 
-Each worker has an object of its own and calls its methods, one at a time. The object caches its results, so
-the caller decides which worker runs a call. The object stays in this process if it cannot be pickled, or if
-one process is enough. Then every answer comes at once.
+Each worker has its own copy of an object and calls its methods, one at a time. The object caches its results,
+so the caller chooses the worker for each call. The object stays in this process if it cannot be pickled, or
+if one process is enough. Each call then returns immediately.
 
-The processes come from a fork server, which has imported torch once and never computed anything. A copy of a
-process that has computed is not safe. A worker and its parent share only a pipe, so nothing of the worker
+The processes are forks of a fork server, which has imported torch but run no operator. A fork of a process
+that has run operators is not safe. A worker and its parent share only a pipe, so nothing of the worker
 remains when it ends. It also ends with its parent, even when that is killed.
 """
 
@@ -32,16 +32,16 @@ PRELOAD = ("snugfit.prediction.quiet_workers", "torch", "transformers", "snugfit
 """Modules that the fork server imports before it starts workers."""
 
 FEW_COLLECTIONS = 1_000_000, 50, 50
-"""Thresholds of the garbage collector, the first in objects. Traces are millions of objects without cycles.
-Models have cycles, of some megabytes each. Ten times as many collections took a twentieth of a plan's time,
-and those by default a fifth of a prediction's."""
+"""Thresholds of Python's garbage collector (`gc.set_threshold`). Traces are millions of objects without
+cycles. Models have cycles, of some megabytes each. With a tenth of the first threshold, collections took 5 %
+of a plan's time; with Python's default, 20 % of a prediction's."""
 
 ENDS_WITHIN = 2.0
 """Seconds that a process has to end by itself after its last call."""
 
 UNGUARDED = 76
-"""Exit code of a worker that was about to start workers itself, because importing the user's script made it
-do so."""
+"""Exit code of a worker that would start workers itself, because it imported a user's script without a
+`__main__` guard."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -84,10 +84,10 @@ class _Worker:
             raise self._death() from None
 
     def receive(self) -> Answer:
-        """Wait for the answer.
+        """Wait for the answer to the last call, and return it.
 
-        Raises `SnugfitError` when the process has died, and `RuntimeError` with its traceback for a bug in
-        it.
+        Raises `SnugfitError` when the process has died. Raises `RuntimeError` with the worker's traceback for
+        an unexpected exception.
         """
         try:
             answer, bug = self.connection.recv()
@@ -111,7 +111,8 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """Wait for the process to end, or end it. Its connection is closed."""
+        """Wait for the process to end, and terminate it after `ENDS_WITHIN` seconds. The caller has closed
+        its connection."""
         self.process.join(ENDS_WITHIN)
         if self.process.is_alive():
             self.process.terminate()
@@ -119,7 +120,7 @@ class _Worker:
 
 
 class SpareProcesses:
-    """Counter of processes that a pool may start beyond its own number, because another pool has ended."""
+    """Thread-safe counter of additional processes that a pool may start, because another pool has ended."""
 
     def __init__(self) -> None:
         self._spare = threading.Semaphore(0)
@@ -134,19 +135,19 @@ class SpareProcesses:
 
 
 class WorkerPool:
-    """A pool of workers, each a process or an object in this process. `another` returns a further worker if a
-    spare process is free."""
+    """A pool of workers, each a process or an object in this process. `another` starts and returns a further
+    worker (a helper), or None if no process is spare."""
 
     def __init__(self, workers: Sequence[Any], another: Callable[[], _Worker | None] = lambda: None) -> None:
         self.workers, self._another = workers, another
         self._helpers: list[_Worker] = []
 
     def answers(self, ask: Callable[[int], Question | None], *, helped: bool = False) -> Iterator[Answer]:
-        """Send the method call that `ask(worker)` returns to each free worker, and yield each answer as it
-        comes.
+        """Send the method call that `ask(worker number)` returns to each idle worker, and yield each answer
+        when it arrives.
 
-        It ends when `ask` returns None for every worker. `helped` is for calls that may run in any
-        combination at a time. Helpers receive calls too then.
+        Iteration ends when `ask` returns None for every worker. With `helped`, helpers (additional processes)
+        receive calls too.
         """
         busy: dict[Any, _Worker] = {}
         while True:
@@ -173,9 +174,9 @@ class WorkerPool:
         questions: Iterable[Question],
         is_for: Callable[[int, Question], bool] = lambda worker, question: True,
     ) -> Iterator[Answer]:
-        """Yield the results of these method calls as they come.
+        """Run these method calls in the workers, and yield each answer when it arrives.
 
-        Each call goes to the next free worker or helper for which `is_for(worker, question)` is True.
+        Each call goes to the next idle worker or helper for which `is_for(worker number, question)` is True.
         """
         waiting = list(questions)
 
@@ -199,9 +200,9 @@ def worker_pool(
 ) -> Iterator[WorkerPool]:
     """Yield a pool of this number of processes, each with an object that `make` creates there.
 
-    The object is in this process instead if `make` cannot be pickled, or if one is enough and need not work
-    `apart`. `preload` names further modules that the fork server imports. Helpers are started as far as
-    processes are `spare`.
+    The object is in this process instead if `make` cannot be pickled. The same holds for one worker, unless
+    `apart` requires its own process. `preload` names further modules that the fork server imports. Helpers
+    are started while `spare` has processes.
     """
     # Without a pickle, another process could not create the object.
     if (workers <= 1 and not apart) or not is_picklable(make):
@@ -243,9 +244,9 @@ def few_collections() -> Iterator[None]:
 
 
 def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
-    """Start the fork server, which imports these modules for future workers, in parallel to this process.
+    """Start the fork server, which imports these modules for future workers while this process continues.
 
-    It does nothing if `for_what`, the object for the workers, cannot be pickled, since no worker starts then.
+    Do nothing if the workers' object `for_what` cannot be pickled, since no worker starts then.
     """
     if is_picklable(for_what):
         _context(preload)
@@ -258,10 +259,10 @@ def map_in_processes(
     workers: int,
     preload: Sequence[str] = (),
 ) -> Iterator[_Result]:
-    """Yield the result of `function` for each item, in order, each as soon as it and those before it are
-    done.
+    """Yield the result of `function` for each item, in order, each as soon as it and all earlier ones are
+    available.
 
-    Raises the `SnugfitError` of an item at its turn. Function, items and results have to be picklable.
+    Raises an item's `SnugfitError` in place of its result. Function, items and results must be picklable.
     `preload` names further modules that the fork server imports.
     """
     if workers <= 1 or len(items) <= 1:
@@ -283,8 +284,8 @@ def map_in_processes(
 
 
 def is_picklable(what: Any) -> bool:
-    """Return True if an object can be pickled for another process. Objects of a script that is not a file
-    cannot."""
+    """Return True if an object can be pickled for a worker process. Objects defined in a script without a
+    file (stdin) cannot."""
     try:
         sent = pickle.dumps(what)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -294,18 +295,18 @@ def is_picklable(what: Any) -> bool:
 
 
 def _is_main_a_file() -> bool:
-    """Return True if the calling script is a file.
+    """Return True if the `__main__` module has a file.
 
-    It is none if it comes from stdin (`python - <<END`) or out of a notebook.
+    It has none in a notebook, or if it comes from stdin (`python - <<END`).
     """
     return os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
 
 
 @contextmanager
 def _main_of_a_file() -> Iterator[None]:
-    """Context in which a new process imports the calling script only if that is a file.
+    """Context in which a new process imports the `__main__` script only if that is a file.
 
-    Python calls a script from stdin `<stdin>`, and a process that looks for such a file dies.
+    The name of a script from stdin is `<stdin>`, and a process that opens such a file fails.
     """
     main: Any = sys.modules["__main__"]
     name = getattr(main, "__file__", None)
@@ -322,8 +323,8 @@ def _main_of_a_file() -> Iterator[None]:
 def _context(preload: Sequence[str]) -> Any:
     """Return the multiprocessing context of new workers, with its fork server running.
 
-    Ctrl-C does not reach the fork server, not even while it imports, for then Python would print a traceback.
-    It ends with this process.
+    The fork server ignores Ctrl-C, since Python would print a traceback during its imports. It ends with this
+    process.
     """
     # This process is a worker that imports the user's script again, and must not start workers itself.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -356,8 +357,8 @@ def _answer(target: Any, question: Question) -> Answer:
 
 
 def _serve(questions: Connection, make: Callable[[], Any]) -> None:
-    """Run the main loop of a worker: run method calls until the pipe is closed. Ctrl-C and the parent's end
-    stop it without a message.
+    """Run a worker's main loop: execute method calls and send their results until the pipe is closed. Ctrl-C
+    and the parent's end stop it without a message.
     """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
     gc.set_threshold(*FEW_COLLECTIONS)

@@ -1,1 +1,2 @@
-"""The simulation of a training step: it runs on tensors that have shapes and no data, and yields a trace."""
+"""Simulate a training step on tensors that have shapes and no data (the `meta` device), and return its
+trace."""

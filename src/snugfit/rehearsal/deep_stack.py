@@ -1,4 +1,4 @@
-"""A thread with a stack large enough to delete the autograd graph of a deep model.
+"""Run a simulation in a thread whose stack is large enough to delete the autograd graph of a deep model.
 
 Each autograd node that Python has accessed owns a Python object. A simulation accesses every node that runs,
 to find its module (`record/module_tracker.py`). torch deletes a chain of such nodes by recursion, with some
@@ -17,11 +17,12 @@ from snugfit.job.config import LAYERS
 from snugfit.job.job import Job
 
 DEEP_LAYERS = 200
-"""Number of layers from which the larger stack is used. A choice."""
+"""Number of layers from which the larger stack is used (chosen)."""
 
 # The system allocates pages of a stack on first use, so a large one costs only addresses.
 STACK_BYTES = 1 << 30
-"""Size of the stack in bytes of address space: for fifty times the 1,000 layers that a config may have."""
+"""Size of the thread's stack in bytes of address space, enough for fifty times the 1,000 layers that a config
+may have."""
 
 Answer = TypeVar("Answer")
 

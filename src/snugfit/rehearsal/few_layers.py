@@ -1,9 +1,9 @@
-"""Simulation of a model with many layers by models with few, if its layers are alike.
+"""Simulate a model with many equal layers by two models with few layers.
 
-Two shallow models differ by one period of layers. The events of that period are repeated (`trace/deepen.py`).
-In the plain loop, the update is simulated at full depth and spliced. In other loops, whose update is not
-simulated alone, it is extended with the forward and backward passes. A model compiled as one program gains
-most, because Inductor takes one or two seconds per layer.
+The two differ by one period: the smallest repeating group of layers. The events of that period are repeated
+in the trace (`trace/deepen.py`). In the plain loop, the optimizer update is simulated with all layers and
+joined. In other loops, the update is extended together with the forward and backward passes. A model compiled
+as one program gains most, because Inductor takes one or two seconds per layer.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 FEWEST_PERIODS = 3
-"""Periods of layers in the shallow model: a first, a last, and one between."""
+"""Number of periods (repeating groups of layers) in the shallow model: a first, a last, and one between."""
 
 DEEP = 28
-"""Layers from which a model is simulated by shallow versions, unless it is compiled as one program.
+"""Number of layers from which a model is simulated by models with few layers.
 
-With fewer layers, writing the trace takes as long as the simulation.
+With fewer layers, writing the trace takes as long as the simulation. Models that are compiled as a whole have
+no such limit.
 """
 
 WRITTEN_SHARE = 0.5
-"""Seconds to write the trace of a layer, per second to simulate it (chosen)."""
+"""Seconds to write the trace of one layer, as a share of the seconds to simulate it (chosen)."""
 
 # With an odd difference, the last layer's buffers would be in the other of the two places.
 IN_TURNS = 2
-"""Number of neighbouring layers that alternate between the same buffers."""
+"""Number of neighbouring layers whose buffers alternate between the same places in memory."""
 
 
 RecordPasses = Callable[["Job", Setup, "Policy"], Part]
-"""The type of a function that records the forward and backward passes of a job."""
+"""Type of a function that simulates the forward and backward passes of a job, and returns their recording."""
 
 
 class _Shallow(NamedTuple):
-    """Recorded forward and backward passes of a model with few layers, and Inductor's decisions for its
-    compiled programs.
+    """Recorded forward and backward passes of a model with few layers, and Inductor's choices for its
+    compiled code.
     """
 
     part: Part
@@ -82,8 +83,8 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy, *, loop: st
 
 
 def _whole_steps_from_few_layers(job: Job, setup: Setup, policy: Policy, loop: str) -> Trace | None:
-    """Return the trace of three steps of another loop, whose passes and update are extended to all layers
-    together.
+    """Return the trace of three steps of a loop other than the plain one. Whole steps are extended to all
+    layers. Return None if that is not possible.
     """
 
     def record(job: Job, setup: Setup, policy: Policy) -> Part:
@@ -129,16 +130,17 @@ def passes_from_few_layers(
 
 
 def _repeats_layers(setup: Setup) -> bool:
-    """Return True if a step's update is separate from its backward pass, and all layers are treated alike."""
+    """Return True if a simulation with few layers can represent all: no CUDA graphs are recorded, and all
+    layers are treated alike."""
     if setup.records_graphs:
         return False
     return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
 
 
 def _shallow_layers(layers: int, period: int) -> int:
-    """Return the number of layers of the small model that is simulated in place of one with `layers`.
+    """Return the number of layers of the small model that is simulated in place of one with `layers` layers.
 
-    It and the full model, less one period, differ by a multiple of `IN_TURNS` periods.
+    The small model plus one period differs from the full model by a multiple of `IN_TURNS` periods.
     """
     fewest = FEWEST_PERIODS * period
     return fewest + (layers - fewest - period) % (IN_TURNS * period)
@@ -170,8 +172,8 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
 
 
 def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
-    """Return True if Inductor makes the same decisions for these two small models, so that they hold for the
-    full model too.
+    """Return True if Inductor chooses the same kernels for these two small models, so that the choices hold
+    for the full model.
     """
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
     # The same objects decide for both models: the programs are those of single layers.
@@ -210,9 +212,7 @@ def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[Shar
 
 
 def _trained_parameters(part: Part) -> list[Entry]:
-    """Return the trainable parameters of these forward and backward passes as entries that can be extended to
-    more layers.
-    """
+    """Return the trainable parameters of a small model as entries that `grow` extends to more layers."""
     return [
         Entry((without_layer_numbers(name), part.has_gradient(number)), numbers_of(name))
         for number, name in enumerate(part.trained)

@@ -1,6 +1,6 @@
 """Find trainable parameters that get no gradient from the batch.
 
-They are reported, because a wrong batch has no other symptom. Examples are a vision tower with a batch of
+A warning lists them, because a wrong batch has no other symptom. Examples are a vision tower with a batch of
 text alone, and a pooler whose output no loss uses. Such parameters have weights, and neither gradients nor
 optimizer states. With real batches that use them, a step takes more memory than predicted.
 """

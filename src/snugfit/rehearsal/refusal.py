@@ -1,4 +1,4 @@
-"""Translation of exceptions in a simulation into messages with a next action.
+"""Translate exceptions in a simulation into messages with a cause and a remedy.
 
 Exceptions come from the model's code, torch, a library, or snugfit itself. The type of the error and its
 stack frames give the cause.
@@ -46,7 +46,7 @@ _KNOWN = {
         "checkpointing technique that keeps none, such as 'every_layer'."
     ),
 }
-"""Regular expressions for torch's messages with a known meaning for a real step, each with an action."""
+"""Advice to the user by regular expressions for torch's error messages."""
 
 
 def refusal(job: Job, error: Exception) -> SnugfitError:

@@ -1,7 +1,7 @@
-"""Simulation of a Step on tensors without data: run it, and record its trace.
+"""Simulate the steps of a training loop on tensors without data, and record their trace.
 
-A simulation must not depend on its process. So the garbage collector is off, nothing is downloaded, and sets
-in the model's code are iterated in one order.
+A simulation must not depend on the state of its process. So the garbage collector is off, nothing is
+downloaded, and sets in the model's code are iterated in one order.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 STEPS = 3
-"""Optimizer steps of a simulation.
+"""Number of optimizer steps of a simulation.
 
 The first step creates the optimizer states at its end, so the second is the first with all of them. The third
-is the steady state, which all predicted numbers describe.
+equals all later ones, and all predicted numbers describe it.
 """
 
 STEPS_TO_SETTLE = 3
-"""Number of run lengths to try until the last two steps replay every CUDA graph."""
+"""Largest number of additional steps until the last two steps replay every CUDA graph."""
 
 LEAST_LEFT = 1 << 16
-"""Largest size of host buffers in bytes for which no warning is given."""
+"""Size in bytes from which a model's buffers on the host cause a warning."""
 
 
 def rehearse(
@@ -70,12 +70,12 @@ def rehearse(
     With `steady`, the steps from the second on are known to be equal, so two are recorded.
 
     `keep_gradients` and `always_mask` imitate older software (`Step`). `trainer_class` replaces
-    `transformers.Trainer`. `rank` is the simulated process of several; `job` is its part. With None, the
-    process with the highest memory use is simulated, if the processes differ only in that.
+    `transformers.Trainer`. `rank` is the simulated process of several; `job` is the job of one process. With
+    `rank` None, the process with the highest memory use is simulated, if the processes differ only in that.
 
     Raise `RehearsalError` if an operator's output shape depends on data or is unknown. Raise it too if the
     model's own code fails, or if this torch version does not accept the overrides. Raise `ModelError` if the
-    config has no such key.
+    config lacks a key that the model's code reads.
     """
     import torch
 
@@ -113,8 +113,8 @@ def rehearse(
 
 
 def record_steps(job: Job, setup: Setup, policy: Policy, loop: str) -> Recording:
-    """Simulate and record as many steps of this loop as `repeat` needs to build `STEPS` steps with all
-    micro-batches.
+    """Simulate the steps of this training loop from which `repeat` builds `STEPS` steps with all
+    micro-batches. Return their recording.
     """
     import torch
 
@@ -131,13 +131,12 @@ def _short_run(job: Job, setup: Setup, loop: str, steps: int, *, steady: bool = 
 
 
 def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int) -> Trace:
-    """Simulate a run with CUDA graphs and return its trace: at least one step more than `steps`, of which the
-    last two replay every graph.
+    """Simulate a run with CUDA graphs, and return its trace.
 
-    The first replay allocates workspaces again, because the recording released them. So the allocator's
-    cached memory is divided otherwise in the next step (gpt2 on an H100). Some models change in their first
-    step: transformers' classifiers write their `problem_type`. Such a model is compiled again in the second
-    step, and replays its graphs one step later.
+    It has one or more steps more than `steps`, so that the last two replay every graph. The first replay
+    allocates workspaces again, because the recording released them. So free blocks of the allocator differ in
+    the next step (gpt2 on an H100). Some models change in their first step: transformers' classifiers set
+    `problem_type`. Such a model is compiled again in the second step, and replays its graphs one step later.
     """
     for more in range(1, STEPS_TO_SETTLE + 1):
         recording = record_step(open_it(), policy, steps + more)
@@ -158,8 +157,8 @@ def record_step(step: Step, policy: Policy, steps: int) -> Recording:
 def _overrides(
     setup: Setup, policy: Policy, recorder: Recorder, notes: PolicyNotes
 ) -> Iterator[AbstractContextManager[Any]]:
-    """Yield the contexts in which a simulation runs: those of features outside, then those of the simulated
-    device, then the rest.
+    """Yield the contexts in which a simulation runs, the outermost first: some features' own, the simulated
+    device's, those of all other features.
     """
     from snugfit.rehearsal.device.overrides import in_force
 
@@ -227,7 +226,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
 
 
 def _recorder_class(setup: Setup) -> type[Recorder]:
-    """Return the class that writes the trace: that of a feature for this Setup, else the plain one."""
+    """Return the recorder class that writes the trace: a feature's own for this Setup, or `Recorder`."""
     from snugfit.rehearsal.record.recorder import Recorder
 
     own = (class_for(setup) for class_for in hooks("recorder_class"))
@@ -264,9 +263,9 @@ def _without_collector() -> Iterator[None]:
     """Context in which the garbage collector is off: the time at which it frees cycles must not change a
     trace.
 
-    Nothing is collected at the end. A collection takes longer than a small simulation, and the enabled
-    collector frees the cycles later. The Trainer, accelerate and Dynamo call the collector
-    themselves: it then traverses the objects of the simulation alone.
+    No collection runs at the end, since it takes longer than a small simulation. The collector frees the
+    cycles later. The Trainer, accelerate and Dynamo call the collector themselves: it then traverses the
+    objects of the simulation alone.
     """
     enabled, thaws = gc.isenabled(), not gc.get_freeze_count()
     gc.disable()

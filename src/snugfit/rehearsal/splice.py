@@ -1,17 +1,17 @@
-"""Joining of a step's trace from its forward and backward passes and its optimizer update, which were
-recorded separately (splicing).
+"""Join a step's trace from its forward and backward passes and its optimizer update, which were recorded
+separately (splicing).
 
-A training step consists of its forward and backward passes and its update. The passes are forward and
-backward, one micro-batch after the other. The update is clipping, the optimizer, and dropping the gradients.
-The passes depend on precision, attention, adapters, checkpointing and the size of a micro-batch. The update
-depends on the optimizer, the precision of the updated weights, the adapters and clipping. Only the gradients
-connect the two: the passes allocate them, the update frees them.
+A training step consists of passes and an update. The passes are forward and backward of one micro-batch after
+the other. The update is gradient clipping, the optimizer's step, and freeing the gradients. The passes depend
+on precision, attention, adapters, checkpointing and the size of a micro-batch. The update depends on the
+optimizer, the precision of the updated weights, the adapters and clipping. Only the gradients connect the
+two: the passes allocate them, the update frees them.
 
-So each part is recorded once with a placeholder for the other. The passes get an optimizer without effect,
-the update gets empty gradients. A planner that evaluates every pair records the sum of the parts, not their
-product.
+So each part is recorded once with a placeholder for the other. The passes have an optimizer without effect,
+the update has empty gradients. A plan that combines m passes with n updates thus records m + n parts, not m x
+n steps.
 
-A splice is valid for the plain loop. The parts do not match if a gradient shares its storage with another, or
+Splicing is valid for the plain loop. The parts do not match if a gradient shares its storage with another, or
 has another size than its parameter. Then the result is None, and the caller simulates the step in full.
 """
 
@@ -65,8 +65,8 @@ class GradientView(NamedTuple):
 
 
 class SharedBlock(NamedTuple):
-    """A memory block with several gradients: one matrix product computes those of queries, keys
-    and values.
+    """A memory block that contains several gradients, for example if one matrix product computes those of
+    queries, keys and values.
     """
 
     elements: int
@@ -75,17 +75,18 @@ class SharedBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step that was simulated separately: forward and backward, or the optimizer update."""
+    """A separately simulated part of a step: forward and backward, or the optimizer update."""
 
     trace: RelativeTrace
     gradients: tuple[int, ...]
     """Indices of the trained parameters that have a gradient."""
     varies: bool = False
-    """True if micro-batches differ because operators depend on values, so that none represents the rest."""
+    """True if micro-batches differ because the model's code depends on tensor values, so that none represents
+    the others."""
     trained: tuple[str, ...] = ()
-    """Names of the parameters that train, in order. Empty unless the part is the passes of a model."""
+    """Names of the trainable parameters, in order; empty for an update."""
     shared: tuple[SharedBlock, ...] = ()
-    """Blocks of several gradients. Each other gradient has a block of its own."""
+    """Memory blocks that contain several gradients. Each other gradient has its own block."""
 
     @property
     def gradient_blocks(self) -> int:
@@ -119,7 +120,7 @@ class Part:
 
     @cached_property
     def workspaces(self) -> Sequence[Alloc]:
-        """The workspaces that the kernels of this part allocate and do not free."""
+        """Allocations of workspaces (such as cuBLAS's) in this part that are never freed."""
         return kept_workspaces(self.trace.moves)
 
 
@@ -129,10 +130,10 @@ def without_update(setup: Setup) -> Setup:
 
 
 def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_batches: int) -> Part:
-    """Return forward and backward of a job under this Setup, without its optimizer.
+    """Simulate forward and backward of a job without its optimizer, and return their recording.
 
-    Record `steps` steps, each whole or with `micro_batches` micro-batches of the Setup's size. Raise
-    `RehearsalError` if the Setup records CUDA graphs.
+    Record `steps` steps, each with the whole batch, or with `micro_batches` micro-batches of the size in
+    `setup`. Raise `RehearsalError` if the Setup records CUDA graphs.
     """
     if setup.records_graphs:
         raise RehearsalError(PLAYED)
@@ -148,7 +149,8 @@ def record_passes(job: Job, setup: Setup, policy: Policy, *, steps: int, micro_b
 
 
 def rehearse_passes(job: Job, setup: Setup, policy: Policy) -> Part:
-    """Return forward and backward of a job, simulated with one or three micro-batches.
+    """Simulate two steps of forward and backward of a job, with one or three micro-batches, and return their
+    recording.
 
     `splice` creates any number of micro-batches from three.
     """
@@ -162,7 +164,8 @@ def rehearse_update(
     gradients: tuple[int, ...],
     shared: tuple[SharedBlock, ...] = (),
 ) -> Part:
-    """Return clipping and the optimizer's step, simulated without forward and backward under this Setup.
+    """Simulate gradient clipping and the optimizer's step, without forward and backward. Return their
+    recording.
 
     `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
     blocks.
@@ -174,8 +177,8 @@ def rehearse_update(
 
 
 def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """Return the run of whole steps, joined from simulated passes and an update, or None if they do not
-    match. Its trace equals that of `rehearse`.
+    """Join simulated forward and backward passes with an optimizer update. Return a run of whole steps, or
+    None if they do not match. Its trace equals that of `rehearse`.
     """
     # The update frees the gradients in this order, so both parts need the same ones.
     if passes.gradients != update.gradients or passes.varies:
@@ -240,7 +243,7 @@ def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
 
 
 class SplitUpdate(NamedTuple):
-    """The events of one step, split where its backward pass ends."""
+    """The events (allocations, frees, kernels) of one step, split where its last backward pass ends."""
 
     passes: Sequence[Move]
     update: Sequence[Move]
@@ -269,8 +272,8 @@ def _is_gradient(block: int, live: LiveSet) -> bool:
 
 
 def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
-    """Return the memory blocks of gradients that these events would free, in order. Leave
-    `live` unchanged.
+    """Return the numbers of the gradients' memory blocks that these events would free, in order. Leave `live`
+    unchanged.
     """
     # A copy of the stacks, so that finding the gradients frees nothing.
     trial = LiveSet()
@@ -308,9 +311,9 @@ class UpdateAlone(OptimizerLoop):
 def make_gradients(
     model: torch.nn.Module, numbers: Iterable[int], shared: Sequence[SharedBlock] = ()
 ) -> None:
-    """Store empty gradients in the parameters of these indices, in the order of the backward pass.
+    """Allocate empty gradients for the parameters with these indices.
 
-    A block of several gradients has the position of its last gradient, with which it is freed.
+    A memory block of several gradients is allocated at the position of its last gradient.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """The two separately simulated parts of a step: forward and backward passes, and the optimizer update. They
 are recorded separately and joined.
 
-A feature whose steps are joined otherwise names a subclass in its field of `Setup` (`Wish.parts`).
+A feature whose steps are joined in another way provides a subclass (`Wish.parts`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 
 class UnsupportedStep(RehearsalError):
-    """Error: this model's step cannot run under these settings, for example as a CUDA graph, as a simulation
-    shows.
+    """Error: a simulation showed that this model's step cannot run with these settings, for example as a CUDA
+    graph.
     """
 
 
 class StepParts:
-    """Simulates and joins the parts of a step that the plain loop runs kernel by kernel."""
+    """Simulate and join the parts of a step whose kernels are launched one by one."""
 
     can_be_spliced = True
-    """False if passes and update cannot be simulated apart, since updates run within the passes."""
+    """False if passes and update cannot be simulated separately, since updates run within the backward
+    pass."""
 
     def as_written(self, setup: Setup, *, padded: bool) -> Setup:
         """Return the Setup under which forward and backward passes are simulated, on batches with or without
@@ -38,8 +39,8 @@ class StepParts:
         return setup
 
     def refuse(self, setup: Setup, waits: int) -> None:
-        """Raise `UnsupportedStep` if forward and backward wait `waits` times for the device, and the Setup
-        does not support waits.
+        """Raise `UnsupportedStep` if the settings do not support the `waits` times that the host waits for
+        the device in forward and backward.
         """
 
     def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
@@ -54,8 +55,8 @@ class StepParts:
         return splice(passes, update, micro_batches=micro_batches)
 
     def launched_kernels(self, setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        """Return the step's kernels with another launch, such as by CUDA graphs; the same object if nothing
-        changes.
+        """Return the step's kernels, marked as launched by CUDA graphs if the settings use them; otherwise
+        the same object.
         """
         return kernels
 

@@ -1,3 +1,3 @@
-"""Costs of recipes: lower bounds, simulated traces of passes and updates, seconds of the kernel queue, and
-worker processes.
+"""Bytes and seconds of recipes: lower bounds, exact values from simulated steps, and the worker processes
+that compute them.
 """

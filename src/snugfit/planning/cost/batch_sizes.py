@@ -2,17 +2,17 @@
 
 One model is built and runs two steps. The first has the whole batch in one piece, the second has
 micro-batches of different sizes. The very first pass makes the permanent allocations (workspaces, a gradient
-scaler). They count as if they had always existed. The whole batch finds no gradients. Every later micro-batch
-adds its own to the existing ones, as all but the first of a step do.
+scaler). They count as if they had always existed. During the whole batch, no gradients exist yet. Every later
+micro-batch adds to existing gradients, as all but the first of a step do.
 
-One micro-batch of each size is therefore enough. Three figures are kept: the rise of the live bytes, the
-bytes left at its end, and its kernels. The kernels of a step's first micro-batch are the same without the
-additions. The comparison with the whole batch identifies the additions. Without the whole batch, or with one
-size alone, the smallest size runs twice.
+One micro-batch of each size is therefore enough. Its profile has three parts: the increase of allocated
+bytes, the bytes left at its end, and its kernels. The kernels of a step's first micro-batch are the same
+without the additions. The comparison with the whole batch identifies the additions. Without the whole batch,
+or with one size alone, the smallest size runs twice.
 
-An update, recorded alone (`splice.py`), gives the same three figures. Together they give the live bytes at
-the worst moment of a steady step: a sum and a maximum. They omit only the first step, in which less is alive.
-The result therefore never exceeds the true value.
+An optimizer update, recorded alone (`splice.py`), has the same three parts. A sum and a maximum of both give
+the peak of allocated bytes in a step after the first. The first step is omitted, since it has fewer
+allocations. The result therefore never exceeds the true peak.
 """
 
 from __future__ import annotations
@@ -50,44 +50,45 @@ ADDITIONS = ("aten::add", "aten::add_")
 
 
 class PassProfile(NamedTuple):
-    """Bytes and kernels of a step's forward and backward passes, with micro-batches of one size."""
+    """Bytes and kernels of a step's forward and backward passes, for one micro-batch size."""
 
     peak_increase: Mapping[str, int]
-    """Peak of live bytes above those between steps, by phase and module of the allocations. Layers of one
-    stack count as one module."""
+    """Peak of allocated bytes above those between steps, by phase and module of the allocations. Layers of
+    one stack count as one module."""
     residual_bytes: int
     """Live bytes at the start of the update, above those between steps: the gradients."""
     first: Work
-    """Work of the first micro-batch."""
+    """Kernels and host waits of the first micro-batch."""
     further: Work
-    """Work of any further micro-batch; empty if there is only one."""
+    """Kernels and host waits of each further micro-batch; empty if there is only one."""
     kept_bytes: Mapping[str, int]
-    """Bytes that layers keep for the backward pass, by the operator that made them."""
+    """Bytes of activations that layers keep for the backward pass, by the operator that allocated them."""
 
 
 @dataclass(frozen=True)
 class PassProfiles:
-    """Profiles of forward and backward passes with several micro-batch sizes, on one model."""
+    """Profiles (bytes and kernels) of one model's forward and backward passes, for several micro-batch
+    sizes."""
 
     whole: PassProfile | None
     """Profile of the whole batch in one piece, if requested."""
     by_samples: Mapping[int, PassProfile]
-    """Profiles by samples of a micro-batch, for sizes below the whole batch."""
+    """Profiles by number of samples in a micro-batch, for sizes below the whole batch."""
     baseline_bytes: int
     """Live bytes between steps: weights and permanent allocations."""
     gradients: tuple[int, ...]
     """Indices of the trainable parameters that have a gradient."""
     attention: tuple[str, ...]
-    """Names of the chosen attention kernels."""
+    """Names of the attention kernels that the step uses."""
 
 
 class UpdateProfile(NamedTuple):
     """Bytes and kernels of the optimizer update in a step after the first."""
 
     peak_increase: int
-    """Peak of live bytes above those at its start."""
+    """Peak of allocated bytes above those at the update's start."""
     state_bytes: int
-    """Live bytes that persist from step to step."""
+    """Bytes of optimizer states and other allocations that persist from step to step."""
     work: Work
 
 
@@ -97,7 +98,7 @@ def rehearse_sizes(
     """Simulate forward and backward of this job with micro-batches of each of these sizes, in samples, and
     return their profiles.
 
-    With `whole`, add the batch in one piece. The optimizer of this Setup is ignored.
+    With `whole`, add a profile of the batch without micro-batches. The optimizer in `setup` is ignored.
     """
     import torch
 
@@ -137,11 +138,11 @@ class _StepsOfSizes(PlainStep):
     sizes: Sequence[Sequence[int]] = ()
     """Number of samples of each micro-batch, by step."""
     gradients_stand = False
-    """True if a step adds to the gradients of the previous one instead of dropping them."""
+    """True if each step adds to the gradients of the previous step."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build the model and run all steps, each of which is reported as a first step. No loss is
-        returned.
+        """Build the model and run the forward and backward passes of all steps. Each is reported as a first
+        step. Return an empty list in place of losses.
         """
 
         with run_context(self.setup):
@@ -178,7 +179,7 @@ def _pass_profile(profile: MicroBatchProfile, first: Work, further: Work, baseli
 
 
 class _KernelKey(NamedTuple):
-    """Properties of a kernel that are equal for micro-batches of any size, to find the kernels that add
+    """Properties of a kernel that do not depend on the micro-batch size, to find the kernels that accumulate
     gradients.
     """
 
@@ -193,15 +194,14 @@ class _KernelKey(NamedTuple):
 
     @property
     def may_add_to_gradient(self) -> bool:
-        """True for an addition of two tensors of one shape in the backward pass, as gradient accumulation
-        launches.
-        """
+        """True if the kernel may accumulate a gradient: an addition of two equal shapes in the backward
+        pass."""
         return self.operator in ADDITIONS and self.phase == "backward" and len(set(self.shapes)) == 1
 
 
 def _additions(first: Work, further: Sequence[Work]) -> Counter[_KernelKey]:
-    """Return the kernels that add to existing gradients: those of later micro-batches that the first one
-    lacks.
+    """Count the kernels that accumulate gradients: additions of later micro-batches that the first
+    micro-batch lacks.
 
     The first micro-batch may have another size.
     """
@@ -238,8 +238,9 @@ def _without(work: Work, additions: Counter[_KernelKey]) -> Work:
 def update_of(part: Part) -> UpdateProfile:
     """Return the bytes and kernels of an optimizer update that was simulated alone.
 
-    Allocations before it belong to the forward and backward passes, except for the gradients, which are
-    dropped here. In a recorded update, the second step allocates most, and the last one repeats from then on.
+    Allocations before the update belong to the forward and backward passes. Gradients are an exception, since
+    the update frees them. In a recorded update, the second step has the largest peak, and the last one
+    repeats in all later steps.
     """
     (made_before, makes), (_, steady), *_ = part.cut
     allocs = (move for move in made_before if isinstance(move, Alloc))

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a recipe on one GPU: a lower bound, or exact values."""
+"""Predicted bytes and seconds of a recipe on one GPU: lower bounds or exact values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class BelowLowerBound(Exception):
-    """Error: a simulated recipe took less than its computed lower bound, which makes a search's exclusions
-    wrong.
+    """Error: a simulated recipe took fewer bytes or seconds than its lower bound, so earlier exclusions may
+    be wrong.
     """
 
 
@@ -15,27 +15,25 @@ class Bound(NamedTuple):
     """Lower bound of a recipe's memory in bytes and of its step in seconds on one GPU."""
 
     needed_bytes: int
-    """Live bytes at the worst moment, plus the context."""
+    """Peak of allocated bytes, plus the CUDA context."""
     seconds: float
-    """Seconds of a step with its share of the start-up."""
+    """Seconds of a step, plus its share of the run's start-up."""
     resting_bytes: int = 0
-    """The part of `needed_bytes` that is live in an update. Recomputing does not change it."""
+    """Peak bytes during the optimizer update. Activation checkpointing does not change them."""
     layers_bytes: int = 0
-    """Largest bytes that are live in an update or while a layer runs. A loss in chunks does not change
-    them."""
+    """Peak bytes during the optimizer update or while a layer runs. A loss in chunks does not change them."""
     unkept_bytes: int = 0
-    """Bytes that would be live if no layer kept tensors for the backward pass."""
+    """Peak bytes if no layer kept activations for the backward pass."""
     device_seconds: float = 0.0
-    """Seconds of a step in which the device works; 0 if unknown."""
+    """Seconds of a step in which the GPU runs kernels; 0 if unknown."""
     gradient_bytes: int = 0
-    """Bytes of gradients at the end of the passes."""
+    """Bytes of gradients at the end of the backward pass."""
     outside_bytes: int = 0
-    """Peak of live bytes while no layer runs, without tensors kept by layers that are not recomputed."""
+    """Peak bytes while no layer runs, without activations kept by layers that are not recomputed."""
     compiled_bytes: int = 0
-    """Lower bound of live bytes with compiled layers."""
+    """Lower bound of the peak bytes if the layers are compiled."""
     compiled_seconds: float = 0.0
-    """Seconds of a step in which the device works, as far as they remain with compiled layers; 0 if
-    unknown."""
+    """Seconds of a step's kernels that compiled layers would run too; 0 if unknown."""
 
     def at_least(self, other: Bound) -> Bound:
         """Return a bound with the larger bytes and the larger seconds of two bounds."""
@@ -50,17 +48,16 @@ class Figures(NamedTuple):
     reserved_bytes: int
     context_bytes: int
     seconds: float
-    """Seconds of a step with its share of the start-up, by which recipes are compared."""
+    """Seconds of a step plus its share of the run's start-up, by which recipes are compared."""
     once: float = 0.0
     """Seconds of the run's start-up."""
     share: float = 0.0
     """Share of the start-up in `seconds`; 0 if the run's length was not given."""
     doubts: tuple[str, ...] = ()
-    """Assumptions of the simulation, as sentences."""
+    """Warnings about assumptions of the simulation, as sentences."""
 
     peak_seconds: float = 0.0
-    """Seconds of the model's arithmetic at the data sheet's peaks; 0 if the step was not simulated in
-    full."""
+    """Seconds of the model's FLOPs at the data sheet's peak; 0 if the step was not simulated in full."""
 
     @property
     def step_seconds(self) -> float:
@@ -69,5 +66,5 @@ class Figures(NamedTuple):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that must be free on the device."""
+        """Bytes that must be free on the GPU: reserved memory and CUDA context."""
         return self.reserved_bytes + self.context_bytes

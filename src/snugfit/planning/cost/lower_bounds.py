@@ -1,13 +1,13 @@
 """Lower bounds of the bytes and seconds of recipes, from simulations of models with few layers.
 
 Forward and backward are simulated for two numbers of layers, with all sizes of micro-batch in one simulation.
-Each optimizer update is simulated likewise. The straight line through the live bytes and seconds of both
-gives those of the whole model. Every moment of a step grows linearly with the layers, and the worst moment is
-their maximum. That maximum is a convex function, so the line never exceeds the true value.
+Each optimizer update is simulated likewise. The straight line through the allocated bytes and seconds of both
+gives those of the whole model. At each moment of a step, the bytes grow linearly with the layers. Their peak
+is a maximum of linear functions and so convex, and the line never exceeds it.
 
-Passes and updates have separate numbers of layers. Passes that are recomputed in spans need deeper models,
-updates never do. If a timer composes pieces of steps, their segments are joined at the full number of layers,
-for all optimizers at once. Any other timer times whole steps of few layers.
+Passes (forward and backward) and updates are simulated with separate numbers of layers. Checkpointing of
+several layers at once needs deeper models, updates never do. A `ComposableTimer` joins the seconds of passes
+and updates for all layers, for many optimizers at once. Any other timer times whole steps with few layers.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 
 def in_layers(module: str) -> bool:
-    """Return True if a module's name is that of a repeated layer, or of a module in one."""
+    """Return True if a module's name is that of a repeated layer (`layers.*`), or of a module in one."""
     return "*" in module
 
 
 def outside_layers(module: str) -> bool:
-    """Return True if a module's name is outside of the repeated layers, such as the head's."""
+    """Return True if a module is outside the repeated layers, such as the model's head."""
     return not in_layers(module)
 
 
@@ -64,7 +64,7 @@ class DepthFit:
 
     depths: Sequence[ShallowJob]
     layers: int
-    """Number of layers of the whole depth."""
+    """Number of layers of the whole model."""
 
     def extrapolate(self, values: Sequence[Any]) -> Any:
         """Return the value for all layers of the model, on the line through `values` for few layers."""
@@ -76,42 +76,43 @@ class DepthFit:
 
 
 class StepBounds(NamedTuple):
-    """Lower bound of the bytes and seconds of a step, without the bytes of the CUDA context."""
+    """Lower bounds of a step's bytes and seconds. The bytes do not include the CUDA context."""
 
     live_bytes: int
-    """Live bytes of the allocator at their largest moment."""
+    """Peak of allocated bytes."""
     seconds: Sequence[float]
-    """Seconds of the step, by GPU."""
+    """Seconds of the step on each GPU."""
     resting_bytes: int
-    """Bytes live at the worst moment of the update."""
+    """Peak of allocated bytes during the optimizer update."""
     layers_bytes: int
-    """Bytes live at the worst moment of the update or of a layer."""
+    """Peak of allocated bytes during the optimizer update or while a layer runs."""
     unkept_bytes: int
-    """Bytes live at the worst moment of the passes, without tensors kept by layers."""
+    """Peak of allocated bytes in forward and backward, without activations kept by layers."""
     device_seconds: Sequence[float]
-    """Seconds in which each GPU works."""
+    """Seconds in which each GPU runs kernels."""
     gradient_bytes: int
-    """Bytes that the passes leave to the update."""
+    """Bytes of gradients at the end of the backward pass."""
     outside_bytes: int
-    """Bytes live at the worst moment outside layers, without tensors kept by layers that are not
+    """Peak of allocated bytes while no layer runs, without activations kept by layers that are not
     recomputed."""
     compiled_bytes: int
-    """Bytes live at the worst moment with compiled layers."""
+    """Peak of allocated bytes if the layers are compiled."""
     compiled_seconds: Sequence[float]
-    """Seconds in which each GPU runs kernels that compiled layers launch too."""
+    """Seconds of the kernels that compiled layers would run too, on each GPU."""
 
 
 class Bounds(NamedTuple):
-    """Lower bounds of recipes that have the same forward and backward passes."""
+    """Lower bounds of bytes and seconds of recipes that have the same forward and backward passes."""
 
     per_setup: Sequence[StepBounds | UnsupportedStep]
-    """The bounds of each Setup, or the reason why its step cannot run."""
+    """Lower bounds for each Setup (a recipe's settings), or the reason why its step cannot run."""
     attention: tuple[str, ...]
-    """Names of the chosen attention kernels."""
+    """Names of the attention kernels that the step uses."""
 
 
 class LowerBounds:
-    """Computes lower bounds of bytes and seconds for a job's recipes, from simulations of few layers."""
+    """Compute lower bounds of bytes and seconds for a job's recipes, from simulated models with few
+    layers."""
 
     def __init__(
         self, shallow_jobs: ShallowJobs, policy: CudaPolicy, timer: Timer, startup: StartupShares
@@ -122,8 +123,8 @@ class LowerBounds:
         self._segments: dict[Hashable, list[QueueSegment] | None] = {}
 
     def of(self, setups: Sequence[Setup]) -> Bounds:
-        """Return the lower bounds of these Setups. They have the same forward and backward passes, except for
-        the micro-batch size.
+        """Return the lower bounds of bytes and seconds for these Setups (settings of recipes). They have the
+        same forward and backward passes, except for the micro-batch size.
 
         Raises `SnugfitError` if one of them cannot be simulated.
         """
@@ -146,12 +147,13 @@ class LowerBounds:
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
 
     def depth_fit(self, setup: Setup) -> DepthFit:
-        """Return the models of few layers with which a step under this Setup is simulated."""
+        """Return the models with few layers to simulate for this Setup, as points of a linear
+        extrapolation."""
         return DepthFit(self.shallow_jobs.of(setup), self.shallow_jobs.layers(setup))
 
     def update(self, setup: Setup, shallow: ShallowJob, passes: PassProfiles | None = None) -> UpdateProfile:
-        """Return the profile of the optimizer update with this number of layers, simulated after `passes` if
-        given.
+        """Return the cached bytes and kernels of the optimizer update of a model with few layers. The
+        parameters with gradients are those in `passes`, if given.
         """
         # Weights that get no gradient have no optimizer state, so the update depends on the passes.
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
@@ -165,10 +167,11 @@ class LowerBounds:
     def update_segments(
         self, setup: Setup, fit: DepthFit, timer: ComposableTimer
     ) -> list[QueueSegment] | None:
-        """Return the queue segments of this Setup's optimizer update for all layers.
+        """Return the queue segments (seconds between two waits of the host) of this Setup's optimizer update
+        for all layers.
 
-        Return None if its waits differ between depths. Updates have separate depths, so one answer serves
-        all passes.
+        Return None if its waits differ between numbers of layers. The cached result serves recipes with any
+        forward and backward passes.
         """
         key = update_key(setup), timing_key(setup), tuple(shallow.layers for shallow in fit.depths)
         if key not in self._segments:
@@ -178,8 +181,8 @@ class LowerBounds:
         return self._segments[key]
 
     def _with_gradients(self, setup: Setup, shallow: ShallowJob) -> tuple[int, ...]:
-        """Return the indices of parameters with gradients. They depend on the model and its adapters alone,
-        so one sample is enough."""
+        """Return the indices of parameters with gradients. They depend only on the model and its adapters, so
+        one sample is simulated."""
         key = (adapters_key(setup), shallow.layers)
         if key not in self._gradients:
             one = replace(shallow.job, batch_size=1)
@@ -189,8 +192,8 @@ class LowerBounds:
 
 
 class _PassesBounds:
-    """Lower bounds of steps that have the same forward and backward passes, from simulations of few
-    layers.
+    """Lower bounds of bytes and seconds of steps with the same forward and backward passes, from models with
+    few layers.
     """
 
     def __init__(self, bounds: LowerBounds, setups: Sequence[Setup]) -> None:
@@ -213,7 +216,8 @@ class _PassesBounds:
         self._left: dict[int, tuple[Work, Work]] = {}
 
     def bounds_of(self, setup: Setup, seconds: Sequence[float]) -> StepBounds:
-        """Return the lower bounds of a step under this Setup, whose seconds are given."""
+        """Return all lower bounds of a step with these settings: the given seconds, and the computed
+        bytes."""
         resting = self.resting(setup)
         return StepBounds(
             live_bytes=max(self.rise(setup), resting),
@@ -229,7 +233,7 @@ class _PassesBounds:
         )
 
     def why_unsupported(self, setup: Setup) -> UnsupportedStep | None:
-        """Return the reason why a step under this Setup cannot run; None if it can."""
+        """Return the reason why a step with these settings cannot run; None if it can."""
         parts = parts_of(setup)
         try:
             for profile in self._profiles(setup):
@@ -243,25 +247,25 @@ class _PassesBounds:
     # ---- bytes -------------------------------------------------------------------------------------------
 
     def rise(self, setup: Setup) -> int:
-        """Return a lower bound of the peak of live bytes in forward and backward, including weights and
+        """Return a lower bound of the peak of allocated bytes in forward and backward, including weights and
         optimizer states.
         """
         return int(self._standing(setup) + self._rise(setup))
 
     def in_layers(self, setup: Setup) -> int:
-        """Return a lower bound of the live bytes at the worst moment within repeated layers."""
+        """Return a lower bound of the peak of allocated bytes while a repeated layer runs."""
         return int(self._standing(setup) + self._rise(setup, in_layers))
 
     def unkept(self, setup: Setup) -> int:
-        """Return the live bytes at the worst moment of forward and backward, without the activations that
-        each layer keeps.
+        """Return a lower bound of the peak bytes in forward and backward, without the activations that each
+        layer keeps.
         """
         # With one depth there is no line, and 0 is a valid lower bound.
         return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
 
     def outside(self, setup: Setup) -> int:
-        """Return the live bytes at the worst moment outside of layers, without the activations that each
-        layer keeps. A layer that is recomputed keeps its input alone; if each is, these inputs count.
+        """Return a lower bound of the peak bytes while no layer runs, without the activations that each layer
+        keeps. If every layer is recomputed, the inputs of the layers count.
         """
         if len(self.fit.depths) < 2:
             return 0
@@ -271,7 +275,7 @@ class _PassesBounds:
         return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
 
     def in_programs(self, setup: Setup) -> int:
-        """Return a lower bound of the live bytes at the start of the backward pass, for layers that are
+        """Return a lower bound of the allocated bytes at the start of the backward pass if the layers are
         compiled.
         """
         left_bytes = [
@@ -281,7 +285,7 @@ class _PassesBounds:
         return int(self._standing(setup) + self.fit.extrapolate(left_bytes))
 
     def resting(self, setup: Setup) -> int:
-        """Return a lower bound of the live bytes at the worst moment of the optimizer update."""
+        """Return a lower bound of the peak of allocated bytes during the optimizer update."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         in_update = self.update_fit.extrapolate([update.peak_increase for update in updates])
         return int(self._standing(setup) + self._gradient_bytes(setup) + in_update)
@@ -291,14 +295,15 @@ class _PassesBounds:
         return float(self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)]))
 
     def _standing(self, setup: Setup) -> float:
-        """Return the live bytes between steps: weights, optimizer states and permanent allocations."""
+        """Return the allocated bytes between steps: weights, optimizer states and permanent allocations."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         # Passes and update have their own depths, so each has its own line.
         standing = self.fit.extrapolate([passes.baseline_bytes for passes in self.by_depth])
         return float(standing + self.update_fit.extrapolate([update.state_bytes for update in updates]))
 
     def _profiles(self, setup: Setup) -> list[PassProfile]:
-        """Return the profiles of forward and backward under this Setup, by number of simulated layers."""
+        """Return the profiles (bytes and kernels) of forward and backward with these settings, one for each
+        number of simulated layers."""
         samples, count = self.batch_size // setup.micro_batches, setup.micro_batches
         profiles = [passes.by_samples[samples] if count > 1 else passes.whole for passes in self.by_depth]
         return [profile for profile in profiles if profile is not None]
@@ -306,10 +311,10 @@ class _PassesBounds:
     def _rise(
         self, setup: Setup, among: Callable[[str], bool] | None = None, *, layers: int | None = None
     ) -> float:
-        """Return a lower bound of the increase of live bytes in forward and backward: the maximum over
-        modules, each extrapolated to all layers.
+        """Return a lower bound of the peak increase of allocated bytes in forward and backward.
 
-        `among` selects modules by name. The value is that of the whole depth, or of `layers` layers.
+        It is the maximum over modules, each extrapolated to all layers, or to `layers` layers. `among`
+        selects modules by name.
         """
         key, at = (setup.micro_batches, among, layers), self.fit.layers if layers is None else layers
         if key not in self._rises:
@@ -325,8 +330,8 @@ class _PassesBounds:
     # ---- seconds -----------------------------------------------------------------------------------------
 
     def seconds(self, setups: Sequence[Setup]) -> Iterator[Sequence[float]]:
-        """Yield the seconds of steps that differ only in their optimizer updates, by GPU, each with a share
-        of the run's start-up seconds.
+        """Yield, for each Setup, a lower bound of the step's seconds on each GPU, with a share of the run's
+        start-up. The Setups differ only in the optimizer update.
         """
         timer = self.bounds.timer
         known: Mapping[int, Sequence[float]] = {}
@@ -339,7 +344,7 @@ class _PassesBounds:
             yield [seconds + share for seconds in known.get(number) or self._by_depth(setup)]
 
     def device_seconds(self, setup: Setup) -> Sequence[float]:
-        """Return the seconds of a step in which each GPU runs kernels; empty if the timer does not give
+        """Return the seconds of a step in which each GPU runs kernels; empty if the timer cannot compute
         them.
         """
         return self._device_seconds(setup, _whole_work)
@@ -353,8 +358,8 @@ class _PassesBounds:
         return self._device_seconds(setup, self._left_by_compilers)
 
     def _device_seconds(self, setup: Setup, part: Callable[[Work], Work]) -> Sequence[float]:
-        """Return the seconds in which each GPU works for a `part` of the forward and backward passes, and for
-        the update.
+        """Return the seconds in which each GPU runs the kernels that `part` selects, plus those of the
+        update.
         """
         timer = self.bounds.timer
         if not isinstance(timer, ComposableTimer):
@@ -389,15 +394,16 @@ class _PassesBounds:
     def _works_of(
         self, setup: Setup, profile: PassProfile, shallow: ShallowJob, passes: PassProfiles | None = None
     ) -> list[Work]:
-        """Return the kernels of a step with few layers: its first micro-batch, each further one, and its
-        update.
+        """Return the kernels of a step with few layers: those of the first micro-batch, of each further one,
+        and of the update.
         """
         update = self.bounds.update(setup, shallow, passes)
         return [self._under(setup, work) for work in (profile.first, profile.further, update.work)]
 
     def _by_segments(self, setups: Sequence[Setup], timer: ComposableTimer) -> Mapping[int, Sequence[float]]:
-        """Return the seconds of steps by Setup, from the queue segments of forward and backward passes and
-        updates for all layers. Setups whose host waits differ between numbers of layers are omitted.
+        """Return the seconds of a step on each GPU, by index of the Setup. They follow from the queue
+        segments of passes and updates for all layers. Setups whose host waits differ between numbers of
+        layers are omitted.
         """
         setup = setups[0]
 
@@ -423,7 +429,7 @@ class _PassesBounds:
         return seconds
 
     def _by_depth(self, setup: Setup) -> Sequence[float]:
-        """Return the seconds of a step by GPU, extrapolated from simulations of whole steps with few
+        """Return the seconds of a step on each GPU, extrapolated from simulations of whole steps with few
         layers.
         """
         counts, depths = few(setup.micro_batches), []
@@ -450,9 +456,8 @@ def _whole_work(work: Work) -> Work:
 
 
 def few(micro_batches: int) -> tuple[int, ...]:
-    """Return the numbers of micro-batches to simulate; seconds for a larger number are extrapolated from two
-    small ones.
-    """
+    """Return the numbers of micro-batches to simulate: the given one, or two small ones for an
+    extrapolation."""
     few_are_enough = micro_batches > MICRO_BATCHES + 1
     return (MICRO_BATCHES, MICRO_BATCHES + 1) if few_are_enough else (micro_batches,)
 

@@ -1,6 +1,7 @@
-"""Lower bounds of recipes with compiled layers, computed before the layers are compiled.
+"""Lower bounds of bytes and seconds of recipes with compiled layers, computed before the layers are compiled.
 
-A feature with a `Lowering` has a subclass (`Feature.lowered_kinds`). Without one, no candidate is lowered.
+The feature that compiles layers provides a subclass (`Feature.lowered_kinds`). Without it, no recipe has
+compiled layers.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Bound
 
 CACHE_SHARE = 0.1
-"""Largest share of a step's seconds that recomputing may save, by disabling a cache of keys and values."""
+"""Largest share of a step's seconds that activation checkpointing may save, by disabling the cache of keys
+and values."""
 
 
 class LoweredKinds:
-    """Lower bounds for the compiled recipes of a search, which are compiled only if the search needs them.
-    This base class has none.
+    """Lower bounds for a search's recipes with compiled layers, which are compiled only if the search needs
+    them. This base class has no such recipe.
 
-    `saves_nothing` maps a recomputing candidate to the same one without recomputing.
+    `saves_nothing` maps a memory-saving recipe to the same one without savings.
     """
 
     waiting: Sequence[int] = ()
-    """Candidates with compiled layers that save no memory: without recomputing and with whole logits."""
+    """Recipes with compiled layers, no recomputation and whole logits, by number."""
 
     def __init__(self, space: Any, state: Any, saves_nothing: Mapping[int, int | None]) -> None:
         self.space, self.state, self.saves_nothing = space, state, saves_nothing
 
     @staticmethod
     def is_left(operator: str) -> bool:
-        """Return True if a compiled layer runs this operator too, and keeps outputs that its backward pass
-        reads.
+        """Return True if a compiled layer still runs this operator as a kernel of its own, and keeps its
+        outputs for backward.
         """
         return True
 
@@ -44,29 +46,30 @@ class LoweredKinds:
         return False
 
     def alike(self, number: int) -> int | None:
-        """Return the uncompiled recipe that is otherwise equal; None for a recipe without compilation."""
+        """Return the number of the otherwise equal uncompiled recipe; None if this one has no compiled
+        layers."""
         return None
 
     def bare(self, number: int) -> int:
-        """Return the recipe without compilation and recomputation, and with whole logits, that is otherwise
-        equal.
+        """Return the number of the otherwise equal recipe without compilation, recomputation or logits in
+        chunks.
         """
         return number
 
     def bounded_by(self, number: int) -> Iterable[int]:
-        """Return the uncompiled recipes whose bytes and seconds bound those of this one; none for a recipe
-        without compilation.
+        """Return the numbers of the uncompiled recipes whose lower bounds determine that of this one; none
+        for an uncompiled recipe.
         """
         return ()
 
     def least(self, number: int) -> Bound | None:
-        """Return the lower bound of a compiled recipe's bytes and seconds; None for a recipe without
-        compilation.
+        """Return the lower bound of bytes and seconds of a recipe with compiled layers; None for an
+        uncompiled recipe.
         """
         return None
 
     def again_seconds(self, number: int) -> float:
-        """Return a lower bound of the seconds that a recipe spends on recomputing activations; 0 if
+        """Return a lower bound of the seconds per step in which a recipe recomputes activations; 0 if
         unknown.
         """
         return 0.0
@@ -74,14 +77,15 @@ class LoweredKinds:
 
 @cache
 def lowered_kinds() -> type[LoweredKinds]:
-    """Return the feature's class of bounds for compiled recipes, or the base class."""
+    """Return the class of lower bounds for compiled recipes: that of the compiling feature, or the base
+    class."""
     kinds = [kind for classes in hooks("lowered_kinds") for kind in classes()]
     return kinds[0] if kinds else LoweredKinds
 
 
 def left_by_lowering(work: Work) -> Work:
-    """Return the kernels of a step that remain if its layers are compiled. Kernels outside of layers remain
-    unchanged.
+    """Return the kernels of a step that would still run if its layers were compiled. Kernels outside of
+    layers remain unchanged.
     """
     is_left = lowered_kinds().is_left
     kernels = (

@@ -1,15 +1,15 @@
-"""Evaluation of recipes for a search: lower bounds, and exact bytes and seconds, from cached simulations of
-the passes and the update.
+"""Compute lower bounds, and exact bytes and seconds, of recipes. They follow from cached simulations of
+passes (forward and backward) and update.
 
-`screen` computes the *lower bound* of a recipe's cost. It simulates forward and backward passes on models of
-few layers, with all sizes of micro-batch in one simulation. It simulates the optimizer update likewise.
-`lower_bounds.py` derives the lower bound for all layers. Models whose layers do not repeat are simulated in
-full.
+`screen` computes *lower bounds* of a recipe's bytes and seconds. It simulates forward and backward passes on
+models of few layers, with all sizes of micro-batch in one simulation. It simulates the optimizer update
+likewise. `lower_bounds.py` derives the lower bound for all layers. Models whose layers do not repeat are
+simulated in full.
 
-`judge` computes the *exact* cost. It simulates passes and update with all layers and splices them. The trace
-goes through the timer and the allocator. Every number of a plan comes from this function. Simulations
-dominate the cost, and GPUs with the same decisions share them. Each recipe has one answer per GPU, with a
-separate context and separate seconds.
+`judge` computes *exact* bytes and seconds. It simulates passes and update with all layers and joins their
+traces. The timer and the allocator replay the joined trace. Every number of a plan comes from this function.
+Simulations take most of the time, and GPUs that run the same kernels share them. Each GPU has a separate CUDA
+context and separate seconds.
 """
 
 from __future__ import annotations
@@ -65,40 +65,40 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 REMEMBERED_PARTS = 48
-"""Largest number of cached parts, at some ten megabytes each. It exceeds the number of kinds of passes in
-most spaces. Recipes that share passes are evaluated far apart."""
+"""Largest number of cached simulations, at some ten megabytes each. It exceeds the number of different
+forward and backward passes in most searches."""
 
 
 class _Replays(NamedTuple):
     trace: Trace
-    """Trace of the steady step, perhaps with fewer micro-batches."""
+    """Trace of a step after the first ones, perhaps with fewer micro-batches."""
     by_segments: dict[bool, AllocatorPeaks]
-    """Peaks of the allocator's bytes, by whether segments are expandable."""
+    """Peaks of the allocator's bytes with expandable segments (True) and without (False)."""
 
 
 class _OwnTrace(NamedTuple):
     policy: CudaPolicy
-    """Policy of the simulation."""
+    """GPU properties (`CudaPolicy`) of the simulation."""
     sizes: Mapping[CudaPolicy, Mapping[tuple[str, int], int] | None]
-    """Sizes of the buffers on other GPUs (`ComparedPolicy`)."""
+    """Sizes in bytes of workspaces and temporary buffers on other GPUs (`ComparedPolicy`)."""
     trace: Trace
 
 
 class FullCheck(NamedTuple):
-    """Comparison of a recipe's bytes and seconds, joined from simulated passes and update, with its full
-    simulation.
+    """Comparison of a recipe's bytes with those of its full simulation. The recipe's own bytes come from
+    separately simulated passes and update.
     """
 
     is_same: bool
-    """True if the full simulation gave the same figures."""
+    """True if the full simulation gave the same bytes."""
     doubts: tuple[str, ...]
     timing: StepSeconds | None
     """Seconds of the step, if the GPU's rates are known."""
 
 
 class Parts:
-    """Simulates recipes of one job, and caches forward pass, backward pass and update separately. All its
-    GPUs run the same kernels.
+    """Simulate recipes of one job for GPUs that run the same kernels. Passes (forward and backward) and
+    updates are cached separately.
     """
 
     def __init__(
@@ -123,10 +123,11 @@ class Parts:
     # ---- lower bounds ------------------------------------------------------------------------------------
 
     def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...] | UnsupportedStep]:
-        """Return the lower bounds of these Setups on each GPU, or the reason why a step cannot run.
+        """Return lower bounds of bytes and seconds for these Setups on each GPU, or the reason why a step
+        cannot run.
 
-        They may differ in micro-batches, optimizer, matrix products, loading, allocator and recording only.
-        Raises `SnugfitError` if one of them cannot be simulated.
+        The Setups may differ only in micro-batches, optimizer, fp32 precision, data loading, allocator and
+        CUDA graphs. Raises `SnugfitError` if one of them cannot be simulated.
         """
         # A job without an update is simulated as a whole, which gives its exact bound.
         if not self.job.trains:
@@ -146,8 +147,8 @@ class Parts:
         return [context_for(gpu, software, needs)[0] for gpu in self.gpus]
 
     def _exact_bounds(self, setups: Sequence[Setup]) -> list[tuple[Bound, ...] | UnsupportedStep]:
-        """Return the exact bounds of these Setups. Setups with the same trace, or the same timing, share
-        them.
+        """Return the bytes and seconds of these Setups on each GPU, from full simulations. Setups share a
+        simulation if they have the same trace.
         """
         traces = {step_key(as_rehearsed(setup)): self._whole_trace(setup) for setup in setups}
         needed = {
@@ -171,7 +172,7 @@ class Parts:
     def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures, ...]]:
         """Return the exact bytes and seconds of these Setups on each GPU.
 
-        They have one trace, and differ only in the allocator and in the number format of matrix products.
+        They have the same trace, and differ only in allocator, fp32 precision and data loading.
         """
         replays = self._replays(setups[0], {setup.expandable_segments for setup in setups})
         launched = parts_of(setups[0]).launched_kernels(setups[0], replays.trace.kernels)
@@ -192,8 +193,8 @@ class Parts:
         ]
 
     def _replays(self, setup: Setup, kinds: Collection[bool]) -> _Replays:
-        """Return the memory peaks of the step's trace in the caching allocator; `kinds` are with expandable
-        segments or without.
+        """Return the step's trace with its peaks of memory in the caching allocator. `kinds` selects
+        expandable segments (True) or not (False).
         """
         run = self.run(setup) if self.job.trains else None
         if run is not None:
@@ -212,8 +213,8 @@ class Parts:
 
     def whole(self, asked: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
         """Return the exact bytes and seconds of these Setups on the given GPUs, each by a full simulation for
-        that GPU. The Setups have one trace. GPUs that run the same kernels may differ in the sizes of
-        workspaces and temporaries. One simulation serves all GPUs with the same number of buffers.
+        that GPU. The Setups have the same trace. GPUs that run the same kernels may differ in the sizes of
+        workspaces and temporary buffers. One simulation serves all GPUs with the same number of buffers.
         """
         policies = {gpu: policy_for(self.gpus[gpu], Software()) for _, gpus in asked for gpu in gpus}
         first, *further = dict.fromkeys(policies.values())
@@ -236,8 +237,8 @@ class Parts:
         return answers
 
     def _own_traces(self, setup: Setup, policies: Sequence[CudaPolicy]) -> dict[CudaPolicy, Trace]:
-        """Return the full trace for each of these GPU policies, the same object if the buffers have the same
-        sizes.
+        """Return the fully simulated trace for each of these GPU policies. It is the same object if all
+        buffers have the same sizes.
         """
         plain = as_rehearsed(setup)
         steady = step_key(plain) in self._steady
@@ -258,8 +259,8 @@ class Parts:
         return traces
 
     def _own_trace(self, setup: Setup, policy: CudaPolicy, *, steady: bool) -> _OwnTrace:
-        """Return the full trace for one GPU policy, with the buffer sizes on all other GPUs, which later
-        calls reuse.
+        """Simulate the full step for one GPU policy. Return its trace, and the sizes of its buffers on the
+        other GPUs.
         """
         policies = dict.fromkeys(policy_for(gpu, Software()) for gpu in self.gpus)
         module = self.job.model.module is not None  # the module's code may read the GPU's compute capability
@@ -272,12 +273,13 @@ class Parts:
         return model_peak_seconds(trace.kernels, device) if device else 0.0
 
     def predict(self, recipe: Recipe, how: Mapping[str, Any], gpu: int = 0) -> Prediction:
-        """Simulate this recipe in full on this GPU, with further arguments of `predict`."""
+        """Simulate this recipe in full for one GPU, and return the prediction. `how` are further arguments of
+        `predict`."""
         return predict(self.job, recipe, gpu=self.gpus[gpu], **how)
 
     def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> FullCheck:
-        """Simulate this recipe in full on this GPU, and return whether the result equals `figures`, with its
-        warnings."""
+        """Simulate this recipe in full for one GPU, and compare the bytes with `figures`. Return the
+        comparison with warnings and seconds."""
         prediction = self.predict(recipe, {}, gpu)
         footprint = prediction.footprint
         # The first four fields of the figures are bytes.
@@ -290,8 +292,8 @@ class Parts:
         return FullCheck(same, prediction.doubts, prediction.timing)
 
     def run(self, setup: Setup) -> PeriodicRun | None:
-        """Return the step's trace under this Setup, joined from its simulated passes and update; None if they
-        cannot be joined. Raises `UnsupportedStep` if the step cannot run.
+        """Return the step's trace with these settings, joined from its simulated passes and update. Return
+        None if they cannot be joined. Raises `UnsupportedStep` if the step cannot run.
         """
         parts = parts_of(setup)
         if not parts.can_be_spliced:
@@ -321,9 +323,8 @@ class Parts:
         return self._remember(("passes", passes_key(setup), samples, setup.micro_batches > 1), make)
 
     def _second_step_is_redundant(self, setup: Setup) -> bool:
-        """Return True if simulating one step of such forward and backward passes is enough, tested on few
-        layers and one sample each. The memory that remains after a step is the same for any non-empty set of
-        recomputed layers.
+        """Return True if one simulated step of such forward and backward passes is enough. This is tested on
+        few layers with one sample per micro-batch. The result is cached for any number of recomputed layers.
         """
         count = min(setup.micro_batches, MICRO_BATCHES)
         kind = replace(setup, checkpoint=setup.checkpoint and EVERY_LAYER)
@@ -353,8 +354,8 @@ class Parts:
 
 
 def _bounds_on_gpus(step: StepBounds, contexts: Sequence[int], least: Sequence[int]) -> tuple[Bound, ...]:
-    """Return a step's lower bounds plus the CUDA context of each GPU. `least` are the contexts with
-    recomputation, which may choose another attention kernel without cuDNN's libraries.
+    """Return a step's lower bounds on each GPU, with the CUDA context's bytes added. `least` are the smallest
+    contexts, without cuDNN's libraries, since recomputation may choose another attention kernel.
     """
     unknown = [0.0] * len(contexts)
     return tuple(

@@ -1,7 +1,7 @@
-"""The worker processes of a plan, each with its own cache of simulated passes and updates (`Parts`).
+"""Start the worker processes of a plan, each with its own cache of simulated passes and updates (`Parts`).
 
-The parts stay in this process if a plan cannot be sent to another one. Reasons are a user's own module, and a
-timer that is a closure.
+The cache stays in this process if the job or timer cannot be pickled. Examples are a user's own module and a
+closure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def load_ahead(
     job: Job, gpus: Sequence[Gpu | None], timer: object, workers: int, *, ahead: Iterable[str] = ()
 ) -> None:
     """Start the fork server and let it import the modules that worker processes need. `timer` is the workers'
-    timer, or the source from which it is made. `ahead` lists modules that techniques import.
+    timer, or the object from which it is made. `ahead` lists further modules that techniques import.
     """
     modules = [*_preload(job), *ahead]
     if workers > 1 and can_travel(job):
@@ -47,7 +47,8 @@ def parts_pool(
 ) -> Iterator[WorkerPool]:
     """Yield a pool of `workers` workers, each with its own `Parts` of this job.
 
-    A single worker runs in this process unless it works `apart`. `spare` are processes that may help later.
+    A single worker runs in this process unless `apart` requires a process of its own. `spare` counts
+    processes that may help later.
     """
     make, modules = partial(_parts, job, gpus, timer, shallow=shallow, run=run), _preload(job)
     workers = workers if can_travel(job) else 1
@@ -56,8 +57,8 @@ def parts_pool(
 
 
 def _parts(job: Job, gpus: Sequence[Gpu | None], timer: Timer, *, shallow: bool, run: PlannedRun) -> Parts:
-    """Return a new `Parts` object, created in the worker process, so that the parent imports none of its
-    modules.
+    """Create a `Parts` object in the worker process, and return it. The parent process thus imports none of
+    its modules.
     """
     from snugfit.deferred_imports import complete_imports
     from snugfit.planning.cost.parts import Parts

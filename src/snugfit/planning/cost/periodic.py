@@ -1,11 +1,11 @@
-"""Replay of a step with many micro-batches through the allocator, without repetitions that change nothing.
+"""Replay a step with many micro-batches through the allocator, without repetitions that change nothing.
 
-All micro-batches of a step but its first and its last are the same list of requests. The steps after the
-first repeat likewise. Once a micro-batch begins in the same state as an earlier one, those between them are a
-period. The state covers all blocks and addresses. Each further period leaves the allocator unchanged, and no
-peak moves any more. Often a single micro-batch is the period. If the blocks of one batch are still alive at
-the start of the next, it is two or three. Whole periods are left out, and the result is still exact to the
-byte. Without a period, all micro-batches are replayed.
+All micro-batches of a step except the first and the last have the same allocations and frees. The steps after
+the first repeat likewise. If the allocator's state before a micro-batch equals an earlier one, the
+micro-batches between them are a period. The state covers all blocks and addresses. Each further period leaves
+the allocator unchanged, and no peak increases. Often a single micro-batch is the period. If the blocks of one
+batch are still alive at the start of the next, it is two or three. Whole periods are skipped, and the result
+is still exact to the byte. Without a period, all micro-batches are replayed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 MANY = 16
-"""Number of micro-batches from which a step is timed by three: the first, one between, and the last."""
+"""Smallest number of micro-batches of a step whose seconds follow from three of them: the first, one between,
+and the last."""
 
 
 class AllocatorPeaks(NamedTuple):
-    """Largest requested, allocated and reserved bytes in a run."""
+    """Peaks of requested, allocated and reserved bytes in a run."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -38,9 +39,9 @@ class AllocatorPeaks(NamedTuple):
 
 
 Request = tuple[int, Any]
-"""The type of an allocator request. It has the number of a stack of blocks. The second entry is the bytes to
-allocate, or the position of the block to free. The position counts from the stack's top: -1 and down. The
-number -1 precedes the name of an action of the driver, or the mark of an emptied cache."""
+"""Type of an allocator request: (stack, action). A stack holds the blocks of equal allocations. The action is
+the bytes to allocate, or the position of the block to free, from the stack's end (-1 and down). With stack
+-1, the action is the name of a CUDA driver's action, or the mark of an emptied cache."""
 
 
 class Requests:
@@ -59,12 +60,12 @@ class Requests:
         self.steps = run.steps
         self.stacks = len(self._stacks)
         self.of_graphs = [number for stack, number in self._stacks.items() if stack.stream == GRAPH_STREAM]
-        """Numbers of the stacks whose blocks belong to the pool of CUDA graphs."""
+        """Numbers of the stacks (blocks of equal allocations) in the memory pool of CUDA graphs."""
 
     @property
     def leaves_as_many(self) -> bool:
-        """Return True if the last of several steps leaves the number of live blocks on each stack of free
-        blocks unchanged.
+        """True if the last of several steps frees as many blocks as it allocates, for each kind of
+        allocation.
         """
         left: Counter[int] = Counter()
         for some, times in self.recorded[-1]:
@@ -95,9 +96,8 @@ class Requests:
         return requests
 
     def _driver(self, alloc: Alloc) -> Iterator[Request]:
-        """Yield the actions of the CUDA driver before this block is allocated (such as `empty_cache`), each
-        once.
-        """
+        """Yield requests for the CUDA driver's changes of free addresses before this allocation, each
+        once."""
         for word in (*self._due, alloc.phase, alloc.operator):
             if word in self._pending:
                 self._pending.remove(word)
@@ -106,7 +106,7 @@ class Requests:
 
 
 def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
-    """Replay these requests through the allocator and return its peaks."""
+    """Replay these requests through a simulated allocator, and return its peaks of memory."""
     allocator = Allocator(expandable=expandable)
     stacks: list[list[Any]] = [[] for _ in range(requests.stacks)]
     memory = [Memory.OWN] * requests.stacks
@@ -115,7 +115,8 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
     actions = actions_by_word(allocator.addresses)
 
     def state() -> Hashable:
-        """Return the allocator's state, on which all later requests depend."""
+        """Return the addresses of all allocated blocks and the allocator's state, on which all later
+        allocations depend."""
         handed_out = tuple([tuple([block.address for block in stack]) for stack in stacks])
         return handed_out, allocator.state()
 
@@ -146,7 +147,7 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
 
 
 def _nothing() -> None:
-    """Do nothing, in place of a CUDA driver's action that has already happened."""
+    """Do nothing, in place of a CUDA driver's action that already happened."""
 
 
 def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable]) -> None:
@@ -170,8 +171,8 @@ def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable
 
 
 def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
-    """Return the kernels of each micro-batch of a step, and the update with those of the last one. The trace
-    may have fewer than `micro_batches`, if it has more than two.
+    """Return the kernels of each of a step's `micro_batches`; the last entry includes the update. The trace
+    may have fewer micro-batches, but more than two. The second is then repeated.
     """
     works = [_between(trace, *ends) for ends in pairwise([0, *later_starts(trace), len(trace.kernels)])]
     if len(works) == micro_batches:
@@ -180,7 +181,8 @@ def micro_batch_works(trace: Trace, micro_batches: int) -> list[Work]:
 
 
 def later_starts(trace: Trace) -> list[int]:
-    """Return the indices of the kernels that begin each micro-batch of a step, except for the first."""
+    """Return the index of the first kernel of each micro-batch of a step, except for the first
+    micro-batch."""
     return [
         index
         for index, (before, kernel) in enumerate(pairwise(trace.kernels), start=1)

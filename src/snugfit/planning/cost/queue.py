@@ -6,13 +6,13 @@ kernels before it. The device ends a segment at
 
 all its work + max(when it was free, when the host began + max(a - w))
 
-The device never stops except to wait for a kernel, and the last such wait determines the end. Two segments
-without a wait between them form one segment again. The cost of a piece of a step is thus computed once,
-regardless of its position.
+The device only pauses until the next kernel is launched, and the last such pause determines the end. Two
+segments without a wait between them form one segment again. The numbers of a part of a step are thus computed
+once, regardless of its position.
 
 A step may wait more than once, for example if its optimizer reads a value for each parameter. Host and device
 then begin together after each wait. All segments between the first wait and the last are a sum, independent
-of earlier ones. Any piece of a step is therefore three segments at most.
+of earlier ones. Any part of a step is therefore three segments at most.
 
 The numbers of deeper models follow from those of two shallow ones. Launches and work grow linearly with the
 layers. `max(a - w)` is a maximum of linear functions. The line through two depths therefore never exceeds it,
@@ -33,16 +33,18 @@ from snugfit.prediction.seconds import SIMULATED_STEPS
 
 
 class QueueSegment(NamedTuple):
-    """Kernels between two waits of the host for the GPU, summarized as four arrays of (..., GPUs) seconds."""
+    """Kernels between two waits of the host for the GPU, summarised as four arrays of shape (..., GPUs), in
+    seconds."""
 
     host_s: Any
     """Seconds of the host to launch all of its kernels."""
     device_s: Any
     """Seconds of the device to run all of its kernels."""
     start_delay_s: Any
-    """Latest start of the device after the host's start, if it only waited for launches."""
+    """Seconds from the host's start to the device's, if the device ran all kernels without a pause and each
+    after its launch."""
     loader_s: Any
-    """Seconds of worker processes to make its batches."""
+    """Seconds in which worker processes create its batches."""
 
     def then(self, other: QueueSegment) -> QueueSegment:
         """Return this segment joined with `other` after it, without a wait between them."""
@@ -55,7 +57,7 @@ class QueueSegment(NamedTuple):
 
 
 def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
-    """Return consecutive parts of a step as one list of segments, joined without waits between them."""
+    """Join consecutive parts of a step into one list of queue segments, without waits between the parts."""
     first, *rest = pieces
     segments = list(first)
     for piece in rest:
@@ -65,8 +67,8 @@ def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
 
 
 def cut_at_waits(device: Any, launches: Any, loading: Any, waits: Sequence[int]) -> Iterator[QueueSegment]:
-    """Yield the queue segments before, between and after the host's waits. The arrays of (kernels, GPUs)
-    seconds are those of kernels, launches and worker processes.
+    """Yield the queue segments before, between and after the host's waits. The arrays (kernels, GPUs) are
+    seconds of kernels on the device, of launches, and of worker processes.
     """
     cuts = [0, *(min(index, len(device)) for index in sorted(waits)), len(device)]
     nothing = np.zeros(device.shape[1])
@@ -83,10 +85,10 @@ def cut_at_waits(device: Any, launches: Any, loading: Any, waits: Sequence[int])
 
 
 def merge_inner(segments: Sequence[QueueSegment], wait_s: Any) -> list[QueueSegment]:
-    """Return at most three segments with the same total time: those between the first wait and the last
-    become one.
+    """Return at most three segments with the same total time.
 
-    At each of these waits the host takes `wait_s` (GPUs,) seconds, and the device has no work left.
+    All segments between the first wait and the last become one. Each wait costs the host `wait_s` seconds, of
+    shape (GPUs,).
     """
     if len(segments) < 3:
         return list(segments)
@@ -97,9 +99,9 @@ def merge_inner(segments: Sequence[QueueSegment], wait_s: Any) -> list[QueueSegm
 
 
 def simulate(segments: Sequence[QueueSegment], begin_s: Any, wait_s: Any) -> Any:
-    """Return the seconds (..., GPUs) of a step, from its queue segments with waits between them. The model is
-    that of `prediction/seconds.py:simulate_queue`. The host takes `begin_s` to begin a step and `wait_s` at
-    each wait, both (GPUs,).
+    """Return the seconds (..., GPUs) of a step, from its queue segments with waits between them. The result
+    is that of `simulate_queue` in `prediction/seconds.py`. The host takes `begin_s` seconds to begin a step
+    and `wait_s` at each wait, both of shape (GPUs,).
     """
     now = free = last = length = np.zeros_like(wait_s)
     # In a steady step the device may still run the previous one, so several are simulated.
@@ -118,8 +120,8 @@ def simulate(segments: Sequence[QueueSegment], begin_s: Any, wait_s: Any) -> Any
 def extrapolate_depth(
     by_depth: Sequence[Sequence[QueueSegment]], line: Callable[[Sequence[Any]], Any]
 ) -> list[QueueSegment] | None:
-    """Return queue segments for all layers, on the line through those of few layers; None if their waits
-    differ.
+    """Return queue segments for all layers, on the line through those of few layers; None if their waits are
+    at different places.
     """
     if len({tuple(_is_empty(segment) for segment in segments) for segments in by_depth}) != 1:
         return None

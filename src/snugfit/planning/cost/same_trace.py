@@ -1,10 +1,11 @@
-"""Conversion of a recorded step to other recipes with the same allocations and kernels.
+"""Convert a recorded step to other recipes with the same allocations and kernels.
 
-Three fields of `Setup` leave a step's allocations and kernels unchanged. They are the format of fp32
-products, the source of batches, and the allocator's segments. A plan simulates once for all of them. The
-first two change kernel times, which this module writes into the trace. The third only affects the replay.
+Three fields of `Setup` leave a step's allocations and kernels unchanged: the precision of fp32 products, the
+data loader, and the allocator's segments. A plan simulates once for all of their values. The first two change
+seconds of kernels, which this module writes into the trace. The third only affects the replay in the
+allocator.
 
-A step whose kernels are launched otherwise than one by one marks them itself (`rehearsal/step_parts.py`).
+Steps with CUDA graphs mark their kernels themselves (`rehearsal/step_parts.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def trace_under(setup: Setup, trace: Trace) -> Trace:
 
 
 def with_sizes(trace: Trace, sizes: Mapping[tuple[str, int], int]) -> Trace:
-    """Return the trace with the buffers in `sizes` (by name and bytes) resized; all other buffers stay."""
+    """Return the trace with other buffer sizes. `sizes` maps (operator, bytes) to the new bytes; all other
+    buffers stay."""
     changed = {key: nbytes for key, nbytes in sizes.items() if nbytes != key[1]}
     if not changed:
         return trace

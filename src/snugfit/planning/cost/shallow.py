@@ -1,8 +1,8 @@
-"""Models of few layers that represent a model of many layers in simulations.
+"""Create models with few layers that represent a model of many layers in simulations.
 
-A deep model's figures follow from two shallower ones. Their layers repeat as its own do, and their
-checkpointing has the same pattern. If no two shallower models are less work than the whole one, it is used
-itself.
+The bytes and seconds of the deep model are extrapolated from two shallow ones. Their layers repeat in the
+same order, with the same checkpointing pattern. If two shallow models are no less work than the deep one,
+that is simulated itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 FEWEST = 2
-"""Least number of layers of the shallowest model, counted in layers that checkpointing treats alike: two.
+"""Number of layers in the shallowest model for each group of layers that checkpointing treats alike.
 
 The first layer's shared results (T5's attention bias) are kept only by the checkpoints of later layers.
 """
 
 SMOKE_TEST_PERIODS = 2
-"""Number of layer periods in the model on which a property is tested before it is used."""
+"""Number of periods (repeated groups of layer types) in the small model for tests of an assumption."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ShallowJob:
 
 
 class ShallowJobs:
-    """Makes copies of one job with few layers, which take less work to simulate; without `few`, only the
+    """Create copies of one job with few layers, which are faster to simulate. Without `few`, use only the
     whole model.
     """
 
@@ -49,8 +49,8 @@ class ShallowJobs:
         self._depths: dict[Hashable, Depth | None] = {}
 
     def of(self, setup: Setup) -> list[ShallowJob]:
-        """Return two jobs with fewer layers, from which the whole job is extrapolated. If the model has few
-        layers, return the whole job alone.
+        """Return two jobs with fewer layers, from which bytes and seconds are extrapolated. If the model
+        already has few layers, return only the whole job.
         """
         depth = self.depth(setup)
         if depth is not None and self.few:
@@ -79,7 +79,7 @@ class ShallowJobs:
         return replace(depth.shallower(self.job, layers), batch_size=samples)
 
     def depth(self, setup: Setup) -> Depth | None:
-        """Return the number of layers, and the number after which different layer types repeat. None if the
+        """Return the model's number of layers, and the period after which its layer types repeat. None if the
         number of layers cannot be changed.
         """
         if setup.attention not in self._depths:

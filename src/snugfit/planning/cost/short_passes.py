@@ -1,12 +1,11 @@
-"""Short simulation of forward and backward: one step of two micro-batches, expanded to two steps of three.
+"""Simulate forward and backward in one step of two micro-batches, and expand the trace to two steps of three.
 
 A second step repeats the first, without its permanent allocations: workspaces, a scaler's tensors. A third
 micro-batch repeats the second, which begins while the previous one still has its inputs. One step with two
 micro-batches therefore gives the result of two steps with three, at a third of the work.
 
-Torch does not guarantee such steps: a model may keep its last output and replace it. Therefore each kind of
-forward and backward passes is tested first on a model of few layers. `second_step_is_redundant` records it
-both ways and compares.
+Not every model behaves so: it may keep its last output and replace it. Therefore the expansion is tested
+first on a model with few layers. `second_step_is_redundant` records both ways and compares them.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 MICRO_BATCHES = 2
-"""Number of micro-batches that are recorded instead of any larger number."""
+"""Number of micro-batches to record in place of any larger number."""
 
 SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
 """Fields of a kernel that count events since the previous kernel."""
 
 
 def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
-    """Simulate one step of forward and backward, with two micro-batches at most."""
+    """Simulate one step of forward and backward, with two micro-batches at most, and return its recording."""
     return record_passes(job, setup, policy, steps=1, micro_batches=MICRO_BATCHES)
 
 
 def write_out(part: Part) -> Part:
-    """Return recorded short forward and backward passes expanded to the result of `rehearse_passes`, if a
-    second step changes nothing.
+    """Expand a short recording of forward and backward passes to that of `rehearse_passes`, and return it.
+    This is valid only if `second_step_is_redundant`.
     """
     return replace(part, trace=_write_out(part.trace))
 
@@ -55,8 +54,8 @@ def second_step_is_redundant(job: Job, setup: Setup, policy: Policy) -> bool:
 
 
 def _without_first_step_kernels(part: Part) -> tuple[Any, ...]:
-    """Return a recorded part as a tuple for comparisons, without the kernels and waits of its first step,
-    which no trace keeps."""
+    """Return a recording as a tuple for comparisons, without the kernels and waits of its first step. No
+    trace contains these."""
     moves: list[Move] = []
     step = -1
     for move in part.trace.moves:
@@ -68,8 +67,8 @@ def _without_first_step_kernels(part: Part) -> tuple[Any, ...]:
 
 
 def _write_out(relative: RelativeTrace) -> RelativeTrace:
-    """Return the events of two steps of three micro-batches (or of one), from those of one step of two (or
-    one).
+    """Return the trace of two steps with three micro-batches, from that of one step with two. Steps with a
+    single micro-batch keep it.
     """
     build, steps, rest = split_steps(relative.moves)
     first = _with_a_third(steps[0])
@@ -80,8 +79,8 @@ def _write_out(relative: RelativeTrace) -> RelativeTrace:
 
 
 def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
-    """Return the events of a step with the second of two micro-batches repeated; a step of one stays
-    unchanged.
+    """Return the events of a step with the second of two micro-batches repeated; a step with a single
+    micro-batch stays unchanged.
     """
     starts = micro_batch_starts(moves)
     if len(starts) < MICRO_BATCHES:
@@ -95,8 +94,8 @@ def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
 
 
 def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
-    """Return the events of a step as those of the step after it. Permanent allocations of the first step are
-    not repeated, and the model's tensors that it replaced are gone.
+    """Return the events (allocations, frees, kernels) of the step after this one. Permanent allocations of
+    this step are not repeated, nor are frees of model tensors that it replaced.
     """
     first, second = LiveSet(), LiveSet()
     mapping = dict(zip(first.follow(build), second.follow(build), strict=True))
@@ -136,8 +135,8 @@ def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
 
 
 def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -> Kernel:
-    """Return this kernel with the host's operator counts of the `left_out` kernels before it added. Views
-    that replaced tensors in the model do not count: one for each of the `replaced` tensors.
+    """Return this kernel with the counts of host operations (such as views) of the `left_out` kernels before
+    it added. One view for each of the `replaced` model tensors is not counted.
     """
     if not left_out:
         return kernel

@@ -1,9 +1,9 @@
-"""The part of a run's start-up seconds that each step has, given the length of the run.
+"""Distribute the start-up seconds of a run over its steps.
 
 seconds a step = (start-up + steps x steady step) / steps
 
-On a long run only the steady step counts. On a short one a recipe with a faster start-up may beat one with
-faster steps. A run without a given length has no end.
+In a long run the start-up hardly counts. In a short run, a recipe with a faster start-up may beat one with
+faster steps. Without a given length, the start-up is ignored.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LONGEST = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Number of steps of a run, and the rates from which its start-up seconds follow."""
+    """Length of a training run in steps, and rates for its start-up seconds."""
 
     steps: int | None = None
     """Number of optimizer steps of the run; None if it was not given."""
 
     rates: StartupRates = STARTUP_RATES
-    """Rates of the host's start-up."""
+    """Seconds of parts of the start-up on the host, such as imports."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and not (type(self.steps) is int and 1 <= self.steps <= LONGEST):
@@ -59,11 +59,11 @@ class StartupShare(NamedTuple):
     once: float
     """Seconds of the whole start-up."""
     share: float
-    """Seconds of the start-up per step; 0 if the run has no end."""
+    """Seconds of the start-up per step; 0 if the run's length is unknown."""
 
 
 class StartupShares:
-    """Computes the start-up of this job's run under each Setup, and a step's share of it."""
+    """Compute the start-up seconds of a job's training run for each Setup, and each step's share of them."""
 
     def __init__(self, job: Job, run: PlannedRun) -> None:
         self.job, self.run = job, run
@@ -76,8 +76,8 @@ class StartupShares:
         return StartupShare(once, once / self.run.steps if self.run.steps else 0.0)
 
     def least_share(self, setup: Setup, works: Iterable[Work]) -> float:
-        """Return a lower bound of the start-up seconds per step, from the kernels of steps with few layers.
-        The kernels of few layers are a subset of the kernels of many.
+        """Return a lower bound of the start-up seconds per step, from the kernels of a model with few layers.
+        These are a subset of the whole model's kernels.
         """
         if self.run.steps is None:
             return 0.0
@@ -85,7 +85,7 @@ class StartupShares:
         return self._seconds(setup, kernels) / self.run.steps
 
     def forget(self) -> None:
-        """Clear the cache of kernels, after the last call that times these steps."""
+        """Clear the cache of kernels, after the last call for these steps."""
         self._kernels.clear()
 
     def _seconds(self, setup: Setup, kernels: KernelSet, pinned: int = 0, in_programs: int = 0) -> float:

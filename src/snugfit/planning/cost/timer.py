@@ -1,12 +1,12 @@
-"""Timers of a plan: seconds of a trace on each of several GPUs, with cached kernel times.
+"""Timers of a plan: compute the seconds of a step's trace on each of several GPUs, with cached kernel times.
 
-The seconds are those of `prediction/seconds.py`: the same rates, the same queue. A plan times thousands of
-traces of the same few kernels, and needs only the length of the step. The time of each kernel is therefore
-cached.
+The seconds equal those of `prediction/seconds.py`, with the same rates and the same queue. A plan times
+thousands of traces of the same few kernels, and needs only the length of the step. The time of each kernel is
+therefore cached.
 
-Between two waits the queue has a closed form (`queue.py`). A step is thus a few segments per GPU, and the
-steps of `simulate_queue` need no more. Concurrent copies have no closed form. Segments omit them, which
-gives a lower bound; the exact time is simulated kernel by kernel.
+Between two waits the queue has a closed form (`queue.py`). A step is thus a few segments per GPU, from which
+the seconds follow. Concurrent copies have no closed form. Segments omit them, which gives a lower bound. The
+exact time is simulated kernel by kernel.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Work
 
 Timer = Callable[[Trace], Sequence[float]]
-"""The type of a function that returns the seconds of a trace's steady step on each GPU, from its kernels and
+"""Type of a function that returns the seconds of a trace's last step on each GPU, from its kernels and host
 waits."""
 
 REMEMBERED_WORKS = 1_000
-"""Number of pieces of steps whose queue segments are cached."""
+"""Number of parts of steps (such as updates) whose queue segments are cached."""
 
 REMEMBERED_KERNELS = 100_000
-"""Number of kernels that are recognized by their id."""
+"""Number of kernel objects that are cached by their id."""
 
 
 @runtime_checkable
 class ComposableTimer(Protocol):
-    """Timer that computes a step's seconds from queue segments of its parts, such as passes and update."""
+    """Protocol: a timer that computes a step's seconds from queue segments of its parts, such as passes and
+    update."""
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """Return the queue segments of these kernels between the host's waits, without concurrent copies. The
-        work between the first and the last wait is one segment.
+        """Return the queue segments of these kernels between the host's waits, without concurrent copies.
+        Everything between the first and the last wait is one segment.
         """
 
     def device_seconds(self, work: Work) -> Any:
-        """Return seconds (GPUs,) in which the device runs this work, without concurrent copies."""
+        """Return the seconds in which each GPU runs these kernels, without concurrent copies, of shape
+        (GPUs,)."""
 
     def has_copies(self, work: Work) -> bool:
-        """Return True if this work has copies that run in parallel to kernels."""
+        """Return True if this sequence of kernels contains copies that run in parallel to others."""
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
         """Return the seconds (..., GPUs) of a step with these queue segments."""
@@ -68,8 +70,8 @@ class ComposableTimer(Protocol):
 def seconds_of(timer: Timer, works: Sequence[Work]) -> Sequence[float]:
     """Return a step's seconds on each GPU. The step consists of these sequences of kernels, in order.
 
-    Cached segments of the pieces are joined. All kernels are simulated instead if the timer is not a
-    `ComposableTimer`, or if copies run in parallel.
+    A `ComposableTimer` joins cached segments of the parts. All kernels are simulated instead for another
+    timer, or if copies run in parallel.
     """
     if isinstance(timer, ComposableTimer) and not any(map(timer.has_copies, works)):
         return tuple(timer.simulate(join(map(timer.segments, works))).tolist())
@@ -92,7 +94,7 @@ class SingleGpuTimer:
     seconds: Callable[[Trace], float]
 
     def __call__(self, trace: Trace) -> tuple[float]:
-        """Return seconds of a step of this trace."""
+        """Return the seconds of a step of this trace, as a tuple of one."""
         return (self.seconds(trace),)
 
 
@@ -103,7 +105,7 @@ class PerGpuTimers:
     timers: tuple[Callable[[Trace], float], ...]
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
-        """Return seconds of a step of this trace on each GPU."""
+        """Return the seconds of a step of this trace on each GPU."""
         return tuple(timer(trace) for timer in self.timers)
 
 
@@ -129,15 +131,15 @@ class GpuTimers:
         self._table: Any = np.empty((3, 0, len(self.rates)))  # device, launch, loader; kernel; GPU
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
-        """Return seconds of a step of this trace on each GPU."""
+        """Return the seconds of a step of this trace on each GPU."""
         if _copies_go(trace.kernels):
             return tuple(map(partial(self._with_copies, trace), self._clocks))
         segments, _ = self._segments(trace.kernels, trace.waits)
         return tuple(self.simulate(segments).tolist())
 
     def _with_copies(self, trace: Trace, clock: KernelClock) -> float:
-        """Return seconds of a step with concurrent copies, for which the queue has no closed form, by
-        simulating all kernels."""
+        """Return the seconds of a step with concurrent copies, by simulating all kernels. The queue has no
+        closed form for these."""
         host, kernels = clock.rates.host, trace.kernels
         device = [clock.seconds(kernel) for kernel in kernels]
         launches = [launch_seconds(kernel, host) for kernel in kernels]
@@ -146,7 +148,8 @@ class GpuTimers:
         return max(length, sum(loader_seconds(kernel, host) for kernel in kernels))
 
     def has_copies(self, work: Work) -> bool:
-        """Return True if this work has copies that run in parallel to kernels; the answer is cached."""
+        """Return True if this sequence of kernels contains copies that run in parallel to others; the result
+        is cached."""
         known = self._copies.get(id(work))
         if known is None:
             if len(self._copies) >= REMEMBERED_WORKS:
@@ -155,11 +158,11 @@ class GpuTimers:
         return known[1]
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """Return the queue segments of this work between the host's waits, cached."""
+        """Return the cached queue segments of these kernels between the host's waits."""
         return self._timing_of(work)[1]
 
     def device_seconds(self, work: Work) -> Any:
-        """Return seconds (GPUs,) in which the device runs this work, cached."""
+        """Return the cached seconds in which each GPU runs these kernels, of shape (GPUs,)."""
         return self._timing_of(work)[2]
 
     def _timing_of(self, work: Work) -> tuple[Work, list[QueueSegment], Any]:
@@ -178,8 +181,8 @@ class GpuTimers:
         return np.maximum(length, sum(segment.loader_s for segment in segments))
 
     def _segments(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[list[QueueSegment], Any]:
-        """Compute the queue segments between the host's waits, and the GPU seconds (GPUs,) of all kernels in
-        them.
+        """Return the queue segments between the host's waits, and the device seconds of all kernels, of shape
+        (GPUs,).
         """
         if len(self._by_id) > REMEMBERED_KERNELS:
             self._by_id.clear()
@@ -193,7 +196,7 @@ class GpuTimers:
         return merge_inner([*segments], self._wait_s), device.sum(axis=0)
 
     def _number(self, kernel: Kernel) -> int:
-        """Return the kernel's row in the table of seconds, which equal kernels of all layers share."""
+        """Return the kernel's row in the table of kernel seconds. Equal kernels of all layers share a row."""
         number = self._numbers.get(kernel)
         if number is None:
             # The seconds of a kernel do not depend on its module.
@@ -242,20 +245,21 @@ class TimersWithGaps:
         return cls(GpuTimers(known), tuple(indices))
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
-        """Return seconds of a step of this trace on each GPU."""
+        """Return the seconds of a step of this trace on each GPU; 0 if its rates are unknown."""
         seconds = self.timers(trace)
         return tuple(0.0 if index is None else seconds[index] for index in self.indices)
 
     def has_copies(self, work: Work) -> bool:
-        """Return True if this work has copies that run in parallel to kernels."""
+        """Return True if this sequence of kernels contains copies that run in parallel to others."""
         return self.timers.has_copies(work)
 
     def segments(self, work: Work) -> Sequence[QueueSegment]:
-        """Return the queue segments between the host's waits, on GPUs with known rates."""
+        """Return the queue segments of these kernels between the host's waits, on GPUs with known rates."""
         return self.timers.segments(work)
 
     def device_seconds(self, work: Work) -> Any:
-        """Return seconds (GPUs,) in which the device runs this work."""
+        """Return the seconds in which each GPU runs these kernels, of shape (GPUs,); 0 for GPUs with unknown
+        rates."""
         return self._on_every(self.timers.device_seconds(work))
 
     def simulate(self, segments: Sequence[QueueSegment]) -> Any:
@@ -265,9 +269,8 @@ class TimersWithGaps:
         return self._on_every(self.timers.simulate(segments))
 
     def _on_every(self, known: Any) -> Any:
-        """Return seconds (..., GPUs) for all GPUs: the given ones for those with known rates, and 0 for the
-        rest.
-        """
+        """Return seconds (..., GPUs) for all GPUs: `known` for those with known rates, and 0 for the
+        others."""
         # The index -1 below selects this column.
         unknown = np.zeros((*known.shape[:-1], 1))
         every = np.concatenate([known, unknown], axis=-1)
@@ -279,7 +282,7 @@ def _copies_go(kernels: Sequence[Kernel]) -> bool:
 
 
 def why_unknown(gpu: Gpu) -> str:
-    """Return the reason why this GPU's seconds are unknown; empty if they are known."""
+    """Return the reason why kernel seconds on this GPU are unknown; empty if they are known."""
     try:
         rates_for(gpu)
     except GpuError as unknown:

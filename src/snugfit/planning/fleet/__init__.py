@@ -1,1 +1,1 @@
-"""One plan for many GPUs of the table, and the cost of a run on each."""
+"""Plans for many GPU models at once, and the price of a training run on each."""

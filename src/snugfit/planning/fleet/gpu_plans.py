@@ -1,7 +1,7 @@
-"""Results of one plan for many GPUs: the best recipe on each, with its bytes and speed.
+"""Results of one plan for many GPU models: the best recipe on each, with its bytes and speed.
 
-The cost of a run is not part of it: prices come from the user and change daily. `prices.py` combines them
-with these answers. A GPU whose bytes or seconds are unknown is listed with the reason.
+The price of a run is not included, since users give prices. `prices.py` combines prices with these results. A
+GPU whose bytes or seconds are unknown is listed with the reason.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from snugfit.results.speed import StepSpeed, speed_of
 
 @dataclass(frozen=True, kw_only=True)
 class OnGpu:
-    """A plan's best recipe on one GPU model, or the reason for none."""
+    """A plan's best recipe on one GPU model, or the reason why none was found."""
 
     gpu: Gpu
     """The requested GPU."""
 
     fits: bool | None
-    """True if any recipe fits the GPU; None if unknown."""
+    """True if any recipe fits the GPU's memory; None if unknown."""
 
     headroom_bytes: int = 0
     """Bytes of the GPU's memory that should stay free."""
 
     choice: Choice | None = None
-    """Best recipe, or the nearest miss if nothing fits. Its seconds are 0 if they are unknown."""
+    """Best recipe, or the one closest to fitting if nothing fits. Its seconds are 0 if they are unknown."""
 
     verified: bool | None = None
-    """True if the full simulation, whose figures these are, confirmed the search; None without a recipe. It
-    confirms the same seconds, and the same bytes except for the GPU's own workspaces and temporary buffers.
+    """True if a full simulation confirmed the search's bytes and seconds; None without a recipe. The bytes
+    may differ by this GPU's own workspaces and temporary buffers.
     """
 
     rates: str = ""
-    """Source of the GPU's rates."""
+    """Sentence on the source of the GPU's rates (speeds of kernels)."""
 
     measured_rates: bool | None = None
     """True if the GPU's rates were measured, False if a data sheet scaled them from another's, None without
     seconds."""
 
     mfu: float | None = None
-    """Model FLOPs utilisation of the recipe; None without a known peak or seconds."""
+    """Model FLOPs utilisation (MFU) of the recipe; None without a known peak or seconds."""
 
     why: str = ""
     """Reason why bytes or seconds are unknown."""
 
     doubts: tuple[str, ...] = ()
-    """Assumptions of the recipe's simulation, as sentences."""
+    """Warnings about assumptions of the recipe's simulation, as sentences."""
 
     @property
     def key(self) -> str:
@@ -61,19 +61,19 @@ class OnGpu:
 
     @property
     def lacking_bytes(self) -> int:
-        """Bytes of memory that are missing; negative if a recipe fits, 0 if unknown."""
+        """Bytes of GPU memory that the recipe lacks; negative if it fits, 0 if unknown."""
         return self.choice.needed_bytes - (self.gpu.memory_bytes or 0) if self.choice else 0
 
     @property
     def tight(self) -> bool:
-        """True if the recipe fits but leaves less than the requested free memory (headroom), because every
-        recipe does so on this GPU.
+        """True if the recipe fits but leaves less memory free than `headroom_bytes`, as every recipe does on
+        this GPU.
         """
         return bool(self.fits) and -self.lacking_bytes < self.headroom_bytes
 
     def pace(self, steps: int | None) -> float | None:
-        """Return seconds a step, with the start-up spread over a run of `steps` steps (`Choice.pace`); None
-        if unknown or if it does not fit."""
+        """Return the recipe's seconds per step, including the start-up spread over a run of `steps` steps
+        (`Choice.pace`). None if they are unknown or nothing fits."""
         known = self.choice if self.fits and self.choice and self.choice.step_seconds else None
         return known.pace(steps) if known else None
 
@@ -88,22 +88,23 @@ class GpuPlans(JsonDocument):
     """The training job of the plans."""
 
     fidelity: str
-    """Lowest fidelity that the user allows."""
+    """Lowest fidelity (numerical closeness to the plain step) that the user allows."""
 
     objective: str
-    """Criterion on each GPU: `speed`, `memory` or `cost` (which on one GPU is `speed`)."""
+    """Criterion for the best recipe on each GPU: `speed`, `memory` or `cost` (on one GPU the same as
+    `speed`)."""
 
     steps: int | None = None
-    """Length of the run over which the start-up is spread; None if it was not given."""
+    """Length of the training run in steps, over which the start-up is spread; None if it was not given."""
 
     answers: tuple[OnGpu, ...]
-    """Answers in the order of the requested GPUs."""
+    """Results in the order of the requested GPUs."""
 
     kept: tuple[KeptSlot, ...] = ()
-    """Slots that the search left unchanged."""
+    """Slots (choices of a recipe, such as precision) that the search left unchanged."""
 
     counts: tuple[Counts, ...] = ()
-    """Sizes of the searches; GPUs that run the same kernels share one."""
+    """Numbers of recipes that each search considered; GPUs that run the same kernels share a search."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that computed the plans."""
@@ -115,7 +116,7 @@ class GpuPlans(JsonDocument):
 
     @property
     def smallest(self) -> OnGpu | None:
-        """The GPU with the least memory that trains the job; among equals, the fastest."""
+        """The GPU with the least memory on which a recipe fits; among equals, the fastest."""
         return min(
             self.fitting,
             key=lambda on_gpu: (on_gpu.gpu.memory_bytes or 0, on_gpu.pace(self.steps) or 0.0, on_gpu.key),
@@ -124,7 +125,7 @@ class GpuPlans(JsonDocument):
 
     @property
     def fastest(self) -> OnGpu | None:
-        """The GPU with the shortest step, or with the shortest run if its length is known."""
+        """The GPU with the fewest seconds per step, including the start-up if the run's length is known."""
         timed = (on_gpu for on_gpu in self.fitting if on_gpu.pace(self.steps))
         return min(timed, key=lambda on_gpu: (on_gpu.pace(self.steps) or 0.0, on_gpu.key), default=None)
 

@@ -1,8 +1,8 @@
-"""Groups of GPU models that share one search for recipes, and concurrent searches of several groups.
+"""Group GPU models that share one search for recipes, and run the searches of several groups concurrently.
 
 Searches of two groups share nothing, so each has a separate worker process if there are enough. Two workers
-of one search wait for each other, and simulate some updates twice. Once fewer groups than workers remain, the
-free worker helps, if the answers do not depend on it.
+of one search wait for each other, and simulate some optimizer updates twice. Once fewer groups than workers
+remain, a free worker helps another search, in calls whose results do not depend on the worker.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _Answer = TypeVar("_Answer")
 def kinds_of(
     gpus: Iterable[Gpu], fixed: Kept, fidelity: Fidelity = Fidelity.ROUNDS
 ) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
-    """Return the GPU models in groups that run the same kernels, each for one search. For every other GPU
-    return, by key, a result without a recipe and with the reason.
+    """Return the GPU models in groups that run the same kernels, each for one search. Also return, by GPU
+    key, results for unusable GPUs, with the reason and no recipe.
     """
     degrees = list(Fidelity)
     looked_at = [
@@ -56,8 +56,8 @@ def kinds_of(
 
 
 def refuse_gpu(gpu: Gpu, fixed: Kept) -> None:
-    """Raise `GpuError` for a GPU that runs no steps, whose memory is unknown, or that is too old for fixed
-    techniques."""
+    """Raise `GpuError` if snugfit cannot plan for this GPU: not a CUDA GPU, unknown memory, or too old for
+    fixed techniques."""
     policy_for(gpu, Software())
     if gpu.memory_bytes is None:
         raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
@@ -68,7 +68,7 @@ def refuse_gpu(gpu: Gpu, fixed: Kept) -> None:
 def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
     """Return a key that is equal for GPU models that can share a search for recipes.
 
-    They run the same kernels in most steps, and allow the same of the considered techniques.
+    Such GPUs run the same kernels in most steps, and support the same techniques.
     """
     policy = policy_for(gpu, Software())
     allowed = tuple(
@@ -88,7 +88,7 @@ def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
 
 
 class _SearchStopped(Exception):
-    """Error that stops a search whose result is no longer needed."""
+    """Error that stops a search in another thread, since its result is no longer needed."""
 
 
 def search_kinds(
@@ -102,8 +102,9 @@ def search_kinds(
 ) -> list[_Answer]:
     """Run `search` for each of these groups of GPU models, concurrently, and return the results in order.
 
-    `side_by_side` searches run at once, each with its share of the `workers`. A share becomes `spare` once
-    no further kind can begin. A kind that turns out to be several is split into separate searches.
+    `side_by_side` searches run at once, each with its share of the `workers`. A share becomes `spare` once no
+    group is left to start. A group whose GPUs turn out to run different kernels is split into separate
+    searches.
     """
     begun, done, began, stopped = 0, 0, time.monotonic(), threading.Event()
 

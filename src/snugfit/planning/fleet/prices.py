@@ -1,7 +1,7 @@
-"""The cost of a run on each GPU, at the user's own prices.
+"""Compute the price of a training run on each GPU, from the user's own prices per hour.
 
 Prices differ by a factor of five between vendors, change weekly, and include different things (the host, the
-disk, an hour begun). None are therefore shipped. From the user's price per hour follows
+disk, an hour begun). snugfit therefore contains no prices. The formula is
 
 cost of a run = price of an hour x (seconds of start-up + steps x seconds of a step) / 3600
 
@@ -50,7 +50,7 @@ class Prices:
         return cls(per_hour)
 
     def with_(self, stronger: Prices) -> Prices:
-        """Return these prices, overridden by those in `stronger`."""
+        """Return these prices; those in `stronger` replace prices of the same GPUs."""
         return Prices({**self.per_hour, **stronger.per_hour})
 
 
@@ -62,7 +62,7 @@ def _price(value: object, what: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of a run on one GPU."""
+    """Price of a training run on one GPU, in USD."""
 
     key: str
     """The GPU's key in the table."""
@@ -71,7 +71,7 @@ class Cost:
     """USD an hour; None if the user gave no price."""
 
     per_1000_samples: float | None
-    """USD for a thousand samples of the run, or of steady steps if its length was not given."""
+    """USD for a thousand samples, with a share of the start-up if the run's length was given."""
 
     run_seconds: float | None
     """Seconds of the run with its start-up; None if its length was not given."""
@@ -81,7 +81,7 @@ class Cost:
 
 
 def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
-    """Return the cost on this GPU, for a thousand samples and for a run of `steps` steps."""
+    """Return the price in USD on this GPU, for a thousand samples and for a run of `steps` steps."""
     price, pace = prices.per_hour.get(answer.key), answer.pace(steps)
     per_second = None if price is None else price / HOUR
     seconds = None
@@ -98,14 +98,16 @@ def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:
 
 
 def cheapest(plans: GpuPlans, prices: Prices) -> OnGpu | None:
-    """Return the GPU with the lowest cost per sample; None if no GPU that trains the job has a price."""
+    """Return the GPU with the lowest price per sample; None if no GPU on which a recipe fits has a price per
+    hour."""
     costs = {answer.key: cost(answer, prices, plans.steps).per_1000_samples for answer in plans.fitting}
     priced = [answer for answer in plans.fitting if costs[answer.key] is not None]
     return min(priced, key=lambda answer: (costs[answer.key] or 0.0, answer.key), default=None)
 
 
 def document(plans: GpuPlans, prices: Prices) -> dict[str, Any]:
-    """Return the costs that `snugfit gpus --for MODEL --json` prints next to the plans, as a JSON object."""
+    """Return the prices of the run that `snugfit gpus --for MODEL --json` prints next to the plans, as a JSON
+    object."""
     costs = [cost(answer, prices, plans.steps) for answer in plans.fitting]
     best = cheapest(plans, prices)
     return {

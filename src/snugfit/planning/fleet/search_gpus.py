@@ -1,20 +1,21 @@
-"""Planning on many GPUs, with one search for those that run the same kernels.
+"""Plan for many GPU models, with one search for those that run the same kernels.
 
-A simulation depends on few properties of a GPU: its kernels (attention, grouped products), and slightly their
+A simulated step depends on the GPU's kernels (attention, grouped matrix products), and slightly on their
 workspaces and temporary buffers. GPUs that run the same kernels and allow the same techniques are therefore
-searched together, with one simulation for all of them. Each has separate seconds and a separate context for
-every recipe (`Parts`). Each GPU then has its own search (`search/search.py`), which ends with the answer and
-needs no front. A recipe that an earlier search evaluated costs a later one nothing (`shared_pool.py`). The
-answers are those of separate plans.
+searched together, with one simulation for all of them. Each has separate seconds and a separate CUDA context
+for every recipe (`Parts`). Each GPU then has its own search (`search/search.py`), which ends with its best
+recipe and needs no Pareto front. Results of an earlier search are reused (`shared_pool.py`). The best recipes
+equal those of separate plans.
 
-GPUs of one kind run the same kernels, with separate workspaces and temporary buffers. The searches use the
-policy of the GPU that takes least. Each answer is then simulated in full by the GPU's own policy
-(`Parts.whole`). If it does not fit, the search continues. Recipes that share their forward and backward
-passes have the same workspaces and temporary buffers. So the difference that the simulation shows holds for
-all of them.
+GPUs of one group run the same kernels, with workspaces and temporary buffers of different sizes. The searches
+use the sizes of the GPU that needs the fewest bytes. Each best recipe is then simulated in full with the
+GPU's own sizes (`Parts.whole`). If it does not fit, the search continues. Recipes with the same forward and
+backward passes have the same workspaces and temporary buffers. So the difference in bytes applies to all of
+them.
 
-Many GPUs differ only in wide heads, or in the grouped products of experts. They are searched together too,
-until a simulation depends on such a difference (`CudaPolicy.peers`). Each kind is then searched separately.
+Many GPUs run different kernels only for wide attention heads, or for grouped products of experts. They are
+searched together too, until a simulation depends on such a difference (`CudaPolicy.peers`). Then each group
+has a separate search.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 _IMPORTS = threading.Lock()
-"""Lock around the construction of a space, which imports models: transformers' lazy modules are not
+"""Lock around the construction of a search space, which imports models. transformers' lazy imports are not
 thread-safe."""
 
 ClockOf = Callable[["Gpu"], Callable[["Trace"], float]]
@@ -79,13 +80,14 @@ def plan_gpus(
     free: Free = (),
     tell: Tell = lambda what: None,
 ) -> GpuPlans:
-    """Return the best fitting recipe by `objective` on each of these GPUs, by default all of the table.
+    """Return the best fitting recipe by `objective` on each of these GPUs, by default on all GPUs of the
+    table.
 
-    `clock_of` returns for a GPU a function from traces to seconds; by default they follow from its rates.
-    `headroom`, `fidelity`, `workers`, `steps`, `once`, `start`, `keep`, `free` and `tell` are those of a
-    plan. A GPU with unknown seconds gets its smallest recipe. A GPU that is not CUDA's, or too old for the
-    fixed techniques, gets no answer. Both get the reason. Raises `UsageError` for invalid arguments, and
-    `SnugfitError` if no recipe of a space can be simulated.
+    `clock_of` returns, for a GPU, a function from traces to seconds. Without it, seconds follow from the
+    GPU's rates. `headroom`, `fidelity`, `workers`, `steps`, `once`, `start`, `keep`, `free` and `tell` are
+    those of `plan`. A GPU with unknown seconds gets the recipe with the least memory. A GPU without CUDA, or
+    too old for the fixed techniques, gets none. Both results contain the reason. Raises `UsageError` for
+    invalid arguments, and `SnugfitError` if no recipe can be simulated.
     """
     from snugfit.planning.cost.parts_pool import can_travel
 
@@ -137,7 +139,8 @@ def _search_kind(asked: PlanRequest, clock_of: ClockOf | None, spare: SpareProce
     """Search the best recipes for GPUs that run the same kernels. The simulation imitates the GPU whose
     kernels need the least temporary memory.
 
-    If other kinds are searched concurrently, a worker works apart, and processes become `spare`.
+    If other groups are searched concurrently, each worker has its own process, and `spare` counts processes
+    that may help.
     """
     gpus = sorted(asked.gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
     asked, job, tell = replace(asked, gpus=gpus), asked.job, asked.tell
@@ -158,8 +161,8 @@ def _search_kind(asked: PlanRequest, clock_of: ClockOf | None, spare: SpareProce
 
 
 def _smallest(asked: PlanRequest, timer: Timer) -> list[bool]:
-    """Return, for each GPU, True if the recipe with the least memory is needed: by request, or because its
-    seconds are unknown.
+    """Return, for each GPU, True if its search is for the least memory: by request, or because its seconds
+    are unknown.
     """
     indices = timer.indices if isinstance(timer, TimersWithGaps) else range(len(asked.gpus))
     return [asked.wants_smallest or index is None for index in indices]
@@ -199,11 +202,11 @@ def _on_gpu(one: SearchOfGpu, job: Job, *, timed: bool) -> OnGpu:
 
 
 SAME_SECONDS = 1e-9
-"""Greatest relative difference between sums of the same kernels in different orders."""
+"""Largest relative difference between sums of the same kernels' seconds in different orders."""
 
 
 class SearchOfGpu:
-    """The search for the best recipe on one GPU, repeated until a full simulation of this GPU confirms the
+    """Search for the best recipe on one GPU, repeated until a full simulation for this GPU confirms the
     result.
     """
 
@@ -223,15 +226,17 @@ class SearchOfGpu:
         self.state.most_bytes = 0 if smallest else self.memory_bytes - headroom_bytes
         self._kinds: RecomputingKinds | None = None
         self._found: dict[int, Figures] = {}
-        """Figures by the search's policy, of candidates whose figures were corrected since."""
+        """Bytes and seconds from the search, of recipes whose bytes were later corrected for this GPU."""
         self._more: dict[Hashable, list[int]] = {}
-        """Bytes that the GPU's own policy adds to the search's figures, by passes."""
+        """Bytes that this GPU's own workspaces add to the search's bytes, by the recipe's forward and
+        backward passes."""
         self.answer = -1
         self.verified: bool | None = None
-        """True if the full simulation of the answer confirmed the search; None before it."""
+        """True if the full simulation of the best recipe confirmed the search; None before that
+        simulation."""
 
     def run(self) -> None:
-        """Search for the best recipe on this GPU, given the bytes and seconds known so far."""
+        """Search for the best recipe on this GPU, with the corrected bytes known so far, and set `answer`."""
         state, before = self.state, self.answer
         while True:
             self._kinds = search(state, self._pool, self._tell, smallest=self._smallest, kinds=self._kinds)
@@ -247,8 +252,8 @@ class SearchOfGpu:
             self.verified = None
 
     def learn(self, by_search: Figures, own: Figures) -> None:
-        """Store two full simulations of the best recipe: for the GPU that represents the group, and for this
-        GPU itself.
+        """Store the results of two full simulations of the best recipe. `by_search` is for the GPU that
+        represents the group, `own` for this GPU.
         """
         number, state = self.answer, self.state
         figures = self._found.setdefault(number, state.judged[number])
@@ -261,8 +266,8 @@ class SearchOfGpu:
         self._add_own_bytes()
 
     def _add_own_bytes(self) -> bool:
-        """Add the extra bytes of this GPU's workspaces to all recipes with the same forward and backward
-        passes as the best one. Return True if the best recipe's bytes were without them.
+        """Add the additional bytes of this GPU's workspaces to all recipes with the best recipe's forward and
+        backward passes. Return True if they were added to the best recipe.
         """
         number, state = self.answer, self.state
         more = self._more.get(state.passes_of(number), ())
@@ -314,11 +319,11 @@ def search_each(
 def _simulate_answers(
     space: Space, pool: WorkerPool, searches: Mapping[int, SearchOfGpu], tell: Tell
 ) -> None:
-    """Simulate the best recipe of each GPU in full, once for that GPU and once for the first GPU, which the
-    searches simulate.
+    """Simulate the best recipe of each GPU in full, with the sizes of that GPU and of the searches' GPU, the
+    first.
 
-    The plan reports these figures. GPUs with the same answer share a simulation, and so do answers of one
-    trace.
+    The plan reports these bytes and seconds. GPUs with the same best recipe share a simulation, and so do
+    recipes with the same trace.
     """
     indices: dict[int, list[int]] = defaultdict(list)
     for index, one in searches.items():

@@ -1,7 +1,8 @@
 """A cache of workers' results, which the searches for several GPUs with the same kernels share.
 
-The workers' `Parts` return lower bounds and figures for all GPUs of their kind. The search for one GPU reads
-its own share. The search for the next GPU finds the results again, and its workers compute only the rest.
+The workers' `Parts` return lower bounds, and exact bytes and seconds, for all GPUs of the group. The search
+for one GPU reads only its own values. The search for the next GPU reuses cached results, and its workers
+compute only the rest.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class SharedResults:
-    """Cache of simulation results by method and recipe (`Setup`). A search space contains each Setup once, so
-    its id identifies it.
+    """Cache of simulation results by method of `Parts` and by a recipe's `Setup`. A search space contains
+    each Setup object once, so its id is the key.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -27,17 +28,17 @@ class SharedResults:
         self._known: dict[tuple[str, int], Any] = {}
 
     def of_gpu(self, index: int) -> WorkerPool:
-        """Return a pool whose results are those of one GPU."""
+        """Return a worker pool that returns only the results for the GPU with this index."""
         return _PoolOfGpu(self, index)
 
     def unknown(self, question: Question) -> list[Setup]:
-        """Return those Setups of a request whose results are not in the cache."""
+        """Return the Setups of this method call whose results are not in the cache."""
         (setups,) = question.arguments
         return [setup for setup in setups if (question.method, id(setup)) not in self._known]
 
     def learn(self, question: Question, value: Any) -> None:
-        """Add a worker's results of a request to the cache, or its error for each Setup. Raises
-        `PoliciesDiffer`.
+        """Add a worker's results of a method call to the cache, or its error for each Setup. Raises
+        `PoliciesDiffer` if the GPUs run different kernels.
         """
         if isinstance(value, PoliciesDiffer):
             raise value
@@ -46,8 +47,8 @@ class SharedResults:
         self._known |= {(question.method, id(setup)): one for setup, one in zip(setups, values, strict=True)}
 
     def value(self, question: Question, index: int) -> Any:
-        """Return the cached results for one GPU, one for each Setup of the request. Return a single error if
-        all have the same one, or if an evaluation failed.
+        """Return the cached results for the GPU `index`, one for each Setup of the method call. Return a
+        single error if all have the same one, or if any exact evaluation (`judge`) failed.
         """
         (setups,) = question.arguments
         values = [self._known[question.method, id(setup)] for setup in setups]
@@ -58,14 +59,15 @@ class SharedResults:
 
 
 class _PoolOfGpu(WorkerPool):
-    """Worker pool for the search of one GPU, which sends only requests without a cached result."""
+    """Worker pool for the search of one GPU, which sends method calls to workers only without a cached
+    result."""
 
     def __init__(self, results: SharedResults, index: int) -> None:
         super().__init__(results.pool.workers)
         self._results, self._index = results, index
 
     def answers(self, ask: Callable[[int], Question | None], *, helped: bool = False) -> Iterator[Answer]:
-        """Yield the results of these requests as `WorkerPool.answers` does, cached ones at once."""
+        """Yield the results of method calls as `WorkerPool.answers` does; cached results need no worker."""
         asked: dict[int, tuple[Question, Question]] = {}
         known: list[Question] = []
 

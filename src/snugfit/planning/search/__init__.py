@@ -1,1 +1,1 @@
-"""The search through the space of recipes, and the reasons for its result."""
+"""Search all valid recipes for the best one, and explain the result."""

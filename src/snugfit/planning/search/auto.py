@@ -1,9 +1,10 @@
-"""The technique `auto` of a recipe: the least recomputing and offloading with which the recipe fits.
+"""Replace the technique `auto` of a recipe by the least recomputing and offloading with which the recipe
+fits.
 
     snugfit predict bert-large-uncased --batch-size 32 --gpu l4 --recipe "bf16 + auto"
 
-`auto` depends on the GPU, so it is replaced before a recipe exists. Runs, checkpoints and files contain
-the concrete recipe. These steps are tried in order, each with a whole prediction for the loop of the run:
+`auto` depends on the GPU, so it is replaced before a recipe exists. Runs, checkpoints and files contain the
+concrete recipe. These steps are tried in order, each with a whole prediction for the loop of the run:
 
 1. Keep all activations.
 2. Recompute the fewest layers, from the first, up to all of them. A part of their activations may wait on
@@ -11,9 +12,9 @@ the concrete recipe. These steps are tried in order, each with a whole predictio
 3. Recompute all layers, and let the inputs of the fewest wait on the host, up to all of them.
 
 The first recipe that leaves the headroom is taken. If none does, the last one is taken, if it fits at all.
-Bytes decrease nearly linearly with each further layer. The next number of layers is the intersection of
-the limit with the line through the two nearest predictions. A plan may find a faster recipe, since it also
-tries other techniques.
+Bytes decrease nearly linearly with each further layer. The next number of layers is the intersection of the
+limit with the line through the two nearest predictions. A plan may find a faster recipe, since it also tries
+other techniques.
 """
 
 from __future__ import annotations
@@ -91,14 +92,14 @@ def predict(
 ) -> Prediction:
     """Return the prediction for `job` under `recipe` on `gpu`, computed without a GPU.
 
-    Both may be given as text. In a text recipe, `auto` means the least recomputing that fits. Its replacement
-    is logged and part of the prediction's recipe. On several `gpus` the global batch stays the same, and each
-    takes its share.
+    Recipe and GPU may be given as text. In a text recipe, `auto` means the least recomputing that fits. Its
+    replacement is logged and part of the prediction's recipe. On several `gpus` the global batch stays the
+    same, and each takes its share.
 
-    `memory_bytes` limits the memory, if it is less than the GPU's. A recipe that fits and leaves less than
-    `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's memory, and
-    more for uncertain bytes. `loop` is `plain`, `accelerate` or `trainer`. `trainer_class` is a subclass of
-    `transformers.Trainer` to simulate instead. `rates` are by default this GPU's.
+    `memory_bytes` limits the memory, if it is less than the GPU's. A recipe that fits but leaves less free
+    than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's memory,
+    and more for uncertain bytes. `loop` is `plain`, `accelerate` or `trainer`. `trainer_class` is a subclass
+    of `transformers.Trainer` to simulate instead. `rates` are by default this GPU's.
 
     Raises `UsageError` for invalid arguments and `RehearsalError` for a step that cannot be simulated. Raises
     `NothingFits` if no replacement of `auto` fits.
@@ -124,7 +125,7 @@ def resolve(
     memory_bytes: int | None = None,
     **how: Any,
 ) -> Resolved:
-    """Return a recipe without `auto`: its `rest`, with the least recomputing and offloading that fits.
+    """Return the recipe `rest` with the least recomputing and offloading with which it fits, and the reason.
 
     `how` is passed to `predict`. Raises `UsageError` without a limit, and `NothingFits` if nothing fits.
     """
@@ -171,9 +172,8 @@ def resolve(
 
 
 def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
-    """Return a faster recipe that frees the activations of `gone` layers, some of them by offloading; None
-    without a clear gain. A gain is clear if it exceeds the tolerance within which recipes count as equally
-    fast.
+    """Return a faster recipe that frees the activations of `gone` layers, some of them by offloading. Return
+    None if no recipe is clearly faster, by more than `AS_FAST`.
     """
     mixture = mixture_of(asked.job, link_of(gpu))
     if mixture is None or gone >= mixture.layers:
@@ -211,7 +211,8 @@ class _Asked:
         return answer
 
     def is_known(self, recipe: Recipe) -> bool:
-        """Return True if the recipe can be predicted at all: a model may have no layers to recompute."""
+        """Return True if the recipe can be predicted. For example, a model may have no layers to
+        recompute."""
         try:
             self.of(recipe)
         except SnugfitError:
@@ -235,7 +236,7 @@ class _Asked:
         return timing.step_seconds if timing else 0.0
 
     def lacking(self, recipe: Recipe) -> int:
-        """Return the bytes by which a recipe reduces the memory to leave free (headroom); below 0 if it
+        """Return the bytes that a recipe lacks to leave the requested free memory (headroom); negative if it
         leaves more.
         """
         return self.of(recipe).headroom_bytes - (self.of(recipe).spare_bytes or 0)
@@ -245,7 +246,7 @@ class _Asked:
         return self.lacking(recipe) <= 0
 
     def least(self, recipes: Sequence[Recipe]) -> Recipe:
-        """Return the first recipe that fits, from recipes in the order of decreasing bytes.
+        """Return the first recipe that leaves the headroom, from recipes in the order of decreasing bytes.
 
         The first of all must not fit, and the last must.
         """
@@ -271,13 +272,13 @@ def _resolve_to(recipe: Recipe, because: str, asked: _Asked) -> Resolved:
 
 
 def _each_layer(job: Job) -> list[Technique]:
-    """Return the technique that recomputes each layer, in a list; empty without one."""
+    """Return a list with the technique that recomputes each layer; empty if there is none."""
     kinds = [kind for kind in roster.techniques() if kind.slot is Slot.CHECKPOINTING]
     settings = [one for kind in kinds for one in kind.settings(job)]
     return [one for one in settings if one.value == EVERY_LAYER][:1]
 
 
 def _all_on_host() -> list[Technique]:
-    """Return the techniques that keep all possible activations on the host."""
+    """Return the techniques that offload as many activations as possible to the host."""
     kinds = [kind for kind in roster.techniques() if kind.slot is Slot.ACTIVATION_OFFLOAD]
     return [Recipe.parse(kind.last_resort)[kind.slot] for kind in kinds if kind.last_resort]

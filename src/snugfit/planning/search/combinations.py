@@ -1,9 +1,9 @@
 """Enumeration of recipes: all combinations of one technique for each slot (such as precision or optimizer),
 except invalid ones.
 
-Slots are filled one by one. A technique's objections are evaluated as soon as the slots that it reads are
-filled. An objection between two techniques excludes and counts all continuations. A space is a small part of
-all combinations, and each of them would need a dozen checks.
+Slots are filled one by one. A technique's objections (incompatibilities) are evaluated as soon as the slots
+that they read are filled. An objection excludes and counts all recipes with these techniques. Few
+combinations are valid, and a separate check of each combination would take long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Objection(NamedTuple):
     """Reason why one technique cannot be combined with others, which excludes recipes."""
 
     technique: str
-    """Technique that objects, in the notation of recipes."""
+    """Technique that cannot be combined, as text such as `lora(r=8)`."""
     why: str
 
 
@@ -47,7 +47,7 @@ class _PendingObjection(NamedTuple):
 
     technique: Technique
     ask: Callable[[Technique, TechniqueBySlot], str]
-    """Function that returns the technique's objection, or an empty text."""
+    """Function that returns the reason against the combination, or an empty text."""
     waits_for: int
     """Index of the slot that the check needs."""
 
@@ -85,13 +85,11 @@ class _WithoutKept:
 
 
 class Combinations:
-    """Iterator over all combinations of these techniques to which no technique objects, in the order of the
-    choices.
-    """
+    """Iterable of all valid combinations of one technique per slot, in the order of `choices`."""
 
     def __init__(self, choices: Sequence[Sequence[Technique]], job: Job, fixed: Kept) -> None:
         self.objections: Counter[Objection] = Counter()
-        """Objections so far, with the number of combinations that each excluded."""
+        """Reasons for exclusions so far, with the number of combinations that each excluded."""
         self._choices, self._job, self._fixed = choices, job, fixed
         self._following = [prod(map(len, choices[position + 1 :])) for position in range(len(choices))]
 
@@ -117,9 +115,7 @@ class Combinations:
                 )
 
     def _questions(self, technique: Technique, position: int) -> Iterator[_PendingObjection]:
-        """Yield the checks of a technique that depend on the technique in another slot of the recipe, such as
-        the optimizer.
-        """
+        """Yield the checks of a technique that may depend on the techniques in other slots of the recipe."""
         # Most techniques inherit these methods, which never object.
         if type(technique).objections is not Technique.objections:
             yield _PendingObjection(technique, self._objection, position)
@@ -154,8 +150,8 @@ class Combinations:
         return next(technique.objections(self._job, recipe), "")
 
     def _not_planned(self, technique: Technique, recipe: TechniqueBySlot) -> str:
-        """Return the reason why plans leave out this recipe; empty if all its techniques are fixed or the
-        user's own.
+        """Return the technique's reason why plans leave out this recipe; empty if there is none or it is the
+        user's own recipe.
         """
         start = self._fixed.start
         if start and all(recipe[slot] == start[slot] for slot in Slot):

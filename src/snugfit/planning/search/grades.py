@@ -1,10 +1,10 @@
 """Search for the fewest layers to recompute, for fast recipes that need slightly too much memory.
 
-Recomputing the first k layers has one setting per layer of the model. Each has different passes, which are
-simulated at the whole depth. These settings are therefore not part of the space. In bytes and in seconds they
-are between keeping all activations and recomputing each layer.
+Recomputing the first k layers has one setting per layer of the model. Each has different forward and backward
+passes, which are simulated with all layers. These settings are therefore not among the searched recipes.
+Their bytes and seconds are between those of keeping all activations and of recomputing each layer.
 
-The search starts from the fastest recipe of the space that fits. It considers a few recipes that keep all
+The search starts from the fastest searched recipe that fits. It considers a few recipes that keep all
 activations and do not fit. On the line to recomputing each layer they may be faster. For each it finds the
 fewest layers that fit, on that line and from both sides, in two to six simulations. Among equally fast
 results it takes the simplest. It tries both kinds of the allocator's segments, since the trace is the same
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 RECIPES = 3
-"""Number of recipes for which the fewest layers are searched, those with the least estimated seconds
-first."""
+"""Number of recipes for which the fewest recomputed layers are searched, those with the least estimated
+seconds first."""
 
 SMALLER_RECIPES = 2
 """Number of recipes for which smaller settings of one technique are simulated, the fastest first."""
@@ -65,11 +65,11 @@ KEPT_RECIPES = 2
 tried."""
 
 ROUNDS = 4
-"""Largest number of rounds in which numbers of layers are simulated for one recipe, two at a time."""
+"""Largest number of rounds for one recipe; each simulates up to two numbers of recomputed layers."""
 
 NEVER_SEEN = 0.25
-"""Share of a step's seconds that recomputing each layer adds, if no step shows it: a forward pass is a third
-of a step's products."""
+"""Assumed share of a step's seconds that recomputing each layer adds, if no simulated step gives it. A
+forward pass has a third of a step's FLOPs."""
 
 
 class _UnfitAndRecomputed(NamedTuple):
@@ -106,10 +106,10 @@ def find_grades(
     state: SearchState, pool: WorkerPool, job: Job, tell: Tell, link: float | None = None
 ) -> Space:
     """Search the fewest recomputed layers that fit, for recipes that may be faster than all that fit. Return
-    the search space with the added recipes.
+    the search space with the found recipes added; unchanged if nothing fits.
 
-    The found recipes are added to the space, unless nothing fits. `link` are the bytes a second to the host.
-    Without it, activations are sent there only on request.
+    `link` is the bandwidth to the host in bytes per second. Without it, activations are offloaded only on
+    request.
     """
     if state.memory_bytes is None or state.nothing_fits or not job.trains:
         return state.space
@@ -165,8 +165,8 @@ def find_recomputed(
 def _evaluate_mixtures(
     state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, mixture: Mixture
 ) -> None:
-    """Simulate recipes that keep activations of some layers on the host, and add those that are faster. They
-    may be faster than every recipe that fits, and than recomputing as few layers as possible.
+    """Simulate recipes that offload activations of some layers to the host and recompute others. Add those
+    that fit and are faster than all others that fit to the search.
     """
     memory = state.memory_bytes or 0
 
@@ -236,8 +236,8 @@ def _fastest_too_large(
 
 
 def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Sequence[Technique]) -> None:
-    """Simulate the weakest of these memory-saving settings that fits, for the fastest recipes that fit with a
-    stronger one. Add those that are faster.
+    """Search the setting with the fewest layers that fits, for the fastest recipes that fit with the
+    technique in all layers. Add those that are faster.
     """
     fitting = [number for number in state.front() if state.fits(state.judged[number].needed_bytes)]
     for number in fitting[:KEPT_RECIPES]:
@@ -259,11 +259,11 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
 
 
 def _most_promising(state: SearchState, slot: Slot, cost: float) -> _UnfitAndRecomputed | None:
-    """Return the recipe with the least estimated seconds, the simplest of equally fast ones. Recipes with the
-    same passes as those in `state.graded` are skipped.
+    """Return the recipe with the least estimated seconds if just enough layers are recomputed, the simplest
+    of equally fast ones. Recipes with the same passes as those in `state.graded` are skipped.
 
-    Return None if they are no faster than every recipe that fits, even at this share (`cost`) of the seconds
-    on the line.
+    Return None if none may be faster than all recipes that fit. Recomputing then counts with the share `cost`
+    of its estimated seconds.
     """
     space, memory = state.space, state.memory_bytes or 0
     most = state.fastest_that_fits * (1 - AS_FAST)
@@ -307,8 +307,9 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
 def _least_that_fits(
     state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, grades: Sequence[Technique]
 ) -> tuple[Recipe, Figures] | None:
-    """Return the recipe with the fewest recomputed layers of these that fits, with its bytes and seconds.
-    Return None if none was found, or if it is no faster than the best that fits.
+    """Return the recipe with the first of these settings that fits, with its bytes and seconds. `grades`
+    recompute more and more layers. Return None if none was found, or if it is no faster than the fastest that
+    fits.
     """
     low, high = 0, len(grades) + 1  # too large, and fitting: 0 keeps all, the last is each
     low_bytes, high_bytes = between.needed_bytes, between.least_bytes
@@ -335,8 +336,8 @@ def _least_that_fits(
 
 
 def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
-    """Simulate a recipe, and return it with the simplest allocator with which it fits, or else the smallest.
-    Return None if it cannot be simulated.
+    """Simulate a recipe, and return it with its bytes and seconds. Its allocator is the simplest with which
+    it fits, or else that with the fewest bytes. Return None if it cannot be simulated.
     """
     space = state.space
     # The simplest allocator comes first, and is chosen if it fits.

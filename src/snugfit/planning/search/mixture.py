@@ -1,8 +1,8 @@
-"""Mixtures of layers that are recomputed, followed by layers whose activations are offloaded to the host.
+"""Mixtures: recompute the first layers, and offload the activations of the following layers to the host.
 
 Both free the activations of a layer. Recomputing repeats the layer's forward pass. A copy costs nothing if it
-finishes during other computation. As many layers are offloaded as the link can transfer in that time, and the
-rest are recomputed. These are the first layers, since the backward pass reaches them last
+finishes during other computation. As many layers are offloaded as the link to the host can transfer in that
+time. The rest are recomputed: the first layers, since the backward pass reaches them last
 (`checkpointing/first_layers.py`). Only the input of a recomputed layer is offloaded.
 """
 
@@ -45,17 +45,16 @@ class RecomputingLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Recipes that free the activations of some layers by recomputation and of others by copies to the
-    host.
-    """
+    """Settings that free the activations of some layers by recomputation and of others by copies to the
+    host."""
 
     job: Job
     recomputing: Sequence[Technique]
     """Techniques that recompute the first layer, the first two, and so on up to all but one."""
     on_host: Sequence[Technique]
-    """Techniques that keep the activations of as many layers on the host."""
+    """Techniques that keep the activations of one layer, of two, and so on up to all but one, on the host."""
     link: float
-    """Bytes a second to the host, and as many back."""
+    """Bandwidth between GPU and host in bytes per second, in each direction."""
 
     @property
     def layers(self) -> int:
@@ -77,8 +76,8 @@ class Mixture:
         """Return how many of `gone` layers can be offloaded while other layers are computed, without waiting
         for the copies.
 
-        Computing a layer takes as long as recomputing it. The copies begin after the first sent layer. The
-        last copy must be finished after the last layer but one: `sent * copy` is at most
+        The forward pass of a layer takes as long as recomputing it. The copies begin after the first
+        offloaded layer. The last copy must be finished after the last layer but one: `sent * copy` is at most
         `(layers - 2 - (gone - sent)) * layer`, in seconds. The backward pass has twice that time.
         """
         layer = (line.most_seconds - line.seconds) / self.layers
@@ -115,12 +114,12 @@ def find_mixture(
     most: float,
     look: Callable[[Recipe], Tried | None],
 ) -> Recipe | None:
-    """Return the recipe that offloads the activations of as many layers as cost no time, and recomputes the
-    rest.
+    """Return a recipe that offloads as many layers' activations as take no additional time, and recomputes
+    the other freed layers.
 
-    Its step takes clearly less than `most` seconds. The search starts with `gone` freed layers, increases
-    the number until the recipe fits, and then tries fewer. `look` returns None for invalid recipes. Return
-    None if none is found.
+    Return None unless its step takes clearly less than `most` seconds. The search starts with `gone` freed
+    layers, increases the number until the recipe fits, and then tries fewer. `look` simulates a recipe, and
+    returns None if that fails.
     """
     best, fewest, sent = None, 0, mixture.free_copies(line, gone)
     a_layer = max(1.0, (line.needed_bytes - line.least_bytes) / mixture.layers)
@@ -146,7 +145,7 @@ def find_mixture(
 
 
 def mixture_of(job: Job, link: float | None) -> Mixture | None:
-    """Return the settings of recomputing and offloading by number of layers for this job; None if there are
+    """Return the settings for recomputing and offloading each number of layers of this job; None if it has
     none.
     """
     recomputing, on_host = (grades_of(slot, job) for slot in AUTO_SLOTS)
@@ -165,8 +164,8 @@ def guess_between(low: int, high: int, low_bytes: float, high_bytes: float, limi
 
 
 def grades_of(slot: Slot, job: Job) -> Sequence[Technique]:
-    """Return the settings of the slot's technique by number of layers, such as 1 to L - 1 recomputed ones.
-    Empty if it has none. Techniques for compiled layers are not included.
+    """Return the settings of a slot's technique for 1, 2, ... layers, such as recomputing the first one.
+    Empty if no technique has such settings. Techniques for compiled layers are not included.
     """
     kinds = (kind for kind in roster.techniques() if kind.slot is slot and not kind.lowered)
     of_slot = (kind.grades(job) for kind in kinds)

@@ -1,9 +1,10 @@
-"""Lower bounds of a candidate recipe, from the same recipe with more and smaller micro-batches.
+"""Lower bounds of a recipe's bytes and seconds, from the same recipe with more and smaller micro-batches.
 
 Recomputation at most doubles a kernel's runs, and the host has slightly more work. Fewer micro-batches
-therefore save at most three times the seconds that they save without it. The peak is the maximum of several
-moments, each linear in the samples. It is a convex function, and beyond two known sizes it is never below the
-line through them. Compiled layers only change the growth with the samples, so one size is enough for them.
+therefore save at most three times the seconds that they save without it. The peak is the maximum over several
+moments of a step, each linear in the number of samples. It is a convex function, and beyond two known sizes
+it is never below the line through them. For compiled layers, one simulated size and the uncompiled recipe are
+enough.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
     from snugfit.planning.search.space import Space
 
 PEAK_SHARE = 0.01
-"""Share by which a step's bytes may be below the extrapolation (chosen): workspaces grow in steps."""
+"""Share by which a step's bytes may be below the extrapolated ones (chosen), since workspaces do not grow
+linearly."""
 
 MISSING = -1
-"""Number in place of a candidate's, for a recipe that is not in the space."""
+"""Number for a recipe that is not among the searched ones."""
 
 MOST_SAVED = 3
-"""Limit of the seconds that fewer micro-batches save with recomputing, in multiples of the savings without
+"""Largest ratio of the seconds that fewer micro-batches save with recomputing to those that they save without
 it.
 
 A small GPT-2, bound by the host, reached 2.2.
@@ -34,15 +36,16 @@ A small GPT-2, bound by the host, reached 2.2.
 
 
 PLAIN_PASSES = (Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
-"""Slots whose plain techniques give uncompiled passes with whole logits and nothing recomputed."""
+"""Slots (choices of a recipe) whose plain techniques give uncompiled layers, whole logits and no
+recomputation."""
 
 TWO_SIZES = 2
-"""Number of sizes that determine a line."""
+"""Number of micro-batch sizes that determine a line."""
 
 
 class OtherSizes:
-    """Lower bounds of candidate recipes from those with other micro-batch sizes; `bounds` are the known
-    ones.
+    """Lower bounds of recipes' bytes and seconds, from the same recipes with smaller micro-batches. `bounds`
+    are the known lower bounds by recipe number.
     """
 
     def __init__(self, space: Space, bounds: Mapping[int, Bound]) -> None:
@@ -51,7 +54,8 @@ class OtherSizes:
         self._plain: dict[tuple[int, tuple[Slot, ...]], int] = {}
 
     def smaller(self, number: int) -> list[int]:
-        """Return the candidates that differ from this one by smaller micro-batches, the largest first."""
+        """Return the numbers of the recipes that differ from this one only by smaller micro-batches, the
+        largest first."""
         if number not in self._smaller:  # one search serves all sizes
             sizes = sorted((number, *self.space.variants(number, Slot.BATCHING)), key=self.pieces)
             self._smaller |= {one: sizes[index:] for index, one in enumerate(sizes, start=1)}
@@ -78,8 +82,8 @@ class OtherSizes:
         return bound.seconds - MOST_SAVED * max(0.0, plain.seconds - own.seconds)
 
     def _needed_bytes(self, number: int, known: Sequence[tuple[int, Bound]]) -> float:
-        """Extrapolate the least bytes of a recipe from two smaller micro-batch sizes. One is enough for
-        compiled layers.
+        """Return a lower bound of a recipe's bytes, extrapolated from two smaller micro-batch sizes; 0 if
+        unknown. One size is enough for compiled layers.
         """
         (first, bound), *further = known
         pieces = self.pieces(number)

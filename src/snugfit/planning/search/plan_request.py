@@ -1,4 +1,5 @@
-"""The request of a plan for one GPU, for many, or for several that train together: its checked arguments."""
+"""The checked arguments of a plan for one GPU, for many GPU models, or for several GPUs that train
+together."""
 
 from __future__ import annotations
 
@@ -39,14 +40,14 @@ class PlanRequest:
 
     job: Job
     gpus: Sequence[Gpu]
-    """Kinds of GPU. A plan without a GPU has none."""
+    """GPU models; empty for a plan without a GPU."""
     memory_bytes: int | None
-    """Usable bytes of a GPU; None for all of its memory."""
+    """Usable bytes of GPU memory; None for all of it."""
     headroom: int | str | None
     fidelity: Fidelity
     objective: str
     fixed: Kept
-    """Slots that are not searched."""
+    """Slots (choices of the recipe) that are not searched."""
     ranked: int
     run: PlannedRun
     workers: int
@@ -54,7 +55,7 @@ class PlanRequest:
     whole_front: bool
     """True if recipes much slower than the answer are listed too."""
     compares: bool
-    """True if each kind of GPU gets an answer, or the reason for none."""
+    """True if each GPU model gets its own result, which may be the reason for none."""
 
     @classmethod
     def of(
@@ -78,7 +79,8 @@ class PlanRequest:
         several_gpus: bool = False,
         compares: bool = False,
     ) -> Self:
-        """Return the request with these arguments of a plan. Raises `UsageError` for invalid ones."""
+        """Check these arguments of a plan, and return them as an object. Raises `UsageError` for invalid
+        ones."""
         refuse_bad_request(job, objective=objective, memory_bytes=memory_bytes, workers=workers)
         refuse_what_cannot_be_called(tell=tell)
         fixed = replace(kept_of(job, keep, free, start_of(start, ranked)), several_gpus=several_gpus)
@@ -120,7 +122,8 @@ class PlanRequest:
         return math.inf if self.whole_front or self.wants_smallest else SLOWEST
 
     def load_ahead(self, timer: object) -> None:
-        """Start to import all modules that the workers need. `timer` is theirs, or its source."""
+        """Start to import all modules that the worker processes need. `timer` is the workers' timer, or the
+        object from which it is made."""
         from snugfit.planning.cost.parts_pool import load_ahead
 
         load_ahead(self.job, self.gpus, timer, self.workers, ahead=self.fixed.preloaded)
@@ -129,9 +132,8 @@ class PlanRequest:
         self, search: Callable[[WorkerPool], _Result], timer: Timer, spare: SpareProcesses | None = None
     ) -> _Result:
         """Run `search` with a pool of workers that simulate models of few layers, and return its result. If
-        few layers do not represent the job, run it with whole models. With other searches running
-        concurrently (`apart`), a worker runs in a process of its own, and free processes are shared by
-        `spare`.
+        few layers do not represent the job, run it with whole models. `spare` counts free processes, if other
+        searches run concurrently. Every worker then has its own process.
         """
         from snugfit.planning.cost.parts_pool import parts_pool
 
@@ -155,5 +157,5 @@ class PlanRequest:
         return headroom_of(self.headroom, gpu, self.memory_bytes, one_of_many=self.compares)
 
     def memory_on(self, gpu: Gpu | None) -> int | None:
-        """Return the usable bytes of this GPU, with the headroom; None if unlimited or unknown."""
+        """Return the usable bytes of this GPU, including the headroom; None if unlimited or unknown."""
         return self.memory_bytes if self.memory_bytes is not None or gpu is None else gpu.memory_bytes

@@ -1,4 +1,4 @@
-"""Progress messages of a search: the finished part, the estimated time left, and the best recipe so far."""
+"""Progress messages of a search: finished tasks, the estimated seconds left, and the best recipe so far."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 
 ENOUGH = 8
-"""Number of finished parts before the time left is estimated, which is also the window of its average. One
-part may take ten times as long as another."""
+"""Number of finished tasks before the time left is estimated, and window of its moving average. One task may
+take ten times as long as another."""
 
 
 class Progress:
-    """Reports the finished part of a search and the estimated time left."""
+    """Report the number of finished tasks of a search and the estimated seconds left."""
 
     def __init__(self, what: str, total: int, tell: Tell) -> None:
         self.what, self.total, self.tell = what, total, tell

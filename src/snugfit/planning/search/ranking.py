@@ -1,8 +1,8 @@
 """Ranking of the best few recipes of a search, which `--verify` measures.
 
-The front contains recipes that no other dominates in speed and bytes, so the second fastest is mostly
-missing. For a list of the best few, further recipes are evaluated in the order of their lower bounds. This
-ends if no remaining recipe can be among them.
+The Pareto front contains only recipes with no other one that is faster and smaller, so the second fastest is
+mostly missing. For a list of the best few, further recipes are evaluated in the order of their lower bounds.
+The evaluation ends when no remaining recipe can be among them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 TOGETHER = 4
-"""Number of traces that each worker evaluates between two checks of the ranking."""
+"""Number of traces that each worker process evaluates between two checks of the ranking."""
 
 
 def rank_best(
     state: SearchState, count: int, pool: WorkerPool, objective: str, tell: Tell = lambda what: None
 ) -> list[int]:
     """Return the best `count` recipes that fit, the best first; fewer if there are no more. Recipes with
-    equal seconds count once. Examples are another setting of the allocator, and a precision of matrix
-    products that do not occur. Raises `BelowLowerBound`.
+    equal seconds count once, such as those with another allocator setting. Raises `BelowLowerBound`.
     """
 
     def least(number: int) -> float:

@@ -1,14 +1,14 @@
-"""Reasons for the plan's best recipe, slot by slot (such as precision or optimizer), and the changes to the
+"""Explain the plan's best recipe, slot by slot (such as precision or optimizer), and the changes to the
 user's own recipe.
 
-A slot's reason is a comparison, with both sides evaluated in full. A program that is not lowered yet is
-estimated instead. The reason compares the recipe with the same recipe and the slot's plain technique. If the
-plain one was chosen or is not available, it uses the fastest other technique. A fixed slot gives that as its
-reason.
+A slot's reason is a comparison of two simulated recipes. A recipe whose layers are not compiled yet is
+estimated instead. The reason compares the best recipe with the same recipe and the slot's plain technique. If
+the plain one was chosen or is not available, the fastest other technique takes its place. For a fixed slot,
+the reason is that it is fixed.
 
-Each change of the user's recipe is evaluated alone: the recipe with only this slot as in the plan. Changes
-do not add up (a smaller micro-batch saves less once layers are recomputed). All of them together give the
-plan's own figures. All are evaluated for the plain loop.
+Each change of the user's recipe is evaluated alone: the user's recipe with only this slot as in the plan.
+Their savings do not add up (a smaller micro-batch saves less once layers are recomputed). All changes
+together give the plan's bytes and seconds. All are evaluated for the plain training loop.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 
 class Explanation(NamedTuple):
-    """The reasons for a plan's best recipe, with its simulated seconds and start-up."""
+    """Explanation of a plan's best recipe: reasons by slot, warnings, and a check by full simulation."""
 
     verified: bool
-    """True if a full simulation of the answer gave the same figures."""
+    """True if a full simulation of the best recipe gave the same bytes."""
     doubts: tuple[str, ...]
     reasons: tuple[Reason, ...]
     timing: StepSeconds | None
-    """Seconds of the answer, if the GPU's rates are known."""
+    """Seconds of the best recipe's step; None if the GPU's rates are unknown."""
 
 
 def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Explanation:
     """Return the explanation of a plan's best recipe, from its full simulation and the alternatives in each
     slot (such as the optimizer).
 
-    Raises `SnugfitError` if the answer cannot be simulated.
+    Raises `SnugfitError` if the best recipe cannot be simulated.
     """
     recipe = state.space.candidates[answer].recipe
     state.screen_these(_comparable(state, recipe), lambda least: True)
@@ -100,7 +100,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
 
 def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
     """Yield the recipes with which the best recipe's technique in one slot (such as the optimizer) may be
-    compared. Recipes that would first have to be compiled are replaced by their uncompiled ones.
+    compared. A recipe whose layers would first have to be compiled is replaced by the uncompiled one.
     """
     for slot in Slot:
         if (plainer := _plainer(state, recipe, slot)) is None:
@@ -114,7 +114,7 @@ def _comparable(state: SearchState, recipe: Recipe) -> Iterator[int]:
 def _estimate(state: SearchState, answer: int, number: int) -> Figures | None:
     """Return the estimated bytes and seconds of a recipe that is not compiled yet; None without bounds.
 
-    They differ from those of the answer as the lower bounds of both uncompiled recipes do.
+    They differ from the best recipe's by as much as the lower bounds of both recipes without compilation.
     """
     bounds = []
     for one in (answer, number):
@@ -129,9 +129,9 @@ def _estimate(state: SearchState, answer: int, number: int) -> Figures | None:
 
 
 def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe that shows the gain of the best recipe's technique in this slot (such as the
-    optimizer). Return None if the slot has no other technique. It has the slot's default technique, or else
-    the other technique with the least lower bound of seconds.
+    """Return the recipe with which the best recipe is compared to show the gain of its technique in this
+    slot. It has the slot's default technique, or else the other one with the least lower bound of seconds.
+    Return None if the slot has no other technique.
     """
     if (plainer := _plainer(state, recipe, slot)) is not None:
         return plainer
@@ -144,8 +144,8 @@ def _alternative(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | Non
 
 
 def _plainer(state: SearchState, recipe: Recipe, slot: Slot) -> Recipe | None:
-    """Return the recipe with the default technique in this slot (such as the optimizer); None if that is its
-    own or is not available.
+    """Return the recipe with the default technique in this slot, such as the optimizer. Return None if the
+    recipe already has it, or if it is not searched.
     """
     plain = roster.plain(slot)
     return None if recipe[slot] == plain or plain not in state.space.offers(slot) else recipe.with_(plain)
@@ -160,8 +160,8 @@ def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
 
 
 def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:
-    """Return the reason for longer seconds without CUDA graphs: the host launches kernels too late. Empty if
-    that is not the reason.
+    """Return a sentence on the launch seconds that the recipe's CUDA graphs save, in comparison with the
+    other recipe. Return an empty text if they save none.
     """
     if other is None or figures is None or not launches_otherwise(recipe.setup()):
         return ""
@@ -228,7 +228,8 @@ def cures(
 
 
 def compare_with_start(start: Recipe, chosen: Recipe, pool: WorkerPool, job: Job, gpu: Gpu | None) -> Start:
-    """Return a comparison of the user's recipe with the plan's."""
+    """Return a comparison of the user's recipe `start` with the plan's, with the effect of each change on
+    bytes and seconds."""
     slots = [slot for slot in Slot if start[slot] != chosen[slot]]
     results: dict[int, Figures | SnugfitError] = {}
     questions = []
@@ -256,7 +257,7 @@ def compare_with_start(start: Recipe, chosen: Recipe, pool: WorkerPool, job: Job
 
 def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
     """Return the bytes and seconds of a recipe as keyword arguments for a plan's `Start` or `Change`; empty
-    if it is invalid.
+    if it could not be simulated.
     """
     if isinstance(figures, SnugfitError):
         return {}
@@ -264,8 +265,8 @@ def _cost_of(figures: Figures | SnugfitError) -> dict[str, Any]:
 
 
 def _last_resorts(job: Job, fixed: Kept) -> Iterator[str]:
-    """Yield sentences on techniques that plans leave out and with which a step might fit, with the reasons
-    for leaving them out.
+    """Yield sentences on techniques that plans do not search but with which a step might fit, with the
+    reasons.
     """
     resorts = [
         technique

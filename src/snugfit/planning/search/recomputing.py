@@ -1,25 +1,24 @@
-"""Postponement of recipes that save memory and no time, such as recomputation: most searches need not
-simulate them.
+"""Postpone recipes that save memory and no time, such as recomputation: most searches need not simulate them.
 
 Recomputing adds kernels to a step and removes none. It does not change the memory of an update: weights,
-gradients, states. The recipe without recomputing is therefore a lower bound: equal seconds, and the bytes of
-its update. If a simulated recipe is as fast and as small as that bound, no recomputing variant needs a
-simulation. If the search includes adapters, this excludes all of full fine-tuning. A *kind* is a group of
-recipes with the same forward and backward passes. The kinds that may be fastest are simulated first, before
-any slower recipe. They make most other kinds unnecessary.
+gradients, states. The recipe without recomputing therefore gives lower bounds: its seconds, and the bytes of
+its update. If a simulated recipe is as fast and as small as these bounds, no recomputing variant needs a
+simulation. With adapters in the search, this excludes all full fine-tuning. A *kind* is a group of recipes
+with the same forward and backward passes. The kinds that may be fastest are simulated first, before any
+slower recipe. They make most other kinds unnecessary.
 
-One of two kinds that differ in attention, kernels or precision may be no better in bytes and seconds. A
-similar recipe represents it (`twins.py`). Recomputing a part of each layer takes no less memory than
-recomputing each layer. Spans of layers recompute as much as each layer by itself (`least_of_spans`).
-Recomputing each layer is therefore simulated first, and may show that the rest are too large or too slow.
+One of two kinds that differ in attention, kernels or precision is skipped if it has no fewer bytes and
+seconds (`twins.py`). Recomputing a part of each layer takes no less memory than recomputing each layer. Spans
+of layers recompute as much as each layer by itself (`least_of_spans`). Recomputing each layer is therefore
+simulated first, and may show that the rest are too large or too slow.
 
-Logits in chunks are such a kind too. They do not change the memory while a layer runs. A step with whole
-logits may have its peak in a layer or in its update. Chunks then save nothing and need no simulation.
+Recipes with logits in chunks are postponed too. Chunks do not change the memory while a layer runs. If the
+peak with whole logits is in a layer or in the update, chunks save nothing and need no simulation.
 
-Compiled layers are compiled separately for each size of a micro-batch. They wait too (`cost/lowered.py`).
-They are compiled one size at a time, after all possibly faster recipes were simulated. The uncompiled recipe
-is simulated before. It takes a tenth of the time and may show that they are unnecessary. Only the sizes of
-micro-batches that may matter are simulated.
+Layers are compiled separately for each micro-batch size, so recipes with compiled layers are postponed too
+(`cost/lowered.py`). They are compiled one size at a time, after all possibly faster recipes were simulated.
+The uncompiled recipe is simulated before. It takes a tenth of the time and may show that compilation is
+unnecessary. Only micro-batch sizes that may be among the results are simulated.
 
 These bounds are not exact. Keys and values of a cache that only checkpointing disables cost a little, hence
 `CACHE_SHARE`. The moment of the peak changes, hence `PEAK_SHARE`. Each simulated kind is therefore compared
@@ -52,73 +51,75 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
-"""Slots whose techniques save memory in the passes but no time."""
+"""Slots (choices of a recipe) whose techniques save memory in forward and backward but no time."""
 
 NOTHING = Bound(0, 0.0)
 
 DEVICE_SHARE = 0.03
-"""Greatest share by which the device's seconds of spans may fall below those of each layer by itself.
+"""Largest share by which the GPU's seconds may fall if groups of layers (spans) are recomputed, not each
+layer alone.
 
-The end of a span omits some kernels. GPT-2 and Whisper reached 1.4 %, and 2.6 % with a batch so small that
-the device waits.
+A span omits some kernels at its end. GPT-2 and Whisper reached 1.4 %, and 2.6 % with a batch so small that
+the GPU waits for launches.
 """
 
 LAYERS_SHARE = 0.03
-"""Greatest share by which the bytes outside the kept tensors of layers may fall below: GPT-2 reached 1.4 %.
+"""Largest share by which bytes other than the layers' activations may fall with spans: GPT-2 reached 1.4 %.
 
-The plans of GPT-2, ViT, BERT, T5, Llama, Qwen2.5 and Gemma 3 determined both shares, with adapters and
-without.
+The plans of GPT-2, ViT, BERT, T5, Llama, Qwen2.5 and Gemma 3 determined both `DEVICE_SHARE` and this share,
+with adapters and without.
 """
 
 
 def least_of_spans(full: Bound) -> Bound:
-    """Return the lower bounds of recomputing groups of layers, from those of recomputing each layer by
-    itself.
+    """Return lower bounds of bytes and seconds of recomputing groups of layers (spans), from those of
+    recomputing each layer alone.
 
-    Live bytes outside the kept tensors of layers are also live with spans.
+    Bytes other than the layers' activations are needed with spans too.
     """
     return Bound(int(full.unkept_bytes * (1 - LAYERS_SHARE)), full.device_seconds * (1 - DEVICE_SHARE))
 
 
 class RecomputingKinds:
-    """The recipes of a search that are not yet simulated: those with recomputation, logits in chunks or
-    compiled layers. Recipes with the same forward and backward passes form a group (a kind).
+    """The postponed recipes of a search: those with recomputation, logits in chunks or compiled layers.
+    Recipes with the same forward and backward passes form a group (a kind).
     """
 
     def __init__(self, state: SearchState, pool: WorkerPool, tell: Tell) -> None:
         self.state, self.space, self.pool, self.tell = state, state.space, pool, tell
         self.waiting: dict[int, list[int]] = defaultdict(list)
-        """Waiting candidates by kind of passes."""
+        """Numbers of postponed recipes by kind (group with the same forward and backward passes)."""
         offered = self.space.offers(Slot.CHECKPOINTING)
         # None if the space does not offer it, as next to another fixed technique.
         self._each_layer = next((o for o in offered if o.value == EVERY_LAYER), None)
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}
-        """For each candidate with logits in chunks, the same candidate with whole logits."""
+        """Number of the same recipe with whole logits, for each recipe with logits in chunks."""
         self._full: dict[int, int] = {}
-        """For each candidate that recomputes some layers, spans or parts, the candidate that recomputes each
-        layer."""
+        """Number of the recipe that recomputes each layer, for each recipe that recomputes some layers,
+        groups or parts of them."""
         self._looked_at = set[int]()
-        """Kinds of passes that were simulated."""
+        """Kinds (of forward and backward passes) whose lower bounds were computed."""
         self._least_known: dict[int, Bound] = {}
-        """Cached lower bounds of waiting candidates by the current results."""
+        """Cached estimates (lower bounds) of postponed recipes, given the current results."""
         self._bounded_by: dict[int, set[int | None]] = {}
-        """Cached candidates on which the bounds of each waiting candidate depend."""
+        """Cached numbers of the recipes on which the estimate of each postponed recipe depends."""
         self._by = defaultdict[int | None, set[int]](set)
-        """Candidates with cached bounds that depend on a candidate, by that candidate."""
+        """Numbers of postponed recipes whose cached estimates depend on a recipe, by that recipe's number."""
         self._dominated = set[int]()
-        """Candidates that can no longer be on the front of this search."""
+        """Recipes that can no longer be on the Pareto front of this search."""
         self._known = 0
-        """Number of known bounds after the last addition."""
+        """Number of recipes with lower bounds after the last addition."""
         self._none: dict[int, int | None] = {}
-        """For each candidate, the cached candidate without recomputing."""
+        """Cached number of the same recipe without recomputing, for each recipe."""
         self._on_the_way: dict[int, Bound] = {}
-        """Candidates that a worker screens now, with their previous lower bounds."""
+        """Recipes whose lower bounds a worker process computes now, with their previous estimates."""
         self._bounds_hold = True
-        """False once a candidate took less than its lower bound.
+        """False once a recipe took less than its estimate.
 
-        All kinds with whole logits are then screened, except for compiled layers that save memory.
+        Lower bounds are then computed for all kinds with whole logits, except for compiled layers that save
+        memory.
         """
         for number, candidate in enumerate(self.space.candidates):
             setup = candidate.setup
@@ -148,8 +149,8 @@ class RecomputingKinds:
         among: Collection[int] | None = None,
     ) -> list[int]:
         """Compute lower bounds for the waiting recipes that `is_needed` selects, and return those recipes.
-        Without `twins`, groups that are no better than a similar one are skipped. Only candidates `among`
-        these are considered, if given.
+        Without `twins`, groups that are no better than a similar one (a twin) are skipped. If `among` is
+        given, only these recipes are considered.
         """
 
         def may_be_needed(number: int) -> bool:
@@ -180,18 +181,17 @@ class RecomputingKinds:
         return list(asked)
 
     def is_lowered_saving(self, number: int) -> bool:
-        """Return True if this recipe has compiled layers and saves memory. The recipe without savings then
-        gives its bounds.
-        """
+        """Return True if this recipe has compiled layers and a memory-saving technique such as
+        recomputation."""
         return number in self._lowered and self.space.candidates[number].setup.saves_memory
 
     def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the recipes whose lower bounds must be computed before those of these recipes, which have
-        the same passes.
+        """Return the recipes whose lower bounds must be computed before those of `numbers`, which have the
+        same passes.
 
-        Each size of compiled layers takes long, so only one size is returned. The fastest size without
-        savings bounds the seconds of smaller micro-batches, if it probably fits. The smallest micro-batches
-        bound the bytes of larger ones.
+        Compiling layers for a micro-batch size takes long, so recipes of only one size are returned. Without
+        memory savings, it is the fastest size that probably fits, which bounds the seconds of smaller ones.
+        Otherwise it is the smallest, which bounds the bytes of larger ones.
         """
         firsts = [*map(self._first_of, numbers)]
         if uncompiled := [number for number in firsts if number not in self._lowered]:
@@ -222,7 +222,7 @@ class RecomputingKinds:
         )
 
     def _needed_of(self, kind: int, may_be_needed: Callable[[int], bool], *, twins: bool) -> list[int]:
-        """Return the recipes of a waiting group that a search still needs."""
+        """Return the recipes of a postponed group whose lower bounds the search still needs."""
         needed = [
             number
             for number in self.waiting[kind]
@@ -231,16 +231,16 @@ class RecomputingKinds:
         return needed if twins or not needed or not self._twins.of(kind, needed) else []
 
     def _take(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Compute lower bounds for these waiting recipes, and for all with the same forward and backward
-        passes. Return their earlier estimates.
+        """Compute lower bounds for these postponed recipes, and for all with the same forward and backward
+        passes. Return their earlier estimates by number.
         """
         if taken := self._take_out(chosen):
             self.add(taken)
         return taken
 
     def _take_out(self, chosen: Iterable[int]) -> dict[int, Bound]:
-        """Remove these recipes from the waiting ones, with all that have the same forward and backward passes
-        and micro-batch size. Return their estimated bounds.
+        """Remove these recipes from the postponed ones, with all that have the same forward and backward
+        passes and micro-batch size. Return their estimates.
         """
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}
@@ -254,9 +254,9 @@ class RecomputingKinds:
         return taken
 
     def _first_of(self, number: int) -> int:
-        """Return the recipe whose bound is needed before that of this one. A recipe that recomputes some
-        layers needs the one that recomputes each. A compiled one needs a compiled recipe with each or none of
-        the layers recomputed, and the uncompiled one.
+        """Return the recipe whose lower bound is needed before that of this one. A recipe that recomputes
+        some layers needs the one that recomputes each. A compiled one needs a compiled recipe with each or
+        none of the layers recomputed, and the uncompiled one.
         """
         bases = [self._full.get(number)]
         if number in self._lowered:
@@ -276,7 +276,8 @@ class RecomputingKinds:
         self._note(numbers, screen(self.state, self.pool, self.tell, numbers))
 
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
-        """Store lower bounds of these recipes. Return the recipes whose estimates depend on them."""
+        """Store a worker's lower bounds of these recipes. Return the postponed recipes whose estimates depend
+        on them."""
         if len(self.state.bounds) != self._known:  # some could not be simulated after all
             self._least_known.clear()
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
@@ -288,8 +289,8 @@ class RecomputingKinds:
         return self._forget_by(screening.bounds)
 
     def _forget_by(self, learned: Iterable[int]) -> set[int]:
-        """Remove all cached estimates that depend on these recipes' results. Return the recipes that had
-        them.
+        """Remove all cached estimates that depend on these recipes' results. Return the recipes that had such
+        estimates.
         """
         waiting = [*learned]
         forgotten = set[int]()
@@ -308,9 +309,7 @@ class RecomputingKinds:
         return [n for n, one in enumerate(self.space.candidates) if one.passes not in done]
 
     def leave_out(self, numbers: Iterable[int]) -> None:
-        """Treat the lower bounds for these candidates' forward and backward passes as known, so that they are
-        not computed.
-        """
+        """Exclude the kinds of these recipes from the search: their lower bounds are not computed."""
         self._looked_at.update(self.space.candidates[number].passes for number in numbers)
 
     def add_others(self) -> None:
@@ -326,7 +325,8 @@ class RecomputingKinds:
         self._dominated.clear()
 
     def needed_of(self, kind: int) -> list[int]:
-        """Return the recipes of a waiting group that may be on the Pareto front, given the results so far."""
+        """Return the recipes of a postponed group that may be on the Pareto front, given the results so
+        far."""
         if kind not in self.waiting:
             return []
         # After a bound failed, kinds of rank 0 are needed without regard to any bound.
@@ -341,12 +341,12 @@ class RecomputingKinds:
         return number not in self._dominated
 
     def least_seconds_of(self, numbers: Iterable[int]) -> float:
-        """Return the least estimated seconds of these waiting recipes."""
+        """Return the least estimated seconds of these postponed recipes."""
         return min(map(self._least_seconds, numbers))
 
     def rank(self, kind: int) -> int:
-        """Return a sort key for the order in which groups get their lower bounds. Those whose results bound
-        others come first: with whole logits, or without savings.
+        """Return a sort key for the order in which the lower bounds of groups are computed. Groups whose
+        results bound others come first: those with whole logits, or without memory savings.
         """
         first = self.waiting[kind][0]
         return 2 * (first in self._whole) + self.is_lowered_saving(first)
@@ -379,8 +379,8 @@ class RecomputingKinds:
                 yield base
 
     def send(self, numbers: Sequence[int]) -> list[int]:
-        """Remove these recipes, and all that share their simulation, from the waiting ones, as a worker
-        simulates them. `learn` gets the result.
+        """Remove these recipes, and all that share their simulation, from the postponed ones, and return
+        them. A worker process simulates them, and `learn` stores the result.
         """
         taken = self._take_out(numbers)
         self._on_the_way |= taken
@@ -402,7 +402,8 @@ class RecomputingKinds:
         return {self.space.candidates[number].passes for number in learned}
 
     def kinds_by(self, numbers: Iterable[int]) -> set[int]:
-        """Return the groups (recipes with the same passes) whose estimates depend on these recipes."""
+        """Return the groups (recipes with the same forward and backward passes) whose estimates depend on
+        these recipes."""
         depend = itertools.chain.from_iterable(self._by.get(number, ()) for number in numbers)
         return {self.space.candidates[number].passes for number in depend}
 
@@ -427,9 +428,7 @@ class RecomputingKinds:
         return self._bound_of(number) or self._least(number)
 
     def _least(self, number: int) -> Bound:
-        """Return the cached estimate of a waiting recipe's least bytes and seconds. Each round reads it
-        several times.
-        """
+        """Return the cached estimate (a lower bound) of a postponed recipe's bytes and seconds."""
         least = self._least_known.get(number)
         if least is None:
             if number not in self._bounded_by:
@@ -462,7 +461,7 @@ class RecomputingKinds:
 
     def _least_of_lowered(self, number: int) -> Bound:
         """Return the lower bound of a recipe with compiled layers; zero for any other recipe. It follows from
-        the uncompiled recipe, from smaller micro-batches, or from compiled layers that save less memory.
+        the uncompiled recipe, or from the compiled recipe without memory savings.
         """
         if (least := self._lowered.least(number)) is None:
             return NOTHING
@@ -473,7 +472,8 @@ class RecomputingKinds:
         return least.at_least(Bound(0, seconds + self._lowered.again_seconds(number)))
 
     def _least_saving(self, number: int, without: int, bound: Bound) -> int:
-        """Return the least bytes of a recipe that saves memory, derived from the same one without savings."""
+        """Return a lower bound of the bytes of a memory-saving recipe, from `bound`, that of the recipe
+        without savings."""
         setup, plain = self.space.candidates[number].setup, self.space.candidates[without].setup
         # Chunks change the bytes outside layers, and copies those within: only the update's bytes are sure.
         if setup.logits != plain.logits or _has_timed_bytes(setup):
@@ -536,8 +536,8 @@ class RecomputingKinds:
     # ---- twins -------------------------------------------------------------------------------------------
 
     def _base_of(self, number: int) -> int | None:
-        """Return the recipe without recomputation, logits in chunks and compilation that represents this one
-        in comparisons of similar recipes.
+        """Return the recipe that represents this one in comparisons of similar recipes: without
+        recomputation, logits in chunks and compilation.
         """
         return self._lowered.bare(number) if number in self._lowered else self._without.get(number)
 
@@ -559,5 +559,6 @@ def _has_timed_bytes(setup: Setup) -> bool:
 
 
 def _with_device(bound: Bound) -> Bound:
-    """Return the bound with at least the GPU's own seconds: the host may limit few layers but not many."""
+    """Return the lower bound with the GPU's own seconds as the minimum of its seconds. The host may limit few
+    layers but not many."""
     return bound._replace(seconds=max(bound.seconds, bound.device_seconds))

@@ -1,4 +1,4 @@
-"""Computation of lower bounds of the bytes and seconds of candidate recipes (screening)."""
+"""Compute lower bounds of the bytes and seconds of recipes (screening) in worker processes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Screening:
-    """Lower bounds of recipes, and the recipes that cannot be simulated."""
+    """Lower bounds of recipes' bytes and seconds, and the recipes that cannot be simulated."""
 
     bounds: dict[int, Bound] = field(default_factory=dict)
-    """Lower bound of each candidate by its number."""
+    """Lower bound of each recipe's bytes and seconds, by number."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """Candidates that cannot be simulated, with the reasons."""
+    """Recipes that cannot be simulated, with the reasons."""
 
 
 def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection[int]) -> Screening:
     """Compute the lower bounds of these recipes in the worker processes.
 
-    The list is in the order of the updates' keys. One worker begins at each end, so few updates are simulated
-    in both. Compiled layers go to the worker that has some of them.
+    Recipes are sorted by their optimizer update. One worker begins at each end of the list, so few updates
+    are simulated in both. Recipes with compiled layers go to the worker that has compiled them.
     """
     space = state.space
     order = groups_by_passes(space, numbers)
@@ -68,7 +68,8 @@ def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
 
 
 def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
-    """Convert a worker's result for a group of recipes to lower bounds, and to reasons for missing ones."""
+    """Convert a worker's result for a group of recipes to lower bounds, and to reasons why recipes cannot be
+    simulated."""
     if isinstance(answer, SnugfitError):
         return Screening(excluded=[exclusion(space, [*group], answer)])
     screening = Screening()

@@ -1,22 +1,22 @@
-"""Search for the best recipe of the whole space, with few full simulations and an exact answer.
+"""Search for the best of all valid recipes, with few full simulations and an exact result.
 
-Each Setup first gets its lower bounds (`Parts.screen`), except for kinds of recomputing that cannot matter
-(`recomputing.py`). Setups are evaluated in the order of their least seconds: spliced, timed, and replayed
-through the allocator. A kind that may be faster than all of them is screened before (`best_first.py`). A
-Setup is skipped if its lower bounds are dominated by an evaluated Setup, up to a resolution of memory. One
-that cannot be the fastest is compared up to a resolution of seconds too. A Setup that may fit is evaluated if
-the other does not fit.
+First, lower bounds of each recipe's bytes and seconds are computed (`Parts.screen`), except for recomputing
+recipes that cannot be the best (`recomputing.py`). Recipes are then evaluated in the order of their least
+seconds: simulated, timed, and replayed through the allocator. Lower bounds of a group that may be faster than
+all of them are computed before (`best_first.py`). A recipe is skipped if an evaluated one is as fast and as
+small as its lower bounds, within a tolerance. For a recipe that cannot be the fastest, seconds have a
+tolerance too. A recipe that may fit is never skipped for one that does not fit.
 
-The result is the Pareto front of the space up to that resolution. The fastest recipe that fits is exact: less
-memory can never give a faster plan. If the smallest recipe is requested, or nothing fits, all possibly
-smaller ones are evaluated too. With a memory limit, the front ends a tenth beyond it. It also ends at
-`SLOWEST` times the answer's seconds, unless the whole front is requested.
+The result is the Pareto front of all recipes up to these tolerances. The fastest recipe that fits is exact:
+less memory can never give a faster plan. If the smallest recipe is requested, or nothing fits, all possibly
+smaller ones are evaluated too. With a memory limit, the front ends 10 % above it. It also ends at `SLOWEST`
+times the best recipe's seconds, unless the whole front is requested.
 
-An evaluation must never fall below its lower bound. If it does, the model's layers do not grow linearly, and
-the search starts again without shortcuts.
+An evaluated recipe must not take less than its lower bounds. If it does, bytes or seconds do not grow
+linearly with the layers, and the search starts again with whole models.
 
-Among recipes that are as fast as the answer, the simplest is chosen (`simpler.py`). At the end it is
-simulated in full by `predict`, and the plan reports a mismatch.
+Among recipes that are as fast as the best, the simplest is chosen (`simpler.py`). At the end it is simulated
+in full by `predict`, and the plan reports a mismatch.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ def plan(
 
     `headroom` (bytes, or text such as `2%`) of the memory stays free. The default is 2 % of the GPU's memory
     and the uncertain bytes (`prediction/headroom.py`), and nothing with `memory_bytes`. If no recipe leaves
-    it, the answer is the smallest. `fidelity` is the lowest allowed fidelity. `clock` returns the seconds of
-    a trace, by default on this GPU. `workers` processes simulate concurrently, by default two if there are as
-    many cores. The plan lists the `ranked` best recipes that fit, and changes to the recipe to `start` from,
-    which may be text. `steps` is the length of the run over which the start-up, at the rates of `once`, is
-    spread. Slots of the techniques in `keep` are not searched. The same holds for the adapters, the precision
-    and the optimizer's family of `start`, unless they are `free`. The front ends at `SLOWEST` times the
-    answer's seconds, except for a `whole_front` or the smallest recipe. Techniques that a `front_end` refuses
-    (`step/applier.py`) are left out. `tell` receives messages on the progress. If nothing fits, the plan
-    contains the nearest miss. Raises `UsageError` for invalid arguments, and `SnugfitError` if no recipe can
-    be simulated.
+    it, the best recipe is the smallest. `fidelity` is the lowest allowed fidelity. `clock` returns the
+    seconds of a trace, by default on this GPU. `workers` processes simulate concurrently, by default two if
+    there are as many cores. The plan lists the `ranked` best recipes that fit, and changes to the recipe to
+    `start` from, which may be text. `steps` is the length of the run over which the start-up, at the rates of
+    `once`, is spread. Slots of the techniques in `keep` are not searched. The same holds for the adapters,
+    the precision and the optimizer's family of `start`, unless they are `free`. The Pareto front ends at
+    `SLOWEST` times the best recipe's seconds, except for a `whole_front` or the objective `memory`.
+    Techniques that a `front_end` refuses (`step/applier.py`) are left out. `tell` receives messages on the
+    progress. If nothing fits, the plan contains the nearest miss. Raises `UsageError` for invalid arguments,
+    and `SnugfitError` if no recipe can be simulated.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.planning.cost.timer import SingleGpuTimer
@@ -110,7 +110,7 @@ def plan(
 
 
 def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
-    """Search the recipes of a plan's space and return the plan."""
+    """Search all valid recipes for the checked arguments `asked`, and return the plan."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
     from snugfit.planning.search.simpler import judge_simpler, simplify_front
 
@@ -171,7 +171,8 @@ def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
 
 
 def front_of(state: SearchState) -> list[int]:
-    """Return the Pareto front of the evaluated candidates. Raises `RehearsalError` if there are none."""
+    """Return the Pareto front (bytes, seconds) of the evaluated recipes, by number, the fastest first. Raises
+    `RehearsalError` if there are none."""
     if front := state.front():
         return front
     why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
@@ -197,7 +198,7 @@ def best_of(
 
 def _try_outside_space(asked: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
     """Simulate recipes with techniques that the search does not enumerate, and add those that are better.
-    Return the name of such a technique that was tried.
+    Return the names of the techniques that features tried.
     """
     smallest = asked.wants_smallest
     if not smallest:
@@ -219,7 +220,8 @@ def _rank_few(
 
 
 def _pace_of(timing: StepSeconds | None) -> Pace | None:
-    """Return the seconds per step of a plan's best recipe, with the hardware limit that a plan reports."""
+    """Return the bottleneck and peak-rate seconds of a plan's best recipe in the form of a plan; None without
+    seconds."""
     if timing is None:
         return None
     return Pace(bound=timing.bound, measured_rates=timing.measured_rates, peak_seconds=timing.peak_seconds)
@@ -238,9 +240,9 @@ def search(
     """Simulate the Pareto front (bytes, seconds) of the searched recipes, including the fastest that fits.
 
     If it is requested or nothing fits, evaluate the smallest recipe too. `every_bound` also computes lower
-    bounds of all other candidates. The `kinds` of an earlier search of this state continue it; return them.
-    `grade` evaluates recipes that recompute some layers. It runs before compiled layers are lowered that
-    recompute, since it may make them unnecessary. Raises `BelowLowerBound`.
+    bounds of all other recipes. Return the postponed recipes; a further search of this state takes them as
+    `kinds`. `grade` evaluates recipes that recompute some layers. It runs before layers are compiled for
+    recomputing recipes, since it may make them unnecessary. Raises `BelowLowerBound`.
     """
     recomputing = kinds or RecomputingKinds(state, pool, tell)
     if kinds is None and not state.space.trains:
@@ -264,7 +266,7 @@ def search(
 def _evaluate_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
-    """Simulate all recipes that may be on the Pareto front, up to its end."""
+    """Simulate all recipes that may be on the Pareto front (bytes, seconds)."""
     if every_bound:
         recomputing.add_others()
     while every_bound and recomputing.screen(lambda number, least: True):

@@ -1,11 +1,10 @@
-"""Selection of the simplest among equally fast recipes, without techniques whose gain is negligible.
+"""Select the simplest of equally fast recipes, without techniques whose gain is negligible.
 
 The fastest recipe that fits may contain techniques with a gain too small to measure. Examples are
-TensorFloat-32 next to bfloat16, worker processes for a step that the GPU bounds, and another allocator with
-plenty of memory. Its slots are therefore reset to the user's own techniques in every combination, or to plain
-ones without a user's recipe. Among the recipes that still fit and are as fast, the one with the fewest
-changes is the answer. The other rows of the front are simplified too, if that costs no memory and was
-evaluated.
+TensorFloat-32 next to bfloat16, loader workers for a step bound by the GPU, and another allocator with much
+free memory. Its slots are therefore reset to the user's own techniques (or plain ones) in every combination.
+The best recipe is the one with the fewest changes among those that still fit and are as fast. Other recipes
+of the Pareto front are simplified too, if the simpler one is as small and was evaluated.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) ->
 
 def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], bool]) -> Iterator[int]:
     """Yield simpler variants of a recipe that are not simulated yet, but may fit and be as fast by their
-    lower bounds. `may_fit` decides by bytes.
+    lower bounds. `may_fit` returns True for needed bytes that may fit.
     """
     most = state.judged[fastest].seconds * (1 + AS_FAST)
     for number in simpler_than(state.space, fastest):
@@ -70,7 +69,8 @@ def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], b
 
 
 def simplest(state: SearchState, fastest: int, fits: Callable[[int], bool]) -> int:
-    """Return the recipe with the fewest changes that fits and is about as fast as the fastest."""
+    """Return the evaluated recipe with the fewest changes that fits and is about as fast as the recipe
+    `fastest`."""
     most = state.judged[fastest].seconds * (1 + AS_FAST)
     as_fast = [
         number

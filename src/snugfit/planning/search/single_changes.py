@@ -1,9 +1,9 @@
-"""Start of a search for a job without optimizer updates: the simplest recipe, and recipes with a single
+"""Begin a search for a job without optimizer updates with the simplest recipe, and recipes with a single
 change.
 
-No lower bounds from few layers exist there, so the screening of a kind takes seconds. A technique that alone
-makes the step neither faster nor smaller is therefore not combined with others. If the simplest recipe fits,
-a technique must be faster.
+Such a job has no lower bounds from few layers, so a full simulation of each group of recipes takes seconds. A
+technique that alone makes the step neither faster nor smaller is therefore not combined with others. If the
+simplest recipe fits, a technique must be faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WHY = "alone it makes the step neither faster nor smaller, so it was not combine
 
 
 def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smallest: bool) -> None:
-    """Compute the lower bounds of single changes of the simplest recipe, and exclude combinations of useless
+    """Simulate the simplest recipe and recipes with a single change of it. Exclude combinations with useless
     changes from the search.
     """
     state.rehearses_whole, space = True, state.space

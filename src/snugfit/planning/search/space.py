@@ -1,13 +1,12 @@
-"""The space of a plan: every valid recipe for a job.
+"""The search space of a plan: every valid recipe for a job.
 
-Each slot offers the results of its techniques' own `settings(job)`; a recipe takes one of each. Techniques
-that the user's fidelity, the GPU's age or a missing package excludes are omitted before the combination, and
-listed. A setting that is never better than another is omitted likewise, such as adapters of a higher rank.
-Combinations to which two techniques object are omitted recipe by recipe, and counted.
+Each slot (such as the optimizer) offers the settings of its techniques; a recipe has one of them in each
+slot. Techniques that the user's fidelity, the GPU's age or a missing package excludes are omitted before the
+combination, and listed. A setting that is never better than another is omitted likewise, such as adapters of
+a higher rank. Combinations to which two techniques object are omitted recipe by recipe, and counted.
 
 A large space has a hundred thousand recipes of a few dozen techniques. Shared properties are therefore
-computed once and numbered: the forward and backward passes of a step, their size, and the trace
-(`step_key.py`).
+computed once and numbered: forward and backward passes, micro-batch size, and trace (`step_key.py`).
 """
 
 from __future__ import annotations
@@ -55,15 +54,16 @@ class Candidate:
     update: Hashable
     """Key of the Setup's fields that determine the optimizer's update."""
     passes: int
-    """Number of the recipe's kind of passes, regardless of the size of a micro-batch."""
+    """Number of the recipe's forward and backward passes; equal for recipes that differ only in micro-batch
+    size or update."""
     sized: int
-    """Number of the recipe's kind of passes with its size of a micro-batch."""
+    """Number of the recipe's forward and backward passes with this micro-batch size."""
     program: int
-    """Number of the recipe's compiled layers, which are compiled once; equal to `sized` without compiled
-    layers."""
+    """Number of the recipe's compiled layers; recipes with the same number compile them once. Without
+    compiled layers it is a number for `sized`."""
     trace: int
-    """Number of the trace, which recipes share that differ only in fp32 products and the source of
-    batches."""
+    """Number of the trace; equal for recipes that differ only in fp32 precision, data loader, allocator or
+    CUDA graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +74,15 @@ class Space:
     """Every valid recipe; other modules refer to a candidate by its index here."""
     excluded: tuple[Exclusion, ...]
     choices: tuple[tuple[Technique, ...], ...]
-    """Techniques that each slot offers."""
+    """Techniques with their settings that each slot offers."""
     fixed: Kept
-    """Slots that no recipe of the space changes."""
+    """Slots in which all recipes have a fixed technique, and the user's own recipe."""
     numbers: Mapping[int, int]
     """Number of each candidate, by its index among all combinations of the techniques."""
     trains: bool = True
-    """True for a job with an update, whose recipes have lower bounds from few layers."""
+    """True for a job with optimizer updates, whose recipes have lower bounds from few layers."""
     graded: Mapping[Recipe, int] = field(default_factory=dict)
-    """Candidates outside these combinations (`grades.py`), with their numbers."""
+    """Recipes that were added to these combinations (`grades.py`), with their numbers."""
 
     def number(self, recipe: Recipe) -> int | None:
         """Return the number of this recipe in the space; None if it is not in the space."""
@@ -116,7 +116,7 @@ class Space:
 
     @cached_property
     def _digits(self) -> list[dict[Technique, int]]:
-        """For each slot of a recipe, the contribution of each technique to the index of a combination."""
+        """Contribution of each technique to the index of a combination, for each slot of a recipe."""
         digits, stride = [], 1
         for offered in reversed(self.choices):
             digits.append({technique: stride * digit for digit, technique in enumerate(offered)})
@@ -130,7 +130,7 @@ class Space:
 
     @cached_property
     def simpler(self) -> dict[int, tuple[int, ...]]:
-        """Cache of each candidate's simpler variants (`simpler.py`)."""
+        """Cache of the numbers of each recipe's simpler variants (`simpler.py`)."""
         return {}
 
     def changes(self, recipe: Recipe) -> int:
@@ -171,12 +171,12 @@ def space_of(
     many_gpus: bool = False,
     front_end: str = "",
 ) -> Space:
-    """Return every valid recipe for this job on such a GPU whose results differ at most by `fidelity` from
-    the plain step's.
+    """Return all valid recipes for this job on a GPU of this compute capability.
 
-    A `fixed` slot contains its technique regardless of fidelity. With `many_gpus`, techniques that are
-    lowered for each kind of GPU are left out. Techniques that the training `front_end` refuses are left
-    out too. Raises `RecipeError` if no recipe is valid.
+    `fidelity` limits the numerical difference from the plain step. A `fixed` slot contains its technique
+    regardless of fidelity. With `many_gpus`, techniques that compile layers for each GPU model are left out.
+    Techniques that the training `front_end` refuses are left out too. Raises `RecipeError` if no recipe is
+    valid.
     """
     excluded: list[Exclusion] = []
     choices = tuple(
@@ -222,8 +222,8 @@ def space_of(
 
 
 def _by_reason(objections: Counter[Objection]) -> Iterator[Exclusion]:
-    """Yield the refused techniques with their reasons; settings of a technique with the same reason are
-    combined.
+    """Yield the refused techniques with their reasons; settings of one technique with the same reason are
+    listed together.
     """
     whats: dict[tuple[str, str], list[Objection]] = defaultdict(list)
     for objection in objections:

@@ -1,18 +1,18 @@
 """The state of a search: lower bounds of each candidate recipe, and exact bytes and seconds of the simulated
 ones.
 
-A candidate's lower bound in bytes is its live bytes. The allocator loses some per cent between blocks, which
-only the replay of the whole step shows. Many candidates are as large as a faster one except for that loss.
-Finding the slightly smaller ones would require an evaluation of each, without a use. A candidate that cannot
-be smaller than a faster one by `MEMORY_RESOLUTION` is therefore skipped. This does not affect the answer: a
-candidate that may fit, if no faster one does, is always evaluated.
+A candidate's lower bound in bytes counts allocated bytes. The allocator loses some per cent to fragmentation,
+which only the replay of the whole step shows. Many candidates are as large as a faster one except for that
+loss. A search for slightly smaller ones would have to evaluate each of them, for little use. A candidate that
+cannot be smaller than a faster one by `MEMORY_RESOLUTION` is therefore skipped. The best recipe is still
+found: a candidate that may fit, if no faster one does, is always evaluated.
 
-Recipes that share their forward and backward passes and differ in the update lose the same bytes between
-blocks. Their seconds exceed the bounds by the same amount. They are therefore compared by their bounds
+Recipes that share their forward and backward passes and differ in the update lose the same bytes to
+fragmentation. Their seconds exceed the bounds by the same amount. They are therefore compared by their bounds
 (`has_better_sibling`). If the update is a small share, one of the optimizers is evaluated.
 
-With a memory limit, the front ends slightly beyond it: larger recipes are no answer, and cost as much to
-evaluate. If nothing fits, the front ends slightly beyond the smallest. It also ends at a multiple of the
+With a memory limit, the Pareto front ends slightly above it: larger recipes do not fit, and take as long to
+evaluate. If nothing fits, the front ends slightly above the smallest. It also ends at a multiple of the
 seconds of the fastest recipe that fits. A slower recipe never makes a faster one unnecessary. The front
 within that limit is thus the same as without it.
 """
@@ -38,18 +38,18 @@ from snugfit.rehearsal.device.policy import PoliciesDiffer
 TIME_BOUND_MARGIN = 0.001
 """Share by which a step's seconds may fall below their lower bound.
 
-The line through two depths bounds a convex function. A queue of host and device is convex except at its
-ends.
+Extrapolation from two numbers of layers bounds a convex function. The seconds of a queue of host and device
+are convex in the layers except at its ends.
 """
 
 MEMORY_RESOLUTION = 0.03
 """Share by which a slower recipe's bytes must be smaller for it to be listed.
 
-It is approximately the allocator's loss between the blocks of a step.
+It is approximately the share that the allocator loses to fragmentation.
 """
 
 SPEED_RESOLUTION = 0.05
-"""Share by which a recipe that cannot be the fastest must be faster than a smaller one for it to be listed
+"""Share by which a recipe that cannot be the fastest must be faster than a smaller one to be listed
 (chosen)."""
 
 NEGLIGIBLE_BYTES = 160 << 20
@@ -57,14 +57,15 @@ NEGLIGIBLE_BYTES = 160 << 20
 workspaces of libraries cost a tiny model some 100 MiB that no lower bound contains."""
 
 LOSS_SPREAD = 64 << 20
-"""Bytes by which siblings may differ in the allocator's loss between the blocks of equal passes. They
-differed by 22 MiB at most in plans of Llama-3.1-8B with adapters."""
+"""Bytes by which the fragmentation of recipes with equal forward and backward passes may differ. It differed
+by 22 MiB at most in plans of Llama-3.1-8B with adapters."""
 
 BEYOND_MEMORY = 0.1
-"""Share of the memory by which the front exceeds it. These near misses need only slightly more memory."""
+"""Share by which recipes of the Pareto front may exceed the memory limit. Such near misses need only slightly
+more memory."""
 
 SAMPLED = 50
-"""Number of candidate groups that are sampled to estimate the share that will be skipped."""
+"""Number of groups of recipes that are sampled to estimate the share that a search will skip."""
 
 
 @dataclass
@@ -75,41 +76,47 @@ class SearchState:
 
     space: Space
     bounds: dict[int, Bound] = field(default_factory=dict)
-    """Lower bounds by candidate, without candidates that cannot be simulated."""
+    """Lower bounds of bytes and seconds by recipe number, without recipes that cannot be simulated."""
     judged: dict[int, Figures] = field(default_factory=dict)
-    """Figures of the evaluated candidates."""
+    """Exact bytes and seconds of the evaluated recipes, by number."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """Candidates that could not be simulated, with the reasons."""
+    """Recipes that could not be simulated, with the reasons."""
     kinds: int = 0
-    """Number of kinds of forward and backward passes that were simulated for the bounds."""
+    """Number of different forward and backward passes that were simulated for lower bounds."""
     memory_bytes: int | None = None
-    """Bytes that the answer must fit; None for no limit."""
+    """Bytes into which the best recipe must fit; None for no limit."""
     most_bytes: float = math.inf
-    """Greatest bytes of candidates for the front; by default they exceed the memory by `BEYOND_MEMORY`."""
+    """Largest bytes of a recipe on the Pareto front; by default they exceed the memory limit by
+    `BEYOND_MEMORY`."""
     negligible_bytes: int = 0
     """Least number of bytes, in addition to `MEMORY_RESOLUTION`, that a slower recipe must save to be
     listed."""
     beyond: float = BEYOND_MEMORY
-    """Share of the smallest recipe's bytes by which the front exceeds them if nothing fits."""
+    """Share by which recipes of the Pareto front may exceed the smallest recipe's bytes if nothing fits."""
     nearly: float = 0.0
-    """Share of bytes and seconds by which the found smallest recipe may exceed the true one, if nothing
-    fits."""
+    """Share of bytes and seconds by which the found near miss may exceed the true one, if nothing fits."""
     rehearses_whole: bool = False
-    """True if the trace of a screened candidate serves its evaluation too, so one worker does both."""
+    """True if one simulation gives both lower bounds and exact values of a recipe, so one worker computes
+    both."""
     slowest: float = math.inf
-    """Greatest seconds of candidates for the front, in multiples of the seconds of the fastest that fits."""
+    """Largest seconds of a recipe on the Pareto front, in multiples of those of the fastest that fits."""
     graded: set[int] = field(default_factory=set)
-    """Passes of the recipes whose grades were evaluated (`grades.py`)."""
+    """Passes (`Candidate.sized`) of recipes for which the fewest recomputed layers were searched
+    (`grades.py`)."""
     screen_these: Callable[[Iterable[int], Callable[[Bound], bool]], None] = lambda numbers, is_needed: None
-    """Function that screens these postponed candidates if their known lower bounds show a need."""
+    """Function that computes lower bounds of these postponed recipes, if `is_needed` is True for their
+    estimates."""
     _best: list[tuple[float, int, int]] = field(default_factory=list)
-    """Seconds, bytes and number of the evaluated candidates that no other dominates, the fastest first."""
+    """Seconds, bytes and number of the recipes on the Pareto front of all evaluated ones, the fastest
+    first."""
     _siblings: dict[tuple[int, bool, Hashable], list[int]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
-    """Evaluated candidates by their passes, micro-batch size and kind of allocator segments."""
+    """Evaluated recipes by their passes with micro-batch size, kind of allocator segments, and use of CUDA
+    graphs."""
     worker_of: dict[int, int] = field(default_factory=dict)
-    """Worker by the compiled layers or passes that it simulates."""
+    """Index of the worker process by the compiled layers or passes (`Candidate.program`) that it
+    simulates."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None:
@@ -125,10 +132,10 @@ class SearchState:
         skip: Callable[[int], bool] = lambda number: False,
         step: Callable[[bool], None] = lambda skips: None,
     ) -> None:
-        """Simulate these groups of recipes, each of one trace, in this order, without recipes that `skip`
-        excludes. `skip` is called before each recipe. `step` is called for each group, with True if all of it
-        was skipped. All recipes that share their forward and backward passes go to one worker. Raises
-        `BelowLowerBound`.
+        """Simulate these groups of recipes in order, and store their exact bytes and seconds. Recipes of a
+        group have the same trace. Recipes for which `skip` returns True are left out. `step` is called for
+        each group, with True if all of it was skipped. All recipes that share their forward and backward
+        passes go to one worker. Raises `BelowLowerBound`.
         """
         waiting = deque(groups)
         asked: dict[int, list[int]] = {}
@@ -158,8 +165,8 @@ class SearchState:
         return self.worker_of.get(self.space.candidates[number].program, worker) == worker
 
     def is_for(self, worker: int, number: int) -> bool:
-        """Return True if this worker simulates the recipe's passes. Another worker would have to simulate
-        them again.
+        """Return True if this worker simulates the recipe's passes, and assign them to it if no worker does.
+        Another worker would have to simulate them again.
         """
         return self.worker_of.setdefault(self.space.candidates[number].program, worker) == worker
 
@@ -168,7 +175,7 @@ class SearchState:
         return self.space.candidates[number].program in self.worker_of
 
     def is_reserved(self, number: int) -> bool:
-        """Return True if only one worker should simulate the candidate, from its lower bound on."""
+        """Return True if the worker that computes the recipe's lower bound should also evaluate it."""
         return self.rehearses_whole or self.space.candidates[number].setup.lowering is not None
 
     def must_be_lowered(self, number: int) -> bool:
@@ -241,7 +248,8 @@ class SearchState:
     # ---- selection of candidates --------------------------------------------------------------------------
 
     def by_trace(self, numbers: Iterable[int]) -> list[list[int]]:
-        """Return these recipes grouped by equal trace, each group at the position of its first recipe."""
+        """Group these recipes by equal trace, each group at the position of its first recipe, and return the
+        groups."""
         groups: dict[int, list[int]] = defaultdict(list)
         for number in numbers:
             groups[self.space.candidates[number].trace].append(number)
@@ -250,10 +258,11 @@ class SearchState:
     def is_dominated(self, number: int, least: Bound | None = None) -> bool:
         """Return True if this recipe cannot be on the Pareto front: it is too large, too slow, or dominated.
 
-        It is dominated by an evaluated recipe that is as fast as its lower bound. It must then not be
-        smaller by `MEMORY_RESOLUTION`, and must not fit if that recipe does not. A candidate that is slower
-        than the fastest that fits is also dominated by recipes that are slower by `SPEED_RESOLUTION`. If
-        its program is not lowered, every other dominates it.
+        An evaluated recipe dominates it if that is as fast as this one's lower bound. This one must then not
+        be smaller by `MEMORY_RESOLUTION`. A recipe that fits never counts as dominated by one that does not.
+        A recipe that is slower than the fastest that fits is also dominated by recipes that are slower by up
+        to `SPEED_RESOLUTION`. If its layers are not compiled yet, it always counts as dominated, unless the
+        whole front is requested.
         """
         if least is None and self.has_better_sibling(number, self._stands_for(number)):
             return True
@@ -281,8 +290,8 @@ class SearchState:
         return min(needed_bytes * (1 - MEMORY_RESOLUTION), needed_bytes - self.negligible_bytes)
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
-        """Return True if a simulated recipe with the same forward and backward passes is as fast and
-        satisfies the predicate `stands`.
+        """Return True if a simulated recipe with the same passes is as fast as this one's lower bound and
+        satisfies `stands`.
         """
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
@@ -300,8 +309,8 @@ class SearchState:
         return [other for other in same_passes if other != number and other in self.bounds]
 
     def _stands_for(self, number: int) -> Callable[[int], bool]:
-        """Return a predicate of recipes. It is True for a recipe in whose place this one may be listed: this
-        one is not clearly larger and also fits.
+        """Return a predicate for simulated recipes. It is True if this recipe is not clearly smaller than the
+        other, and does not fit unless the other does.
         """
         needed = self.bounds[number].needed_bytes
 
@@ -333,9 +342,9 @@ class SearchState:
         return candidate.sized, setup.expandable_segments, launches_key(setup)
 
     def cannot_be_smallest(self, number: int) -> bool:
-        """Return True if a simulated recipe is smaller than this one's lower bound, or this one was
-        simulated. With `nearly`, one that shares its forward and backward passes and has no larger bound is
-        enough.
+        """Return True if this recipe cannot be the smallest: it was simulated, or a simulated one is smaller
+        than its lower bound. With `nearly`, a simulated recipe with the same passes and no larger lower bound
+        is enough.
         """
         least = self.bounds[number].needed_bytes
         if number in self.judged or least > self.smallest * (1 - self.nearly):
@@ -356,7 +365,8 @@ class SearchState:
         return front
 
     def best_so_far(self, objective: str, batch_size: int) -> Choice | None:
-        """Return the best simulated recipe that fits; None if there is none."""
+        """Return the best simulated recipe that fits by `objective`, with its bytes and seconds; None if
+        there is none."""
         best = reversed(self._best) if objective == "memory" else self._best
         number = next((number for _, needed, number in best if self.fits(needed)), None)
         return None if number is None else self.choice(number, batch_size)
@@ -367,8 +377,8 @@ class SearchState:
 
     @property
     def most_seconds(self) -> float:
-        """The largest seconds of recipes that are still listed; infinite while nothing fits. With `nearly`, a
-        near miss counts as fitting.
+        """The largest seconds of recipes that may be on the Pareto front; infinite while nothing fits. With
+        `nearly`, a near miss counts as fitting.
         """
         fastest = self.fastest_that_fits
         if fastest < math.inf or not self.nearly:
@@ -411,7 +421,8 @@ class SearchState:
         )
 
     def counts(self) -> Counts:
-        """Return the numbers of recipes that the search considered, bounded and simulated."""
+        """Return the numbers of recipes that the search considered, computed lower bounds for, and
+        simulated."""
         return Counts(
             recipes=len(self.space.candidates),
             tapes=len({candidate.trace for candidate in self.space.candidates}),
@@ -422,8 +433,8 @@ class SearchState:
 
 
 def exclusion(space: Space, group: list[int], error: SnugfitError) -> Exclusion:
-    """Return the reason for excluding these recipes in the form of a plan. Raises the error itself if fewer
-    GPUs at a time would avoid it.
+    """Return the reason for excluding these recipes in the form of a plan. Raises `PoliciesDiffer` if that is
+    the error, since a search for fewer GPUs avoids it.
     """
     if isinstance(error, PoliciesDiffer):
         raise error

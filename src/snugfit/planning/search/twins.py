@@ -1,9 +1,10 @@
 """Pairs of similar recipes (twins), which differ only in attention, kernels or precision. A search skips a
 recipe if its twin is no worse.
 
-Recomputing repeats the same layers, and a compiler changes all of them. Suppose that one of two such recipes
-is neither faster nor smaller, uncompiled and without recomputing. Then it is neither with them, and it is
-skipped. If a step was to be recorded as CUDA graphs and cannot be, its twin is the unrecorded one.
+Recomputing repeats the same layers, and a compiler changes all of them. Suppose that, uncompiled and without
+recomputing, one of two such recipes is neither faster nor smaller. Then it is neither with compilation and
+recomputing, and it is skipped. If a step cannot be recorded as CUDA graphs, its twin is the step without CUDA
+graphs.
 
 This rule is not exact. Each skipped recipe that is simulated after all is compared with its twin. If one is
 better than its twin, recipes are skipped no longer.
@@ -24,21 +25,21 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 DIFFER = (Slot.ATTENTION, Slot.KERNELS, Slot.PRECISION)
-"""Slots in which a candidate and its twin may differ."""
+"""Slots (choices of a recipe) in which a recipe and its twin may differ."""
 
 ROUNDING = 0.001
-"""Share by which bounds may differ from a twin's without reason: other orders of sums, and gradients on other
-few layers."""
+"""Tolerance of comparisons between lower bounds of twins, as a share: rounding of sums, and other numbers of
+simulated layers."""
 
 PEAK_SHARE = 0.01
-"""Share of its twin's bytes by which a kind may be smaller, since its peak is at another moment."""
+"""Share of its twin's bytes by which a recipe may be smaller, since its peak may be at another moment."""
 
 
 class Twins:
     """Finds for each recipe its twin (a similar recipe that is no worse), and records the recipes that were
-    skipped. `base` returns the plainer recipe for the comparison, and `bound` a recipe's known bound.
-    `may_be` returns True for a recipe that is known or still waits, and `is_refused` for one that cannot be
-    recorded.
+    skipped. `base` returns the plainer recipe for the comparison, and `bound` a recipe's known lower bound.
+    `may_be` returns True for a recipe that has lower bounds or is postponed. `is_refused` returns True for a
+    step that cannot be recorded as CUDA graphs.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class Twins:
         """True until a recipe that was skipped turns out to be better than the similar recipe in its place.
         """
         self._no_better: dict[int, list[tuple[int, int]]] = {}
-        """Candidates with their twins, by kind that was skipped."""
+        """Skipped recipes with their twins, by group (recipes with the same forward and backward passes)."""
 
     def of(self, kind: int, needed: Sequence[int]) -> list[int]:
-        """Return the recipes that make the `needed` ones of a group unnecessary. All have the same forward
-        and backward passes.
+        """Return the twins that make the `needed` recipes of a group unnecessary; empty if there are none.
+        The recipes of the group have the same forward and backward passes.
         """
         candidates = self.space.candidates
         # Candidates with one trace have the same bytes, so one of them represents all.
@@ -114,8 +115,8 @@ class Twins:
         return self._may_be(twin) and all(one is not None and self._bound(one) is not None for one in bases)
 
     def _needs(self, number: int) -> tuple[float, ...]:
-        """Return the bytes and seconds by which this recipe is compared, from a bound without recomputation
-        and compilation.
+        """Return the bytes and seconds by which this recipe is compared with its twin. They are lower bounds
+        without recomputation and compilation.
         """
         base = self._base(number)
         bound = None if base is None else self._bound(base)
@@ -137,8 +138,8 @@ def _needs(bound: Bound) -> tuple[float, ...]:
 
 
 def _needs_if_compiled(bound: Bound) -> tuple[float, ...]:
-    """Return the bytes and seconds by which recipes with compiled layers are compared. The host's work is
-    part of the uncompiled seconds alone.
+    """Return the bytes and seconds by which recipes with compiled layers are compared. Only the uncompiled
+    seconds include the host's launches.
     """
     return bound.compiled_bytes, bound.compiled_seconds, bound.resting_bytes, bound.seconds
 

@@ -1,1 +1,1 @@
-"""Exports of a predicted step: for PyTorch's memory viewer, and as a timeline for Perfetto."""
+"""Exporters of a predicted step: a snapshot for PyTorch's memory viewer, and a timeline for Perfetto."""

@@ -1,10 +1,11 @@
 """A step in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-The host and the device have two tracks each: phases and kernels. Copies of activations have one, and so have
-exchanges with other GPUs. A counter shows live bytes by kind.
+The host and the device have two tracks each: phases and kernels. Copies of offloaded activations have one
+track, and collectives have another. A counter shows allocated bytes by category.
 
-The moments of a kernel's launch and run follow from the queue (`timeline.py`). A trace does not record
-allocations between two given kernels. So the events of a phase are spread evenly over the host's time in it.
+The times of a kernel's launch and run come from the simulated queue (`timeline.py`). A trace does not record
+between which kernels an allocation happens. So a phase's allocations are spread evenly over the host's time
+in the phase.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def _kernels(timed: Iterable[TimedKernel]) -> Iterator[dict[str, Any]]:
 
 
 def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, Any]]:
-    """Yield events with the live bytes by category (weights, activations, ...) after each event of the
-    step.
+    """Yield counter entries with the allocated bytes by category (weights, activations, ...) after each
+    allocation or free of the step.
     """
     last = max(mark.step for mark in trace.marks)
     # Consecutive marks of one phase are one passage.
@@ -78,9 +79,9 @@ def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, 
 
 
 def _event_times(marks: Sequence[Mark], end: int, spans: Sequence[Any]) -> dict[int, float]:
-    """Return the seconds of each event of the step.
+    """Return the time in seconds of each allocation or free of the step, by its index in the trace.
 
-    The events of a passage are spread evenly over the host's time in it. A passage without kernels takes no
+    Those of one phase are spread evenly over the host's time in the phase. A phase without kernels takes no
     time.
     """
     times: dict[int, float] = {}

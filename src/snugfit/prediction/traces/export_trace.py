@@ -1,4 +1,4 @@
-"""The file of the option `--trace`: a predicted step for PyTorch's memory viewer, or for Perfetto."""
+"""Create the file of the option `--trace`: a predicted step for PyTorch's memory viewer, or for Perfetto."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ SNAPSHOT, CHROME = ".pickle", ".json"
 def export_trace(prediction: Prediction, form: str) -> bytes:
     """Simulate a prediction's step again, and return its trace as a file with the ending `form`.
 
-    Raises `UsageError` for a timeline without seconds, `GpuError` where the GPU's rates are unknown.
+    `form` is `.pickle` (memory snapshot) or `.json` (timeline). Raises `UsageError` for a timeline without a
+    GPU, `GpuError` where the GPU's rates are unknown.
     """
     if form == CHROME and prediction.gpu is None:
         raise UsageError("--trace FILE.json is a timeline in seconds, which need a GPU. Add --gpu NAME.")

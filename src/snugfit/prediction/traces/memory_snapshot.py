@@ -1,8 +1,8 @@
-"""A trace as a snapshot of CUDA memory, as `torch.cuda.memory._dump_snapshot` pickles one.
+"""Convert a trace to a snapshot of CUDA memory, in the format of `torch.cuda.memory._dump_snapshot`.
 
 PyTorch's memory viewer (pytorch.org/memory_viz) and `torch.cuda._memory_viz` read it. Addresses are those
-that the replayed allocator hands out. A frame of the snapshot is here the operator, its module, and the phase
-and step. Moments (`time_us`) count events, since a trace records their order and not their time.
+that the replayed allocator hands out. Stack frames contain the operator and its module, and the phase and
+step. Times (`time_us`) count events, since a trace records their order only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]:
-    """Return the whole run, event by event, and the allocator's segments at its end."""
+    """Return the snapshot of a trace: each allocation and free in order, and the allocator's segments at the
+    end."""
     allocator = Allocator(expandable=expandable)
     actions = driver_actions(trace, allocator.addresses)
     live: dict[int, Any] = {}
@@ -80,7 +81,7 @@ def _frames(block: Block) -> list[dict[str, Any]]:
 
 
 def _join_pages(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join pages that follow each other into one segment for each pool."""
+    """Join the consecutive pages of each pool into one segment. Return the segments."""
     pools: dict[bool, dict[str, Any]] = {}
     for segment in segments:
         pool = pools.setdefault(segment["small"], {**segment, "total_size": 0})

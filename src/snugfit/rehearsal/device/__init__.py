@@ -1,1 +1,1 @@
-"""CUDA's decisions for tensors on `meta`: the kernels that run and the memory that they allocate."""
+"""Imitate CUDA for tensors on `meta`: the choice of kernels, and the memory that they allocate."""

@@ -34,7 +34,8 @@ def run_kernel(choice: str, of: Operands) -> torch.Tensor:
 def attention_by(
     policy: Policy, note: Callable[[str], object] = str, *, trains: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Return a replacement of `scaled_dot_product_attention` as on the simulated device.
+    """Return a replacement for `scaled_dot_product_attention` that runs on `meta` the kernel of the simulated
+    device.
 
     `note` is called with the name of each chosen kernel. With `trains`, a backward pass always follows, even
     if no operand requires a gradient.
@@ -183,9 +184,9 @@ def additive(mask: Any, dtype: torch.dtype) -> Any:
 
 
 RECORDING_MODES = 1
-"""Number of a simulation's own dispatch modes.
+"""Number of dispatch modes (`TorchDispatchMode`) that a simulation itself activates.
 
-One is the recorder; a second one exists if host memory is simulated too (`Feature.simulation_overrides`).
+It is the recorder. A second mode exists if host memory is simulated too (`Feature.simulation_overrides`).
 """
 
 
@@ -226,7 +227,7 @@ def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 @functools.cache
 def _flex_function() -> Any:
     """Return an autograd function that simulates `flex_attention`'s kernels. It saves operands, output and
-    row sums.
+    log-sum-exp for backward.
     """
     import torch
     from torch.utils.flop_counter import register_flop_formula
@@ -286,4 +287,5 @@ def _flex_function() -> Any:
 
 
 _LIBRARIES: list[Any] = []
-"""The `torch.library` objects of the operators, which exist only as long as their library."""
+"""The `torch.library` objects of the registered operators. The list keeps them alive, since operators vanish
+with their library."""

@@ -1,7 +1,7 @@
-"""CUDA's autocast on meta tensors: the operators that CUDA's autocast lists get kernels that cast their
+"""Imitate CUDA's autocast on `meta` tensors: operators in CUDA's autocast lists get kernels that cast their
 arguments first.
 
-The switch is that of the CPU's autocast. It exists in every build, nests, and can be disabled inside a
+The CPU's autocast state turns them on. It exists in every build of torch, nests, and can be disabled inside a
 region. Checkpointing saves and restores it for the recomputation. The kernels are registered for the key
 AutogradMeta only, so a real CPU tensor under a real CPU autocast never reaches them.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 KEY = "AutogradMeta"
-"""Dispatch key of all overrides: above autograd's kernels of meta tensors, and of no others."""
+"""Dispatch key of all overrides. They take the place of autograd's kernels for `meta` tensors only."""
 
 SWITCH = "cpu"
-"""Device whose autocast state a simulation uses."""
+"""Device type whose autocast state (on or off, dtype) a simulation uses."""
 
 
 class _CachedCast(NamedTuple):
@@ -45,7 +45,8 @@ class _Arguments(NamedTuple):
 
 
 class WeightCache:
-    """Autocast's cache of cast weights, each cast once per autocast region and dropped when the region ends.
+    """Autocast's cache of cast weights. Each weight is cast once per autocast region, and the copy is dropped
+    at its end.
 
     `cached_cast` of `aten/src/ATen/autocast_mode.cpp` selects the cached tensors.
     """
@@ -79,8 +80,9 @@ class Autocasting:
     the previous kernel.
 
     Such a kernel costs time even while autocast is off. So the kernels are registered at the start of the
-    first region, and never without one. Operators that promote are registered from the beginning. Scattering
-    is one of them, and its reference counts (`accumulation.py`) depend on the kernels on the path.
+    first autocast region, if any. Operators that promote dtypes are registered from the beginning.
+    `scatter_add` is one of them, and its measured reference counts (`accumulation.py`) depend on the
+    registered kernels.
     """
 
     def __init__(
@@ -171,8 +173,8 @@ def _switched_off(
     """Return an operator's kernel that casts arguments by `prepare`, then calls the `previous` kernel with
     autocast off.
 
-    It does so while autocast is on. Every operator of a simulation passes through such a kernel, so it does
-    no more than that.
+    While autocast is off, it only calls `previous`. Many operators of a simulation pass through such a
+    kernel, so it must be fast.
     """
     import torch
 

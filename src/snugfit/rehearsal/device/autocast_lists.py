@@ -39,7 +39,7 @@ class AutocastLists:
 
 
 def _names(words: str) -> tuple[str, ...]:
-    """Split a text with several lines into a set of operator names."""
+    """Split a text with several lines into a tuple of operator names."""
     return tuple(words.split())
 
 

@@ -17,16 +17,16 @@ class Buffer(NamedTuple):
 
 
 Scratch = tuple[Buffer, ...]
-"""The type of a kernel's temporary buffers: their allocations and frees in order. `OUTPUTS` marks the
-position of the operator's own outputs, and an element of `ONE_OUTPUT` that of a single one. Without such a
-marker, outputs are allocated first.
+"""Type of a list of a kernel's temporary buffers: their allocations and frees in order. `OUTPUTS` marks the
+position at which the operator's outputs are allocated, and a key of `ONE_OUTPUT` that of a single output.
+Without such a marker, outputs are allocated first.
 """
 
 OUTPUTS = Buffer("outputs", 0)
-"""Marker for the position of all outputs."""
+"""Entry that marks the position at which all outputs of an operator are allocated."""
 
 ONE_OUTPUT = {Buffer(f"output {number}", 0): number for number in range(3)}
-"""Markers for single outputs, with the index of each output."""
+"""Entries that mark the allocation of a single output, each with the output's index."""
 
 
 class GpuSize(NamedTuple):

@@ -1,8 +1,9 @@
-"""Composite operators whose C++ code depends on the device, as they run on the simulated device.
+"""Replace composite operators whose C++ code depends on the device, so that they run as on the simulated
+device. torch implements dropout, attention, softmax and rms_norm as compositions that select a fused operator
+by their input's device.
 
-torch writes dropout, attention, softmax and rms_norm as compositions that select a fused operator by their
-input's device. There is none for `meta`. These kernels use the policy instead, and call the operator that the
-device's build would call. So the same tensors are saved for backward. Sources:
+None is selected for `meta`. These kernels follow the policy instead, and call the operator that torch would
+call on that device. So the same tensors are saved for backward. Sources:
 `aten/src/ATen/native/{Dropout,SoftMax,layer_norm}.cpp` and `native/transformers/attention.cpp`, torch 2.13.
 
 Other operators write in place on a device, and create new tensors while a dispatch mode such as the recorder
@@ -32,7 +33,8 @@ RECURRENT_DOUBT = (
 
 
 def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
-    """Return replacement kernels of composite operators by name; they record their decisions in `notes`."""
+    """Return replacement kernels for composite operators by operator name; they record chosen attention
+    kernels and warnings in `notes`."""
     import torch
 
     aten = torch.ops.aten
@@ -73,7 +75,8 @@ def composites(policy: Policy, notes: PolicyNotes) -> dict[str, Callable[..., An
 
 
 def _in_place_kernels() -> dict[str, Callable[..., Any]]:
-    """Return kernels of operators that write in place on a device, by operator name."""
+    """Return replacement kernels for operators that write in place on a device and not on `meta`, by operator
+    name."""
     import torch
 
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradMeta)

@@ -18,40 +18,40 @@ CHANNELS = 16
 """Bytes to which an engine pads each pixel's channels, except for fp32 in forward."""
 
 ALIGNMENT = 16
-"""Bytes by which a workspace exceeds the copies in it."""
+"""Bytes by which a workspace exceeds the operand copies in it."""
 
 FLOAT_BYTES, PARTS_TAIL = 4, 128
-"""Size in bytes of one partial-sum element, and of a workspace in addition to its parts."""
+"""Size in bytes of one element of a partial sum, and additional bytes of a workspace with partial sums."""
 
 LEAST_WORK = {("forward", "tf32"): 0.85e9, ("backward", "tf32"): 0.57e9, ("backward", "ieee"): 1.3e9}
-"""Multiplications from which fp32 copies channels that do not fill a multiple of `CHANNELS`.
+"""Number of multiplications from which an fp32 convolution copies operands whose channels do not fill a
+multiple of `CHANNELS`.
 
-Convolutions of 0.93e9, 0.68e9 and 1.75e9 copied; those of 0.77e9, 0.45e9 and 0.93e9 did not. A missing key
-copies nothing: IEEE's forward, up to 7.7e9.
+For the three keys, 0.93e9, 0.68e9 and 1.75e9 copied; 0.77e9, 0.45e9 and 0.93e9 did not. IEEE's forward has no
+entry, since it copied nothing up to 7.7e9.
 """
 
 NARROW = 384
-"""Largest number of output channels without a copy, for pictures in half precision.
+"""Largest number of output channels without copied operands, for images in half precision.
 
 Results of 384 channels and fewer had no copy; those of 640 and more had one.
 """
 
 SUMMED_IN_PARTS, MANY, MOST_IN_PARTS = 2560, 64, 1 << 16
-"""Thresholds of a sum in parts, in rows (samples times patches) or samples.
+"""Thresholds for partial sums in the weight's gradient: rows (samples times patches), samples, rows.
 
-From the first on, in rows, it is computed in parts. From the second on, in samples, it has one part more.
-From the third on, in rows, it is no longer in parts. 2,560 rows and 64 samples were below a threshold, 2,744
-and 96 above. 50,176 rows were still in parts, 65,536 no longer.
+Above the first, the sum is computed in parts. Above the second, it has one part more. From the third on, it
+has a single part. 2,560 rows and 64 samples were below a threshold, 2,744 and 96 above. 50,176 rows were
+still in parts, 65,536 no longer.
 """
 
 PIXELS = 16
-"""Multiple of a patch's pixels to which the one part of such a long sum is padded."""
+"""Multiple to which a patch's pixels are padded in the single part of such a long sum."""
 
 FEW_PATCHES, FEW_SAMPLES, FEW_TAIL = 49, 8, 18_448
-"""Limits for a gradient of the weight without copies, and bytes of its workspace besides one fp32 result.
+"""Limits for a weight's gradient without operand copies, and bytes of its workspace besides one fp32 result.
 
-It has at most this number of patches per picture, and more than this number of samples (8 copied, 10 did
-not).
+It has at most this number of patches per image, and more than this number of samples (8 copied, 10 did not).
 """
 
 
@@ -68,9 +68,9 @@ def forward(arguments: Sequence[Any], out: Any) -> Scratch:
 def backward(arguments: Sequence[Any], out: Sequence[Any], summed: Scratch = ()) -> Scratch:
     """Return the temporary buffers of `convolution_backward(grad_output, input, weight, ...)`.
 
-    It has a contiguous copy of the gradient if that is not contiguous, and each gradient with its workspace.
-    After the free of the copy, it has the bias's gradient, a sum with the temporary buffers `summed`.
-    Sources: `cudnn_convolution_backward` (`native/cudnn/ConvShared.cpp`) and `native/Convolution.cpp`.
+    They are a contiguous copy of `grad_output` if needed, and a workspace for each computed gradient. After
+    the copy is freed, the bias's gradient follows, a sum with the temporary buffers `summed`. Sources:
+    `cudnn_convolution_backward` (`native/cudnn/ConvShared.cpp`) and `native/Convolution.cpp`.
     """
     gradient, x, weight = arguments[0], arguments[1], arguments[2]
     copy = Buffer("gradient", gradient.numel() * gradient.element_size())
@@ -103,9 +103,7 @@ def _padded_channels(x: Any) -> int:
 
 
 def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
-    """Return the bytes of the temporary buffer for the weight's gradient of a convolution of pictures in half
-    precision.
-    """
+    """Return the temporary buffer for the weight's gradient of a patch embedding in half precision."""
     samples, patches = x.size(0), gradient[0, 0].numel()
     # The gradient of the weight from small pictures needs one fp32 result and no copies.
     if patches <= FEW_PATCHES and samples > FEW_SAMPLES:
@@ -122,8 +120,8 @@ def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
 
 
 def _is_of_patches(x: Any, weight: Any, out: Any) -> bool:
-    """Return True for a patch embedding: a convolution of colour pictures (B, C, H, W) in half precision
-    whose stride is its kernel."""
+    """Return True for a patch embedding in half precision: a convolution of images (B, C, H, W) whose stride
+    equals its kernel size."""
     apart = x.dim() == 4 and out.size(2) == x.size(2) // weight.size(2)
     return bool(apart and x.element_size() == 2 and _has_colours(x))
 

@@ -1,7 +1,7 @@
-"""Replace random numbers that a forward pass draws on the host for decisions: LayerDrop, stochastic depth.
+"""Replace random numbers that a forward pass draws on the host to skip layers (LayerDrop, stochastic depth).
+A real run draws new numbers in each step, so its peak memory is that of the worst draw.
 
-A real run draws new numbers in each step, so its peak is that of the worst draw. So a number that is compared
-with a probability is the largest possible one: no layer is dropped.
+The replacement is the largest possible number, with which no layer is dropped.
 
 Other draws (a loader's order, the initialisation of weights) are unchanged.
 """
@@ -25,7 +25,7 @@ LARGEST = 1 - 2**-24
 """The largest fp32 number that `torch.rand` can return."""
 
 _DRAWN_IN = ("forward", "backward")
-"""Phases of a step in which the model's code runs; in the backward pass checkpoints run it again."""
+"""Phases of a step in which the model's code runs; in backward, activation checkpointing runs it again."""
 
 
 def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
@@ -78,8 +78,8 @@ def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
 
 
 def replaced_functions() -> dict[Any, Any]:
-    """Return replacements for the functions of `math`, whose results stay marked if their argument is an
-    assumed or drawn number."""
+    """Return replacements for the functions of `math`, whose results are marked as assumed if their argument
+    is a random or assumed number."""
 
     def watch(function: Any) -> Any:
         def compute(*numbers: Any, **keywords: Any) -> Any:
@@ -99,7 +99,7 @@ _FUNCTIONS = (
     "exp", "exp2", "expm1", "fabs", "fmod", "frexp", "gamma", "hypot", "isclose", "ldexp", "lgamma", "log",
     "log10", "log1p", "log2", "modf", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
 )  # fmt: skip
-"""Functions of `math` on floats, except rounding and tests for finiteness."""
+"""Names of the functions of `math` on floats, except rounding and tests for finiteness."""
 
 _ONE: tuple[Any, ...] = ((1,), ([],), ((),), ([1],), ((1,),))
 """Arguments of `torch.rand` that draw a single number."""

@@ -16,7 +16,7 @@ from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, 
 from snugfit.rehearsal.device.sorting import INDEX, SCAN_TILE, scan_bytes, sort_bytes
 
 SORTED_ABOVE = 3072
-"""Number of indices above which embedding backward sorts them instead of adding atomically
+"""Number of indices above which embedding backward sorts the indices and does not add gradients atomically
 (`native/cuda/Embedding.cu`)."""
 
 INDICES_PER_PARTIAL = 10
@@ -25,7 +25,7 @@ INDICES_PER_PARTIAL = 10
 """
 
 ATOMIC_BLOCKS = 4
-"""Blocks per multiprocessor below which partial runs are summed atomically.
+"""Thread blocks per multiprocessor below which partial sums are added atomically.
 
 The source is `MAX_ATOMIC_ACCUM_BLOCKS_PER_SM` in the same file.
 """
@@ -33,15 +33,15 @@ The source is `MAX_ATOMIC_ACCUM_BLOCKS_PER_SM` in the same file.
 WARP, LARGEST_BLOCK = 32, 1024
 
 UNIQUE_TILE = 640 * 7
-"""Number of items in which a thread block of CUB finds unique ones, for sm_90 and 8-byte keys.
+"""Number of items that one thread block of CUB's `unique` processes, for sm_90 and 8-byte keys.
 
 The source is `cub/device/dispatch/tuning`.
 """
 
 
 def embedding(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the temporary copy of an embedding's indices that cannot be viewed as flat:
-    `indices.reshape(-1)` in `native/Embedding.cpp`.
+    """Return the temporary buffer of an embedding: a flat copy of its indices if they are not viewable as one
+    dimension. The source is `indices.reshape(-1)` in `native/Embedding.cpp`.
     """
     indices = arguments[1]
     if indices.dim() == 1 or _flat(indices):
@@ -58,7 +58,8 @@ def _flat(tensor: Any) -> bool:
 
 
 def index(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the temporary copies of several indices with one shape and different strides.
+    """Return the temporary buffers of advanced indexing: copies of index tensors with equal shapes and
+    different strides.
 
     The kernel requires equal strides: `AdvancedIndex`, `native/TensorAdvancedIndexing.cpp`.
     """
@@ -75,7 +76,7 @@ def index(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def masked_select(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the positions of the mask's true elements, by which it gathers.
+    """Return the temporary buffer of `masked_select`: the positions of the mask's true elements.
 
     The source is `masked_select_out_cuda_impl` in `native/cuda/IndexKernel.cpp`.
     """
@@ -84,7 +85,7 @@ def masked_select(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the temporary buffers of an indexed write.
+    """Return the temporary buffers of `index_put`.
 
     Values to add (the gradient of a gather) are sorted, so that they are added in one order:
     `index_put_with_sort_kernel`, `native/cuda/Indexing.cu`. Values to write are not sorted.

@@ -1,4 +1,4 @@
-"""Callbacks by which the replaced torch functions of a simulation report decisions, such as the attention
+"""Callbacks with which a simulation's replacements for torch functions report choices, such as the attention
 kernel.
 """
 
@@ -18,15 +18,16 @@ def _nothing(*about: object) -> None:
 
 @dataclass(frozen=True)
 class PolicyNotes:
-    """Callbacks and lists that receive decisions of a simulation's replaced torch functions, such as the
-    chosen attention kernel.
+    """Callbacks and lists that receive reports of a simulation's replaced torch functions, such as the chosen
+    attention kernel.
     """
 
     claim: Callable[[torch.Tensor, str], None] = _nothing
-    """Called with each tensor that torch allocates for itself (autocast's copies), and its kind."""
+    """Called with each tensor that torch allocates for itself (such as autocast's copies of weights), and its
+    category."""
 
     doubt: Callable[[str], None] = _nothing
-    """Called with a sentence about each assumption."""
+    """Called with a warning about each assumption of the simulation."""
 
     phase: Callable[[], str] = str
     """Returns the current phase of the step."""

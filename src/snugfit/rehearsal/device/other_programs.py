@@ -1,8 +1,6 @@
-"""Warnings for compiled code and libraries' kernels that do not run on `meta`, and the PyTorch code that
-replaces them.
+"""Run plain PyTorch code in place of compiled code and libraries' kernels, and warn.
 
-A user's compiled code, and libraries' kernels for a model of transformers, do not run on `meta`. The PyTorch
-code behind them does.
+Code from `torch.compile`, and libraries' kernels for a transformers model, do not run on `meta`.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ _ASKS_FOR = {
 def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
     """Return a replacement for `torch.compile` that compiles nothing.
 
-    A function adds its warning when it is called, because libraries compile some at import that no step
-    calls.
+    A function that would be compiled adds a warning when it is called. Libraries compile functions at import
+    that no step calls.
     """
     import torch
 
@@ -119,12 +117,13 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if `module.compile()` was called on it or on a part of it. Copies do not show it."""
+    """Return True if `compile()` was called on this module or a submodule. A copy of the module does not keep
+    this mark."""
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 
 def kernels_asked_for(model: nn.Module) -> Iterator[str]:
-    """Yield a warning for each package of kernels whose presence a source file of this model checks."""
+    """Yield a warning for each package of faster kernels that this model's source files look for."""
     from importlib.util import find_spec
 
     # Some models load kernels of their own (RWKV, YOSO, MRA, xLSTM), which their checks for packages show.

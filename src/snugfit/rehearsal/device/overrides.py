@@ -1,5 +1,5 @@
-"""Replacement of torch functions during a simulation, so that `meta` tensors behave like those of the
-simulated device.
+"""Replace torch functions during a simulation, so that `meta` tensors behave like tensors on the simulated
+device.
 
 Two kinds of override are active until the simulation ends:
 
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[PolicyNotes]:
     """Context in which tensors on `meta` behave like tensors of the simulated device. Yield the object in
-    which replaced functions record their decisions. Raise `RehearsalError` if a replacement has no effect.
+    which replaced functions record warnings and chosen kernels. Raise `RehearsalError` if a replacement has
+    no effect.
     """
     import torch
 
@@ -182,7 +183,7 @@ def bindings(
             begin_autocast()
 
     def is_on(device_type: str = "cuda") -> bool:
-        """Return True if autocast is on in the simulation; without a device type, on CUDA as in peft."""
+        """Return True if the simulation's autocast is on; the default device is CUDA, as in peft."""
         on_gpu = device_type == "cuda" and policy.runs_cudnn
         return bool(is_autocast_enabled(SWITCH if on_gpu or device_type == "meta" else device_type))
 
@@ -227,7 +228,7 @@ def fill_dynamos_table() -> None:
 
 
 def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
-    """Return a replacement for `torch.get_autocast_dtype` that also accepts `meta` as the device."""
+    """Return a replacement for `torch.get_autocast_dtype` that also accepts the device type `meta`."""
     return lambda device_type: dtype_of(SWITCH if device_type == "meta" else device_type)
 
 
@@ -235,20 +236,21 @@ def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], to
 # and a module is searched again only if its number of names has changed.
 
 _LOOKED_THROUGH: dict[int, dict[str, Any]] = {}
-"""Namespaces of modules by id."""
+"""Attribute dictionaries of the searched modules, by id."""
 
 _COUNTS: dict[int, int] = {}
-"""Number of names in each namespace at the last search, in the same order."""
+"""Number of attributes of each module at the last search, in the same order."""
 
 _MODULES: list[Any] = []
 """The modules that were loaded at the last search. The list keeps them alive, so that no other module gets
 the same id."""
 
 _FOUND: dict[tuple[int, str], dict[str, Any]] = {}
-"""Namespaces in which a replaced function was found or may be bound, by its id and name."""
+"""Attribute dictionaries of modules that contain a replaced function, by (id of the dictionary, attribute
+name)."""
 
 _ORIGINALS: list[Any] = []
-"""The functions for which the last search looked."""
+"""The original functions that the last search looked for."""
 
 
 def _rebind(replacements: dict[Any, Any]) -> None:
@@ -310,10 +312,10 @@ DEVICE_OF_CONTEXT = "get_torch_context_manager_or_global_device"
 
 @contextlib.contextmanager
 def built_as_on_a_device() -> Iterator[None]:
-    """Context in which models and adapters that are built on `meta` are initialised and cast as on a device.
+    """Context in which models and adapters on `meta` are initialised and cast as on a real device.
 
     Libraries skip initialisation on `meta`. A part of it creates temporary tensors (Whisper's sinusoids,
-    rotary frequencies), which leave gaps between the weights. On a measured Whisper, these were half a
+    rotary frequencies), which leave gaps between the weights. In a measured Whisper, these gaps were half a
     percent of the reserved bytes. peft creates adapters in fp32 and casts them to the dtype of their layer
     and back, also with gaps. An initialisation that reads values fails here, and its rest is skipped.
     """

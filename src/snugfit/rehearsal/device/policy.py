@@ -1,12 +1,12 @@
-"""Policies: the decisions (such as the attention kernel) that torch makes by the type of device, for tensors
-on `meta`.
+"""Policies: the kernels, dtypes and buffers that torch chooses by the type of device, for simulations on
+`meta`.
 
-torch makes many decisions of a step by the tensor's device. Examples are the attention kernel, autocast's
+Many choices of torch in a step depend on the tensor's device. Examples are the attention kernel, autocast's
 operators, fused dropout and optimizers, and a kernel's temporary buffers. A simulation's tensors are on
-`meta`, with decisions of its own. A `Policy` has the decisions of the predicted device.
+`meta`, for which torch chooses otherwise. A `Policy` contains the choices for the predicted device.
 
-There are two policies. `CudaPolicy` represents a GPU by its compute capability. With `CpuPolicy`, law 1
-compares a simulation with the allocator's own reports of a real run.
+There are two policies. `CudaPolicy` represents a GPU by its compute capability. `CpuPolicy` lets the tests
+compare a simulation with a real run on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _Choice = TypeVar("_Choice", bound=Hashable)
 
 
 class PoliciesDiffer(SnugfitError):
-    """Error if GPUs that share a simulation would run different kernels; internal, never shown to a user."""
+    """Error: GPUs that share one simulation would run different kernels. It is internal and never shown to a
+    user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,8 @@ class Policy(ABC):
     @property
     @abstractmethod
     def uses_grouped_mm(self) -> bool:
-        """True if the device multiplies groups of rows by experts' weights with `grouped_mm`."""
+        """True if transformers runs the experts of a mixture-of-experts layer with `grouped_mm` on this
+        device."""
 
     @abstractmethod
     def fuses_groups(self, dtype: torch.dtype) -> bool:
@@ -143,8 +145,8 @@ class CudaPolicy(Policy):
         return self.common(lambda one: attention_choice.choose_on_cuda(operands, one._attention_kernels))
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return `fact(self)`, a property of this GPU such as its attention kernels. Raise `PoliciesDiffer`
-        if a GPU that shares the simulation has another value.
+        """Return the value of the function `fact` for this policy, such as the chosen attention kernel. Raise
+        `PoliciesDiffer` if a GPU that shares the simulation has another value.
         """
         facts = {fact(one) for one in (self, *self.peers)}
         if len(facts) > 1:
@@ -166,7 +168,7 @@ class CudaPolicy(Policy):
     def decisions(self) -> Hashable:
         """Key that is equal for GPUs on which torch chooses the same kernels for all operands.
 
-        Their workspaces and temporary buffers may differ.
+        The sizes of their workspaces and temporary buffers may differ.
         """
         return self._attention_kernels, self.capability[0] in _FUSING_GROUPS, self.may_share
 
@@ -195,7 +197,7 @@ class CudaPolicy(Policy):
         return self.capability >= (8, 0)
 
     def fuses_groups(self, dtype: torch.dtype) -> bool:
-        """Return True for bfloat16 on sm_90 and sm_100.
+        """Return True if a grouped matrix product (experts) is one kernel: for bfloat16 on sm_90 and sm_100.
 
         Otherwise the host reads the ends of the groups, and each group is a product of its own. Profiles of
         fp32 on an H200 show this. Other architectures are assumed to be equal; nothing was measured on them.
@@ -229,9 +231,9 @@ class CudaPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPolicy(CudaPolicy):
-    """The policy of one GPU, which also compares its temporary buffers and kernels with other GPUs'.
+    """Policy of one GPU that also compares its kernels and temporary buffers with those of other GPUs.
 
-    So one simulation is valid for all of them.
+    So one simulation serves all of them.
     """
 
     remembers_scratch = False
@@ -240,10 +242,10 @@ class ComparedPolicy(CudaPolicy):
     """The other policies, which `may_share` the simulation."""
 
     sizes: dict[CudaPolicy, dict[tuple[str, int], int] | None] = field(default_factory=dict, compare=False)
-    """Bytes of each buffer on another GPU, by its name in a trace and its bytes here.
+    """Bytes of each buffer on another GPU, by (name in a trace, bytes on this GPU).
 
-    None if the other GPU runs another kernel or has another number of buffers. None too if buffers of equal
-    size here differ there.
+    The value is None if the other GPU runs another kernel or has another number of buffers. It is None too if
+    buffers of equal size here differ there.
     """
 
     @classmethod
@@ -259,8 +261,8 @@ class ComparedPolicy(CudaPolicy):
         return noting
 
     def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
-        """Return `fact(self)`, a property of this GPU such as its attention kernels. Record the other GPUs
-        whose value differs.
+        """Return the value of the function `fact` for this policy, such as the chosen attention kernel. Mark
+        other GPUs with another value as different.
         """
         own = super().common(fact)
         self.sizes.update({other: None for other in self.compared if fact(other) != own})
@@ -278,9 +280,8 @@ class ComparedPolicy(CudaPolicy):
 
     @property
     def resident_threads(self) -> int:
-        """Number of threads that the GPU can hold at once. GPUs with another number are marked as different.
-
-        A step's own buffers of this size belong to no kernel.
+        """Number of threads that the GPU can hold at once. Other GPUs with another number are marked as
+        different, since the caller allocates buffers of this size.
         """
         threads = super().resident_threads
         self.sizes.update({other: None for other in self.compared if other.resident_threads != threads})
@@ -360,7 +361,7 @@ def _philox_first(outputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _first_alone(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Return only the first output: CUDA's log-sigmoid allocates no second one."""
+    """Return only the first of log-sigmoid's outputs, since CUDA's kernel allocates no second one."""
     return outputs[:1]
 
 

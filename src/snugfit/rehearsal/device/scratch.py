@@ -2,8 +2,8 @@
 
 Each rule returns allocations and frees in order, with markers for the operator's own outputs (`OUTPUTS`,
 first by default). The rules come from torch's sources if a source exists. They were compared with allocator
-histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11). Temporary memory that neither covers
-is left out, and changes reserved bytes only.
+histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11). Temporary memory without a source and
+without a recording is not modelled; it affects reserved bytes only.
 
 `_COMPOSED` has the rules for every device, because torch composes one dispatched operator from several.
 `CUDA_RULES` has those of CUDA; features add theirs within a simulation.
@@ -52,9 +52,7 @@ def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _elements(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the temporary buffers of a reduction to one number: a buffer for all elements, which is then
-    resized.
-    """
+    """Return the temporary buffer of a loss that is reduced to one number: the losses of all elements."""
     # Losses with one number as result store all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`).
     stored = out.untyped_storage().nbytes()
     return (OUTPUTS, *nest(Buffer("elements", stored))) if stored > out.nbytes else ()
@@ -77,9 +75,7 @@ def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _mean_within(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the temporary buffer of a mean within a composed operator; the mean then overwrites its first
-    element.
-    """
+    """Return the temporary buffer of a loss whose mean torch computes first and then copies to the output."""
     return (OUTPUTS, *nest(Buffer("mean", out.element_size()))) if not out.dim() else ()
 
 
@@ -269,8 +265,7 @@ TILE_HEAD = 16
 
 
 def _efficient_tile(widest: int, *, half: bool, capability: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of the tiles in efficient attention's backward, for heads of
-    this width.
+    """Return (rows, columns) of a tile in efficient attention's backward kernel, for heads of this width.
 
     The source is `mem_eff_attention/kernels/generate_kernels.py`. Tiles of 128 rows need more shared memory
     than architectures of 100 KiB have, which use 64. In 32 bits, an H100 showed 128 x 64 for a width of 128,
@@ -301,7 +296,7 @@ MOST_THREADS = 512
 """Number of threads in a thread block of a reduction."""
 
 FEW, MANY = 16, 256
-"""Least and most values per thread when an output is split over thread blocks."""
+"""Smallest and largest number of values per thread when a reduction's output is split over thread blocks."""
 
 ACCUMULATED = 4
 """Bytes of one partial result of a reduction: sums accumulate in fp32."""
@@ -313,7 +308,7 @@ ACCUMULATED = 4
 
 
 def reduced_dimensions(arguments: Sequence[Any]) -> Sequence[int]:
-    """Return the dimensions that a reduction's arguments name; empty for all."""
+    """Return the reduced dimensions in a reduction's arguments; empty if all are reduced."""
     over = arguments[0] if arguments else None
     return [over] if isinstance(over, int) else over or ()
 

@@ -1,4 +1,4 @@
-"""Temporary GPU memory of sorting and scanning, in torch's kernels and in CUB.
+"""Temporary GPU memory of sorts and scans (cumulative sums), in torch's kernels and in CUB.
 
 The rules come from torch's sources (`native/cuda/Sort.cpp`, `SortStable.cu`, `ScanUtils.cuh`) and CUB's
 (`cub/device/dispatch`). They were compared with histories recorded on an H200. Those have sorts of 1,854
@@ -16,7 +16,7 @@ SMALL_SORT = 4096
 """Elements of a row up to which one thread block sorts it in place (`should_use_small_sort`)."""
 
 FEW_ROWS, LONG_ROW = 128, 1_000_000
-"""Number of rows below which all are sorted as one, and length from which a row is sorted alone.
+"""Number of rows below which all rows are sorted in one call, and row length from which each is sorted alone.
 
 The source is `do_launch_stable_sort_kernel`.
 """
@@ -31,8 +31,8 @@ hundred bytes."""
 
 
 def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    """Return the temporary buffers of `sort_cuda_kernel`: a range of indices and a sort in place, or CUB's
-    radix sort.
+    """Return the temporary buffers of a sort (`sort_cuda_kernel`): a range of indices for short rows, or
+    those of CUB's radix sort.
     """
     operand, dims = arguments[0], [argument for argument in arguments[1:] if type(argument) is int]
     if not operand.numel() or not operand.dim():
@@ -60,8 +60,8 @@ def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def scan(operand: Any, out: Any) -> Scratch:
-    """Return the temporary buffer for the state of CUB's scan; only one-dimensional operands need it
-    (`scan_dim`).
+    """Return the temporary buffer of a scan, such as `cumsum`: CUB's state. Only one-dimensional operands
+    need it (`scan_dim`).
     """
     if out.numel() < 1 or max(out.shape, default=0) != out.numel():
         return ()

@@ -1,1 +1,2 @@
-"""A dispatch mode that observes a step on `meta` and writes its trace."""
+"""Record a step on `meta`: a dispatch mode (`TorchDispatchMode`) writes each allocation, free and kernel to a
+trace."""

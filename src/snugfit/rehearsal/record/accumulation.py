@@ -1,9 +1,10 @@
-"""Detection of operators in a backward pass that would write in place without a dispatch mode.
+"""Detect operators of a backward pass that would write in place if no dispatch mode were active.
 
-If several uses of a tensor send back gradients, the autograd engine sums them on arrival. It adds into the
-first one if it holds the only reference (`can_accumulate_inplace`, `torch/csrc/autograd/input_buffer.cpp`).
-That requires use counts of 1 for tensor and storage, and a dense layout. With an active dispatch mode, it
-never adds in place. Under the recorder, the addition arrives as `aten::add.Tensor`.
+If several uses of a tensor send back gradients, the autograd engine sums them on arrival. It adds in place to
+the first gradient if nothing else refers to that tensor (`can_accumulate_inplace`,
+`torch/csrc/autograd/input_buffer.cpp`). That requires use counts of 1 for tensor and storage, and a dense
+layout. With an active dispatch mode, it never adds in place. Under the recorder, the addition arrives as
+`aten::add.Tensor`.
 
 Derivatives that scatter a gradient into zeros also do so in place, and out of place under a dispatch mode
 (`areAnyTensorSubclassLike`).
@@ -45,13 +46,13 @@ SCATTERS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     aten.index_add.default: lambda x: x.index_select(0, torch.zeros(2, dtype=torch.long, device="meta")),
     aten.masked_scatter.default: lambda x: aten.masked_select(x, torch.ones_like(x, dtype=torch.bool)),
 }
-"""Operators that a derivative runs in place on its own zeros, each with a function that has such a
-derivative."""
+"""Operators that a backward formula runs in place on its own zeros, each with a function that has this
+backward formula."""
 
 
 class SoleOwner:
-    """A test for operators of a backward pass that run in place because no other reference to their first
-    operand exists.
+    """Test for operators of a backward pass that run in place because nothing else refers to their first
+    operand.
     """
 
     def __init__(self) -> None:
@@ -84,8 +85,8 @@ class SoleOwner:
 
 @functools.cache
 def sole_owner(policy: Policy) -> SoleOwner:
-    """Return the test for in-place operators of a backward pass on the simulated device. Its reference counts
-    are measured once, while the policy is active.
+    """Return the test for in-place operators of a backward pass, cached per policy. Its reference counts are
+    measured while the policy is active.
     """
     return SoleOwner()
 
@@ -144,7 +145,8 @@ def _counts_in_backward(operator: Any, example: Callable[[torch.Tensor], torch.T
 
 
 def _addition_counts() -> UseCounts:
-    """Return the counts of a gradient that only the engine references, under a dispatch mode.
+    """Return the reference counts of a gradient that only the autograd engine refers to, under a dispatch
+    mode.
 
     In `2 * x + 3 * x`, both gradients of x are new products, so only the engine references the first. The
     other example, `x + x`, sums one tensor with several references.

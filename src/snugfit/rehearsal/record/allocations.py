@@ -3,8 +3,8 @@
 The allocation of a storage is the first operator that returns it. Its free is the moment at which the last
 reference of Python and autograd disappears (a weak reference's callback).
 
-Weights, gradients, states, caches and workspaces are claimed by name during the run. The kind of other blocks
-is decided at the end of the run.
+Blocks of weights, gradients, states, caches and workspaces get their category during the run. All other
+blocks get theirs at its end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Mark
 
 NO_BLOCK = -1
-"""Index for a storage without bytes, which has no block."""
+"""Index of a memory block for a storage that has none, since it has no bytes."""
 
 _ZEROS = "aten::_efficientzerotensor"
 """Operator for the zeros of forward-mode autograd, which requests no memory (`ZeroTensorAllocator`)."""
@@ -43,9 +43,10 @@ class Allocations:
     def __init__(self, policy: Policy, modules: ModuleTracker) -> None:
         self.policy, self.modules = policy, modules
         self.phase, self.step = "build", -1
-        """Phase and step that allocations now belong to."""
+        """Phase (forward, backward, ...) and step of the next allocations."""
         self.kind_of: Callable[[str, str, str], str] = lambda operator, module, dtype: Kind.TEMPORARIES
-        """Function that returns the kind of an unclaimed block in a feature's phase (`Step.kind_of`)."""
+        """Function that returns the category of a block without one, in a phase that a feature defines
+        (`Step.kind_of`)."""
         self.events: list[int] = []
         """Allocations and frees, in the form of `Trace.events`."""
         self._blocks: list[list[Any]] = []  # the fields of `Block`; the kind is "" until it is claimed
@@ -55,14 +56,14 @@ class Allocations:
         self._of_graphs: set[int] = set()
         self._stream = DEFAULT_STREAM
         self.streams: dict[int, int] = {}
-        """Stream of each block by its index, unless it is the default one."""
+        """CUDA stream of each block by its index, unless it is the default stream."""
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
         self._released: set[int] = set()  # blocks that were freed before their storages
         self._recomputed: set[int] = set()
-        """Element type and shape of each claimed tensor, by which recomputed copies are recognized."""
+        """Indices of blocks that activation checkpointing allocated again in a backward pass."""
 
     def add_outputs(self, operator: str, out: Any) -> None:
-        """Allocate the new storages among an operator's outputs."""
+        """Record an allocation for each new storage among an operator's outputs."""
         if isinstance(out, torch.Tensor):
             self._add_tensor(operator, out)
         elif isinstance(out, (list, tuple)):
@@ -75,8 +76,8 @@ class Allocations:
                     self.add_outputs(operator, item)
 
     def add_kernel(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[Buffer]) -> None:
-        """Allocate a kernel's outputs, the workspaces of its thread if they are missing, and the kernel's
-        temporary buffers.
+        """Record the allocations of a kernel: its outputs, its temporary buffers, and workspaces that its
+        thread lacks.
         """
         # Scratch with a marker places the outputs between its buffers; otherwise they come first.
         if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
@@ -183,7 +184,7 @@ class Allocations:
         return index if index != NO_BLOCK and self._blocks[index][4] < 0 else None
 
     def release_graphs(self) -> None:
-        """Free the live blocks in the pool of CUDA graphs, even if tensors still refer to them."""
+        """Record frees of all live blocks in the pool of CUDA graphs, even if tensors still refer to them."""
         for address, (index, reference) in [*self._live.items()]:
             if index in self._of_graphs:
                 self._released.add(index)
@@ -192,7 +193,8 @@ class Allocations:
                 self._add_free(index)
 
     def give_workspaces_back(self) -> None:
-        """Free the workspaces of all threads, so that the next kernel that needs one allocates it again."""
+        """Record frees of the workspaces of all threads. The next kernel that needs one allocates it
+        again."""
         for index in self._workspaces.values():
             self._add_free(index)
         self._workspaces.clear()
@@ -214,7 +216,7 @@ class Allocations:
         """Set the category (weight, gradient, ...) of this tensor's memory block, and its module if one is
         given.
 
-        Only the first claim counts, except that it replaces a claim for the kind `instead_of`.
+        Only the first category counts, unless it is `instead_of`, which this call replaces.
         """
         if tensor.device.type != "meta":
             return

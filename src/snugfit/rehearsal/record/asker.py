@@ -1,4 +1,5 @@
-"""Detection of the line of code that reads a tensor's value, and of lists in its index."""
+"""Find the line of model code that reads a tensor's value, and the lists of numbers in its index
+expression."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 100
 
 _PASSES_ON = ("torch", "snugfit.rehearsal", "contextlib", "functools")
-"""Packages whose frames are skipped: they read a value on behalf of other code."""
+"""Packages whose stack frames are skipped, since other code calls them to read a value."""
 
 _LOOPS = ("snugfit", "accelerate", "transformers.trainer", "transformers.optimization", "bitsandbytes")
-"""Packages whose reads of values are for a log or a check, and change no step."""
+"""Packages that read values only for a log or a check, which changes no step."""
 
 _WARNS = ("warn_if_padding_and_no_attention_mask",)
-"""Functions of transformers that read a value only to decide about a warning."""
+"""Functions of transformers that read a value only for a warning."""
 
 
 class CodeLine(NamedTuple):
@@ -37,8 +38,8 @@ class CodeLine(NamedTuple):
 
     @classmethod
     def asking(cls) -> Self | None:
-        """Return the line of the model's code that reads a tensor's value now; None if a training loop reads
-        it.
+        """Return the line of model code on the current stack that reads a tensor's value; None if a training
+        loop reads it.
         """
         frame: FrameType | None = sys._getframe(1)
         # The read passes through frames of torch and of the simulation; the first other frame is its origin.
@@ -123,7 +124,8 @@ def _expression(frame: FrameType) -> ast.expr | None:
 
 
 def _numbers(element: ast.expr, frame: FrameType) -> Iterator[Any]:
-    """Yield the list in the source code of an index expression, as in `x[:, [-1, 0]]`, if it has one."""
+    """Yield the value of one part of an index expression if it is a list of integers, as in `x[:, [-1,
+    0]]`."""
     if isinstance(element, ast.List):
         names = [part.id for part in ast.walk(element) if isinstance(part, ast.Name)]
         # A second evaluation must have no side effect, so only plain integers and operators on them are

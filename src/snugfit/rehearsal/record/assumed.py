@@ -1,15 +1,15 @@
 """Assume values for integers and booleans that depend on weights, which a simulation does not have.
 
-- Choices (`topk`, `argmax`, `sort`, as in a router) are spread evenly over the options. Sample t takes the k
-  options after those of sample t - 1. With the worst routing, all samples choose the same k.
+- Chosen indices (`topk`, `argmax`, `sort`, as in a router) are spread evenly over the options. Sample t takes
+  the k options after those of sample t - 1. With the worst routing, all samples choose the same k.
 - Conditions and masks are true everywhere, which is the upper bound of a mask's selection.
 - Numbers are 1.
 
 The same holds for values that the device draws at random.
 
-Assumed values are shadow values like others (`shadows.py`), so values computed from them are consistent. The
-experts' tokens add up to the routed ones, and a mask and its inverse together select a whole tensor. Each
-value has its assumption attached, and a read of it adds a warning to the trace.
+Assumed values are tracked on the CPU like known ones (`shadows.py`), so values computed from them are
+consistent. For example, the experts' tokens add up to all tokens, and a mask and its inverse together select
+a whole tensor. Each value has its assumption attached, and a read of the value adds a warning to the trace.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ aten = torch.ops.aten
 
 
 class Assumption(StrEnum):
-    """Reason for a value that a simulation assumes, such as a router's choice. It begins a warning that ends
-    with the reading line.
+    """Reason for a value that a simulation assumes, such as a router's choice. The text is the start of a
+    warning that ends with the line of code that reads the value.
     """
 
     BALANCED = (
@@ -81,12 +81,12 @@ _CHOICES: dict[Any, int] = {
     aten.argsort.default: 0,
     aten.argsort.stable: 0,
 }
-"""Operators that choose, with the index of the result that contains the choice."""
+"""Operators that choose among options, with the index of the result that contains the chosen indices."""
 
 
 def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
-    """Return the number of options of an operator such as `topk`, and its result's dimension of choices: -1
-    if it is reduced.
+    """Return the number of options of an operator such as `topk`, and its result's dimension of chosen
+    indices (-1 if reduced).
     """
     # Position of `dim`: `topk` has `k` in front of it.
     at = {aten.topk.default: 2, aten.sort.stable: 2, aten.argsort.stable: 2}.get(func, 1)

@@ -1,8 +1,8 @@
-"""A float with an assumed value, which replaces a number that depends on weights, for the model's code.
+"""A float with an assumed value, which model code receives in place of a number that depends on weights.
 
 Most numbers that a model reads go into a log or scale a tensor, and no allocation depends on them. So an
-assumed number is a float that reports decisions: a comparison, or its conversion to an integer. Results of
-Python's operators and of `math` are such floats too.
+assumed number is a float that only reports comparisons and conversions to an integer. Results of Python's
+operators and of `math` are such floats too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ABOUT_ONE = 1.0 + 2.0**-40
 
 
 class AssumedFloat(float):
-    """A float whose value is assumed in a simulation. It calls `decides` if the model's code compares it. Its
-    assumed value is added to `known`.
+    """A float whose value is assumed in a simulation. It calls `decides` if code compares it or converts it
+    to an integer. Its value is added to `known`.
     """
 
     __slots__ = ("_decides", "_known")
@@ -36,8 +36,8 @@ class AssumedFloat(float):
     __hash__ = float.__hash__
 
     def after_function(self, result: Any) -> Any:
-        """Return the result of a function on this number, as an assumed number if it is a float; otherwise
-        report a decision.
+        """Return the result of a function on this number, as an assumed number if it is a float. Otherwise
+        call `decides`, since the result may change the code path.
         """
         if type(result) is float:
             return AssumedFloat(result, self._decides, self._known)

@@ -1,4 +1,5 @@
-"""Recording of simulated copies between host and device, and of the host's own work on weights and states."""
+"""Record simulated copies between host and device, and the host's own work on weights and optimizer
+states."""
 
 from __future__ import annotations
 
@@ -43,8 +44,7 @@ class HostCopies(Protocol):
 
 
 class CopyRecorder(LinkObserver):
-    """An observer of the simulated link between host and device, which writes copies to the trace as
-    kernels."""
+    """Observer of the simulated link between host and device that records copies in the trace as kernels."""
 
     def __init__(self, write: Write, wait: Callable[[], None]) -> None:
         self._write, self._wait = write, wait
@@ -76,7 +76,7 @@ class CopyRecorder(LinkObserver):
         self._write(STAGE_BACK, _moving(nbytes))
 
     def prefetch(self, nbytes: int) -> None:
-        """Record a prefetch of pages; their bytes count as already present."""
+        """Record a prefetch of these bytes of managed memory (`cudaMemPrefetchAsync`)."""
         self._write(PREFETCH, _moving(nbytes))
 
     def work_on_host(self, nbytes: int) -> None:
@@ -84,8 +84,8 @@ class CopyRecorder(LinkObserver):
         self._write(WORK_ON_HOST, _moving(nbytes))
 
     def swap(self, nbytes: int) -> None:
-        """Record the bytes of weights and optimizer states in host memory, and how many of them are
-        page-locked.
+        """Record that the host waits for a disk that reads or writes these bytes of weights, gradients or
+        states.
         """
         self._write(SWAPPED, _moving(nbytes))
 
@@ -104,7 +104,7 @@ def _moving(nbytes: int, *, tensors: int = 1, dtype: str = "torch.uint8") -> Ker
 
 @contextlib.contextmanager
 def copies_heard(write: Write, wait: Callable[[], None]) -> Iterator[None]:
-    """Context in which `write` is called for each simulated copy between host and device, and `wait` for each
+    """Context in which simulated copies between host and device are recorded: `write` adds a kernel, `wait` a
     wait of the host.
     """
     with patch.object(MetaLink, "observer", CopyRecorder(write, wait)):

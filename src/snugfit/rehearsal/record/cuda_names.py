@@ -1,4 +1,4 @@
-"""Emulation of CUDA for a user's module: code that names CUDA devices runs on `meta`.
+"""Emulate CUDA for a user's module, so that code that names CUDA devices runs on `meta`.
 
 A user's module may contain `x.cuda()`, `device="cuda"`, `if x.is_cuda` or `torch.cuda.synchronize()`. In a
 simulation, its tensors are on `meta`, and CUDA may be missing. So while such a module is simulated for a GPU,
@@ -48,7 +48,7 @@ _NONE_ON_META = re.compile(r"""device\.type != "meta"\s+else None\b""")
 
 
 def makes_on_the_host(code: ModuleType) -> bool:
-    """Return True if a model's file uses no device for its tensors while its weights are on `meta`."""
+    """Return True if a model's source file creates tensors on the host while the weights are on `meta`."""
     return _NONE_ON_META.search(inspect.getsource(code)) is not None
 
 

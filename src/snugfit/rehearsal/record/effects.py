@@ -1,8 +1,8 @@
-"""Classification of operators by their effect on values, for shadow values (`shadows.py`).
+"""Classify operators by their effect on tensor values, for values tracked on the CPU (`shadows.py`).
 
-A simulation computes small values in addition to shapes. For each operator it needs the relation between the
-result and the operands' values. It also needs the written tensors, and the operators that read no operand.
-Most of that follows from the operator's schema and its tags.
+A simulation computes some small tensors' values in addition to shapes. For each operator it must find which
+tensors are written, and if the result follows from the operands' values. Most of this follows from the
+operator's schema and its tags.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Effect(Enum):
     WRITES_MANY = "writes many"
     """Several tensors are written."""
     KEEPS = "keeps"
-    """The written tensors stay unchanged if all values are finite: a gradient scaler's tensors."""
+    """The written tensors keep their values if all gradients are finite, as those of a gradient scaler."""
 
 
 EMPTIES = frozenset(
@@ -95,7 +95,7 @@ SHAPED_BY_DATA = DISTINCT | {
     aten.repeat_interleave.Tensor,
     aten._ctc_loss.Tensor,
 }
-"""Operators with output shapes that depend on their operands' values."""
+"""Operators whose output shapes depend on their operands' values."""
 
 ASKING = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten._to_copy.default, aten.copy_.default}

@@ -5,8 +5,8 @@ Inductor flushes the GPU's cache before each launch, with a buffer of the cache'
 (`CachingAutotuner.bench`). Copies that would not fit on the device go to the host. No benchmark runs if the
 process finds the configurations in its cache on disk.
 
-The memory is needed in the first step only, before optimizer states exist. So the lower bound of a step
-leaves it out, because it adds passes and their optimizer's states.
+The memory is needed in the first step only, before optimizer states exist. So the lower bounds of a plan
+ignore it, because they describe later steps.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def settings_known() -> Iterator[None]:
-    """Context in which Triton's timing runs of kernel configurations are not simulated; they belong to a
-    first step.
+    """Context in which benchmarks of Triton kernel configurations are not simulated, since they run only in
+    the first step.
     """
     _TIMED.append(False)
     try:

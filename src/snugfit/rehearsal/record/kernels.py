@@ -1,8 +1,9 @@
-"""The cost of an operator's kernel on the device: floating-point operations, bytes moved, shapes.
+"""Compute the work of an operator's kernel on the device: floating-point operations, bytes moved, shapes.
 
-FLOPs of contractions come from torch's own registry (`torch.utils.flop_counter`). It counts 2 per
-multiply-add, the convention of all published figures. Bytes are counted exactly: each input is read once,
-each output written once, and an operand that is modified counts as both.
+FLOPs of matrix products, convolutions and attention come from torch's own registry
+(`torch.utils.flop_counter`). It counts 2 per multiply-add, the convention of all published figures. Bytes are
+counted exactly: each input is read once, each output written once, and an operand that is modified counts as
+both.
 """
 
 from __future__ import annotations
@@ -51,15 +52,16 @@ _CONTRACTING = (
 _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
 
 LARGEST_CACHED = 50 * MIB
-"""Size in bytes from which an operand that is read across its rows costs a memory sector per element.
+"""Size in bytes from which an operand that is read across its rows transfers a whole memory sector per
+element.
 
 It is the size of an H200's second-level cache. On one, T5's position bias of 16 MiB was added at full speed.
 One of 64 MiB was added at a fifth of it (2026-11-22).
 """
 
 MATRICES = 3
-"""Number of matrix operands in a product. A grouped product that runs group by group makes a view of each per
-group."""
+"""Number of matrix operands in a product. A grouped product that runs group by group creates a view of each
+matrix per group."""
 
 
 KEEPS_CONTEXT = MATRIX_PRODUCTS | {
@@ -70,11 +72,12 @@ KEEPS_CONTEXT = MATRIX_PRODUCTS | {
     "aten::arange",
     "aten::_scaled_dot_product_cudnn_attention",
 }
-"""Kernels at which the driver does not yet release the address space that it reserved with the context."""
+"""Operators whose kernels do not make the CUDA driver release the address space that it reserved with the
+context."""
 
 
 class KernelCost(NamedTuple):
-    """The work of a kernel on the device: FLOPs, bytes and layout, with the fields of `Kernel`."""
+    """The work of a kernel on the device: FLOPs, bytes and layout. The fields are those of `Kernel`."""
 
     flops: int
     nbytes: int
@@ -100,7 +103,7 @@ def releases_context(operator: str) -> bool:
 
 
 def name_of_call(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the operator's name, in its in-place form for a product that adds to its own result (`out=`)."""
+    """Return the operator's name, with a trailing `_` for a product that adds to its own output (`out=`)."""
     in_place = operator in WITH_BIAS and kwargs.get("out") is args[0]
     return f"{operator}_" if in_place else operator
 
@@ -122,7 +125,8 @@ def group_of(operator: str) -> str:
 
 
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> KernelCost | None:
-    """Return the cost of this operator's kernel, or None for views and for operators without a kernel."""
+    """Return the work of this operator's kernel (FLOPs, bytes, ...), or None for views and for operators
+    without a kernel."""
     if func.is_view or func._schema.name in _NO_KERNEL:
         return None
     only_written = _only_written(func)
@@ -155,7 +159,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 def cost_of_generated(
     reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str
 ) -> KernelCost:
-    """Return the cost of a kernel that a compiler generated: it reads and writes each operand once."""
+    """Return the work of a kernel that a compiler generated. It reads each of `reads` and writes each of
+    `writes` once."""
     operands = [*reads, *writes]
     shapes = tuple(tuple(tensor.shape) for tensor in operands[:3])
     flops, dtype = sum(tensor.numel() for tensor in writes), str(operands[0].dtype)
@@ -186,7 +191,7 @@ def _leading(func: Any, inputs: list[Any], outputs: list[Any]) -> tuple[int, ...
 def _pointwise_layout(operands: list[Any]) -> str:
     """Return the layout of pointwise operands, by the rules of torch's TensorIterator.
 
-    It has one kernel for operands with equal strides, another that computes each element's offset, and a
+    torch has one kernel for operands with equal strides, another that computes each element's offset, and a
     third that casts.
     """
     last = operands[-1]
@@ -223,7 +228,7 @@ def reads_groups(func: Any, args: tuple[Any, ...], policy: Policy) -> bool:
 
 
 def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
-    """Split the cost of a grouped product (experts) into costs of one product per group, with groups of equal
+    """Return the work of a grouped product (experts) split into one product per group, with groups of equal
     size. (M, K) by (G, K, N) is split by rows, (N, M) by (M, K) by the inner dimension.
     """
     ends = args[2] if len(args) > 2 else kwargs.get("offs")
@@ -243,7 +248,7 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> li
 
 
 def copies_in(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if this operator copies a host's tensor to the device."""
+    """Return True if this operator copies a tensor from the host to the device."""
     if func is _COPY:
         return bool(args[0].device.type != "cpu" and args[1].device.type == "cpu")
     return func is _TO_COPY and args[0].device.type == "cpu"
@@ -360,7 +365,7 @@ TILE = 128
 an H200 runs for RoBERTa-large (results/h200-2026-11-27/profile-roberta.json)."""
 
 _ENDS = {"aten::_flash_attention_forward": 3, "aten::_flash_attention_backward": 6}
-"""Index of the argument with the sequence ends of queries, by operator.
+"""Index of the operator's argument with the cumulative sequence lengths of queries.
 
 The next argument has those of keys, and the two after it the longest lengths of both.
 """
@@ -372,7 +377,8 @@ def cost_by_lengths(
     args: tuple[Any, ...],
     view_of: Callable[[torch.Tensor], View | None],
 ) -> KernelCost | None:
-    """Correct the FLOPs of attention over sequences of several lengths, if the sequence ends are known.
+    """Return the work of attention over sequences of several lengths, with corrected FLOPs if the cumulative
+    lengths are known.
 
     FlashAttention computes tiles of `TILE` queries and keys. On tensors without data, torch's formula treats
     each sequence as long as the longest. A padded row of an encoder may be three sequences, two of them short

@@ -1,10 +1,10 @@
-"""Tracking of the module whose code runs, and counts of checkpointed regions and Python functions.
+"""Track the `nn.Module` whose code runs, and count checkpointed regions and autograd Functions in Python.
 
 In forward, the active module is the one whose forward method runs. In backward, it is the one whose forward
 created the running autograd node.
 
-A checkpointed region costs host time in addition to the kernels that run again. A library's autograd Function
-in Python (Liger, bitsandbytes) does so too, forward and backward.
+A checkpointed region takes host time in addition to launching the recomputed kernels. So does a library's
+autograd Function in Python (Liger, bitsandbytes), forward and backward.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ Hook = Callable[[Any], Any]
 
 # torch's and the core's cost is in other constants, or they replace parts of torch that are C++ on a GPU.
 _NO_LIBRARY, _COUNTED = ("torch.", "snugfit."), f"{FOLDER}."
-"""Packages whose autograd Functions are not counted, and a folder in them whose Functions are."""
+"""Prefixes of modules whose autograd Functions are not counted, and of modules whose Functions are counted
+nevertheless."""
 
 
 class ModuleTracker:
-    """A tracker of the module whose code runs, by global module hooks."""
+    """Tracker of the `nn.Module` whose code runs, by global module hooks."""
 
     def __init__(self) -> None:
         self.checkpoints = 0
-        """Number of checkpointed regions that began since the last kernel, which resets it."""
+        """Number of checkpointed regions that began since the last kernel."""
         self.intercepted = 0
         """Number of operators since the last kernel that selective checkpointing intercepted."""
         self.functions = 0
@@ -50,7 +51,8 @@ class ModuleTracker:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Context in which the running module and its activation checkpoints are tracked."""
+        """Context in which the running module is tracked, and checkpointed regions and autograd Functions are
+        counted."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
         with contextlib.ExitStack() as undo:
@@ -81,7 +83,8 @@ class ModuleTracker:
         return self._calls[-1]
 
     def forget_counts(self) -> None:
-        """Reset the counts of the kernels that modules have launched."""
+        """Reset the counts since the last kernel: checkpointed regions, intercepted operators, autograd
+        Functions."""
         self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:

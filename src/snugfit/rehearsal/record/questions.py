@@ -1,10 +1,10 @@
-"""Results for model code that reads tensor values in a simulation, as by `.item()`, from values tracked on
-the CPU.
+"""Return results to model code that reads tensor values in a simulation, as by `.item()`, from values tracked
+on the CPU.
 
 `.item()`, `bool()`, `.tolist()`, `.cpu()` and `torch.equal` read values. So do operators with data-dependent
 shapes (`nonzero`, `unique`, `masked_select`, `bincount`, ...). Their results come from shadow values
 (`shadows.py`). If a value depends on weights, the result is an assumption (`assumed.py`). Then the trace gets
-a warning with the reading line.
+a warning with the line of code that reads the value.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from snugfit.rehearsal.record.shadows import Shadows
 aten = torch.ops.aten
 
 MOST_ASKED = 1000
-"""Limit for reads of assumed values by one line within one call of a module: above any model's experts."""
+"""Largest number of reads of assumed values by one line of code within one call of a module; more than any
+model has experts."""
 
 LARGEST = 2**27
 """Largest operand, in elements, with which a data-dependent operator runs on the CPU."""
 
 
 class Questions:
-    """Computes results for a model's reads of tensor values in one simulated run, such as `.item()`.
+    """Compute results for a model's reads of tensor values in one simulated run, such as `.item()`.
 
     `wait` is called if the host waits for the device. `doubt` is called with each sentence about an
     assumption. `call` returns the number of the active call of a module.
@@ -57,7 +58,7 @@ class Questions:
         self._asked: Counter[Hashable] = Counter()
         self._told: set[Hashable] = set()  # functions with a warning so far, by assumption
         self.answers: list[list[Hashable]] = [[]]
-        """Exact results of reads, by micro-batch in order."""
+        """Exact results of the reads in each micro-batch, in order."""
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator that reads a tensor's value, or NotImplemented for a copy within
@@ -107,7 +108,8 @@ class Questions:
         return answer
 
     def _equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
-        """Return True if two tensors on `meta` have equal shadows (the values tracked on the CPU)."""
+        """Return True if the tracked values of two tensors on `meta` are equal, or if any of them is
+        assumed."""
         self._wait()
         (one, assumed), (other, assumed_too) = self._value(first), self._value(second)
         assumption = assumed or assumed_too
@@ -148,12 +150,12 @@ class Questions:
         return AssumedFloat(ABOUT_ONE, self.decide, self._shadows.assumed_numbers)
 
     def decide(self) -> None:
-        """Report that the model's code branched on an assumed float, by a warning."""
+        """Add a warning that the model's code branched on an assumed float."""
         self._warn_of(Assumption.NUMBER)
 
     def read(self, tensor: torch.Tensor) -> None:
-        """Warn if assumed numbers of this tensor leave torch for plain Python or numpy, where they are not
-        followed."""
+        """Add a warning if this tensor has assumed numbers, which pass to plain Python or numpy, where they
+        are not tracked."""
         if self._shadows.is_unsure(tensor) or (
             tensor.is_meta and tensor.is_floating_point() and self._value(tensor)[1] is not None
         ):
@@ -256,7 +258,7 @@ class Questions:
         return ones, Assumption.MASK if tensor.dtype is torch.bool else Assumption.NUMBER
 
     def _warn_of(self, assumption: Assumption, *, deferred: bool = False) -> None:
-        """Add the warning about an assumed value; with `deferred`, only after a decision depends on it."""
+        """Add the warning about an assumed value; with `deferred`, only note that the value is assumed."""
         if deferred:
             self._deferred = True
             return
@@ -280,7 +282,7 @@ class Questions:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def next_batch(self) -> None:
-        """Start a new micro-batch: later reads of values belong to it."""
+        """Start a new micro-batch, to which later reads of values belong."""
         # The limit is for one call of a module, so it starts again with each micro-batch.
         self._asked.clear()
         if self.answers[-1]:
@@ -288,7 +290,7 @@ class Questions:
 
     @property
     def vary(self) -> bool:
-        """Return True if the model's code read different values in two micro-batches, so that no step repeats
+        """True if the model's code read different values in two micro-batches, so that a step may not repeat
         the previous one.
         """
         batches: Iterator[list[Hashable]] = (answers for answers in self.answers if answers)
@@ -301,8 +303,9 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
     """Context in which the simulation follows numbers that pass between torch and plain Python without an
     operator.
 
-    They leave by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of numbers makes a tensor
-    on `meta`, which gets its numbers as a shadow. For lists in an index, see `lists_in_index` in `asker.py`.
+    They leave torch by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of numbers creates a
+    tensor on `meta`, and the numbers are tracked on the CPU. For lists in an index, see `lists_in_index` in
+    `asker.py`.
     """
     item, tolist, numpy = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy
     show, make = torch.Tensor.__format__, torch.tensor
@@ -347,8 +350,8 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
 
 
 def _numbers_of(data: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """Return nested lists of numbers with `meta` scalars replaced by their values, because the recorder
-    cannot see torch read those.
+    """Return nested lists of numbers with scalar tensors on `meta` replaced by their values. The recorder
+    would not see torch read these.
     """
     return [
         _numbers_of(one)

@@ -1,7 +1,7 @@
 """The recorder: a dispatch mode that writes allocations, frees and kernels of a run to a trace.
 
-Every operator of the run passes `__torch_dispatch__` once, below autograd and autocast. So the recorder sees
-the operators that a device would run. It corrects the differences between `meta` and a device.
+Every operator of the run passes `__torch_dispatch__` once, below autograd and autocast. So the recorder
+receives the operators that a device would run. It corrects the differences between `meta` and a device.
 
 The garbage collector is off during a simulation, because it would free cycles at arbitrary moments.
 """
@@ -73,7 +73,7 @@ STEPS_DIFFER = (
 
 
 class Recorder(TorchDispatchMode, Observer):
-    """Records the allocations and kernels of a run on `meta` tensors."""
+    """Dispatch mode that records the allocations, frees and kernels of a run on `meta` tensors."""
 
     allocations: type[Allocations] = Allocations
 
@@ -108,9 +108,9 @@ class Recorder(TorchDispatchMode, Observer):
         self._played = False  # True while a CUDA graph is replayed
         self._recorded_in = -1  # the last step in which a CUDA graph was recorded or scheduled for it
         self._again: Counter[int] | None = None
-        """Remaining recomputed contractions of the current backward program, by FLOPs.
+        """Remaining recomputed matrix products of the running compiled backward pass, by FLOPs.
 
-        None for a forward program, and outside of programs.
+        None in a compiled forward pass, and outside of compiled code.
         """
         self._owners: dict[torch.Tensor, str] = {}
         self._optimizer: torch.optim.Optimizer | None = None
@@ -121,20 +121,20 @@ class Recorder(TorchDispatchMode, Observer):
 
     @classmethod
     def micro_batches_to_settle(cls, setup: Setup) -> float:
-        """Return how many micro-batches run before the first that all later ones repeat, beyond the usual
-        number; infinite if none repeats.
+        """Return the number of additional micro-batches that run before each further one repeats the
+        previous; infinite if none repeats.
         """
         return 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, the value of torch's own switch: nothing compiles here, and skipping costs time per
-        operator."""
+        """Return False, so that torch does not check for compiled code at each operator. Nothing is compiled
+        under the recorder."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that the recorder sees the operators of a compiled program, and not those of its
+        """Return True, so that the recorder receives the operators of compiled code, and not those of its
         compilation.
 
         Otherwise torch would silently run the uncompiled code.
@@ -154,7 +154,8 @@ class Recorder(TorchDispatchMode, Observer):
         self._undo.close()
 
     def recording(self, attention: Iterable[str]) -> Recording:
-        """Return the recorded data, with those categories of blocks that depend on the whole run."""
+        """Return the recording: the trace, with categories of blocks that depend on the whole run, and all
+        marks."""
         # Optimizers create their states in the first update, so the states are named at the end of the run.
         self._claim_states()
         phases = [mark for mark in self._marks if mark.kind is MarkKind.PHASE]
@@ -178,10 +179,10 @@ class Recorder(TorchDispatchMode, Observer):
         return Recording(trace, tuple(self._marks), self._questions.vary, settled)
 
     def forget(self) -> None:
-        """Clear the recorded data, which `recording` has copied.
+        """Clear the recorded lists, which `recording` has copied.
 
-        A model and its recorder reference each other. So the garbage collector would have to traverse all of
-        this.
+        A model and its recorder reference each other, so the garbage collector would have to traverse these
+        lists.
         """
         for written in (self._marks, self.kernels, self._waits):
             written.clear()
@@ -237,7 +238,7 @@ class Recorder(TorchDispatchMode, Observer):
         self.memory.claim(tensor, kind, module)
 
     def state(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Set the tracked value (shadow) of a tensor on `meta`."""
+        """Set the value of a tensor on `meta`, which is tracked on the CPU."""
         self._shadows.set(tensor, value)
 
     def current_phase(self) -> str:
@@ -321,11 +322,11 @@ class Recorder(TorchDispatchMode, Observer):
         return out
 
     def _hand_on(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return NotImplemented for an operator on tensors that wrap others, or decompose a composite
-        operator.
+        """Return NotImplemented for an operator on tensors that wrap others.
 
-        The operators that a wrapper runs on its inner tensors arrive here later. Wrappers run below autograd,
-        which otherwise decomposes composite operators. So this method does that.
+        Otherwise decompose a composite operator, and return its result. A wrapper later runs operators on its
+        inner tensors, and these are recorded. Wrappers run below autograd, which otherwise decomposes
+        composite operators.
         """
         if any(map(_holds_tensors, types)):
             return NotImplemented
@@ -391,7 +392,7 @@ class Recorder(TorchDispatchMode, Observer):
         return numbers
 
     def _read_lists(self, indices: Sequence[torch.Tensor | None]) -> None:
-        """Set the tracked values of indices that the source code gives as lists, if their number and shapes
+        """Set the tracked values of index tensors that the source code writes as lists, if number and shapes
         match.
         """
         unknown = [
@@ -468,10 +469,10 @@ class Recorder(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def program(self, again: Counter[int] | None = None, *, lowered: bool = True) -> Iterator[None]:
-        """Context in which the kernels of a compiled program are recorded as such.
+        """Context in which kernels are recorded as launched by compiled code (`torch.compile`).
 
-        `again` is None for a forward pass. For a backward pass it counts recomputed contractions by FLOPs. A
-        program that is not `lowered` runs torch's operators.
+        `again` is None for a forward pass. For a backward pass it counts recomputed matrix products by FLOPs.
+        Code that is not `lowered` runs torch's own operators.
         """
         self._programs += 1
         self._compiled, self._again = lowered, None if again is None else again.copy()
@@ -481,7 +482,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._compiled = False
 
     def records_graph(self) -> None:
-        """Record that a program becomes a CUDA graph, now or later."""
+        """Record that compiled code is recorded as a CUDA graph in this step or later."""
         self._recorded_in = self._step
 
     @contextlib.contextmanager
@@ -508,7 +509,8 @@ class Recorder(TorchDispatchMode, Observer):
     def launch(
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str = ""
     ) -> None:
-        """Record a kernel of a compiled program, or a Triton kernel of a library."""
+        """Record a kernel that compiled code generated, or a library's Triton kernel, with the tensors that
+        it reads and writes."""
         for tensor in writes:
             self._shadows.forget(tensor)
         if not self._released:
@@ -524,7 +526,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._add_kernel(operator, cost, peers)
 
     def wait(self) -> None:
-        """Record that the host waits for the device."""
+        """Record that the host waits for the device, for example at `.item()`."""
         self.times_waited += 1
         if self.is_last_step:
             self._waits.append(len(self.kernels))
@@ -542,11 +544,11 @@ class Recorder(TorchDispatchMode, Observer):
         self.kernels += kernels
 
     def count_function(self) -> None:
-        """Count a library's Python function that runs before the next kernel."""
+        """Count a library's autograd Function in Python that runs before the next kernel."""
         self._modules.functions += 1
 
     def empty_cache(self) -> None:
-        """Record that the allocator releases its cached memory."""
+        """Record that the allocator releases its cached memory (`torch.cuda.empty_cache`)."""
         self._mark(MarkKind.CACHE_EMPTIED)
 
     def _mark(self, kind: MarkKind) -> None:

@@ -1,8 +1,8 @@
-"""The tracked values (shadow) of one `meta` storage: its contents on the CPU, or the deferred computation
-that creates them.
+"""Tracked values (shadows) of `meta` storages: the contents on the CPU, or the deferred operator that
+computes them.
 
-An operator's operands are stored in their current form: a view of a shadow, a tensor of the host, plain
-numbers. The computation runs on the CPU at the first read, and its operands are dropped then.
+The operator's operands are stored: views of shadows, host tensors, plain numbers. The operator runs on the
+CPU at the first read, and its operands are then dropped.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from snugfit.rehearsal.record.assumed import Assumption
 from snugfit.units import MIB
 
 COPIED = MIB
-"""Size in bytes up to which a host tensor is copied at once; a larger one is read when it is needed."""
+"""Size in bytes up to which a host tensor is copied immediately; a larger one is read when its value is
+needed."""
 
 DEEPEST = 64
-"""Limit for the length of a chain of deferred computations; a longer chain is run as far as possible."""
+"""Largest length of a chain of deferred operators; a longer chain is computed immediately."""
 
 _CPU = torch.device("cpu")
 
@@ -101,21 +102,22 @@ class Geometry(NamedTuple):
     def shadow(
         self, make: Callable[[], torch.Tensor], assumption: Assumption | None = None, depth: int = 0
     ) -> Shadow:
-        """Return a new shadow for the storage of such a tensor: values on the CPU, computed by `make` at the
-        first read.
+        """Return a new `Shadow` for the storage of a tensor with this geometry. `make` computes the tensor's
+        value on the CPU at the first read.
         """
         return Shadow(lambda: self.contents(make()), assumption, depth)
 
 
 class View(NamedTuple):
-    """A `meta` tensor as the tracked values of its storage (shadow), and the tensor's geometry in it."""
+    """The tracked values of a `meta` tensor: those of its storage (shadow), and its geometry in the
+    storage."""
 
     shadow: Shadow
     geometry: Geometry
 
     def tensor(self) -> torch.Tensor:
-        """Return the tracked value as a CPU tensor, which must not be modified. Raise `NotFollowed` without
-        one.
+        """Return the tracked value as a CPU tensor, which must not be modified. Raise `NotFollowed` if it is
+        unknown.
         """
         return self.geometry.within(self.shadow.contents())
 
@@ -148,7 +150,7 @@ class HostValue(NamedTuple):
 
 
 class DeferredRun:
-    """A deferred operator on tracked values. One run on the CPU computes all its results."""
+    """A deferred operator on tracked values. A single run on the CPU computes all of its results."""
 
     __slots__ = ("_arguments", "_func", "_results")
 
@@ -199,8 +201,8 @@ def _views(noted: Any) -> Iterator[View]:
 
 
 def rests_on(noted: Any) -> tuple[Assumption | None, int]:
-    """Return the first assumption on which these operands' tracked values depend, and their longest chain of
-    deferred operators.
+    """Return the first assumption on which these operands' values depend, and the length of their longest
+    chain of deferred operators.
     """
     views = list(_views(noted))
     assumption = next((view.shadow.assumption for view in views if view.shadow.assumption), None)

@@ -5,8 +5,8 @@ patches. A shadow represents the contents of a storage. So all views of the stor
 through one view is visible through all. A shadow is a deferred computation: if all operands of an operator
 have shadows, the call is stored. It runs on the CPU at the first read (`questions.py`).
 
-Values that depend on weights have no shadow, except integers and booleans. Those are assumed (`assumed.py`),
-and values computed from them carry the assumption.
+Values that depend on weights have no shadow, except integers and booleans. These are assumed (`assumed.py`),
+and values computed from them keep a reference to the assumption.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.shape_cache import Operator
 
 LARGEST = 512 * MIB
-"""Size in bytes of the largest shadow; larger tensors are not followed."""
+"""Size in bytes of the largest shadow; values of larger tensors are not tracked."""
 
 
 _CPU = torch.device("cpu")
 
 
 class _ByStorage:
-    """Tracked values (shadows) by storage, each kept as long as its storage is alive.
+    """Tracked values (shadows) by storage, each dropped when its storage is freed.
 
     Addresses are reused, so an address alone could assign the value of a freed tensor to a new one.
     """
@@ -140,9 +140,7 @@ class Shadows:
                 self._forget_all(operand)
 
     def _is_plainly_unknown(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Return True if a first operand without a tracked value makes the float result unknown without a
-        further check; the most frequent case.
-        """
+        """Return True if a float result has no tracked value because the first operand has none."""
         first = args[0] if args else None
         return (
             isinstance(out, torch.Tensor)
@@ -155,7 +153,7 @@ class Shadows:
     # ---- new tensors -------------------------------------------------------------------------------------
 
     def _fill(self, out: torch.Tensor, number: Any) -> None:
-        """Set a constant as a tensor's tracked value, also for zeros that become optimizer states."""
+        """Set a constant as a tensor's tracked value."""
         geometry = Geometry.of(out)
         if geometry.nbytes > LARGEST or isinstance(number, complex) or number in self.assumed_numbers:
             return
@@ -183,7 +181,7 @@ class Shadows:
             self._put(tensor, geometry.shadow(partial(call.result, number), assumption, depth))
 
     def _assume(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Assume integers and booleans among the results of an operator with unknown operands."""
+        """Set assumed values for the integer and boolean results of an operator with unknown operands."""
         if isinstance(out, torch.Tensor) and out.is_floating_point():
             return
         for number, tensor in enumerate(tensors_in(out)):

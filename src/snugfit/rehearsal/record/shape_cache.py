@@ -4,9 +4,9 @@ On `meta`, an operator's kernel only computes shapes, strides and dtypes of its 
 does so in Python, slower than a GPU computes the values. The kernel's cost (`kernels.py`) and its temporary
 buffers (`device/scratch.py`) also follow from the operands' metadata, and take as long to compute. Layers,
 micro-batches and steps repeat, so nearly every call has occurred before with operands of the same shapes. So
-there is one record per call, with operator, operands' metadata and settings as its key.
+each call has one cache entry, with operator, operands' metadata and settings as its key.
 
-Policies act above the shape functions, so one cache serves all simulations of the process.
+Results do not depend on the simulated device, so one cache serves all simulations of the process.
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 LARGEST_CACHE = 200_000
-"""Limit for cached calls of about a kilobyte each; one simulation has some hundreds of different ones."""
+"""Largest number of cached calls, at about a kilobyte each; one simulation has some hundreds of different
+calls."""
 
 
 class KnownCall:
-    """The cached results and cost of an operator on operands of certain shapes."""
+    """Cached result, work (FLOPs, bytes) and temporary buffers of an operator on operands of certain
+    shapes."""
 
     __slots__ = ("costs", "result", "scratch")
 
     def __init__(self) -> None:
         self.result: Any = None
-        """Template of the result, or True for the first operand; None if it is not cached."""
+        """Shape, strides and dtype of the result, or True if the operator works in place; None if nothing is
+        cached."""
         self.costs: dict[Any, KernelCost | None] = {}
-        """Cost by the precision of fp32 products; the key is None for operators that do not depend on it."""
+        """Work of the kernel by the precision of fp32 products; the key is None for operators that do not
+        depend on it."""
         self.scratch: dict[Any, Scratch] = {}
-        """Temporary buffers of the kernel by the number of the policy (`_number_of`)."""
+        """Temporary buffers of the kernel by the number of the device's policy (`_number_of`)."""
 
 
 class Operator:
-    """An operator with properties of its schema, and the cached results and costs of its calls."""
+    """An operator with properties of its schema, and its cached calls."""
 
     __slots__ = (
         "aliasing",
@@ -77,21 +81,21 @@ class Operator:
 
 
 class ShapeCache:
-    """A runner of operators on meta tensors that reuses results and costs of equal calls."""
+    """Cache that runs operators on `meta` tensors and reuses results and kernels' work of equal calls."""
 
     def __init__(self) -> None:
         self._operators: dict[int, Operator] = {}  # by id, which hashes faster than an operator
         self._size = 0
 
     def operator(self, func: Any) -> Operator:
-        """Return the cached data of this operator."""
+        """Return the cached properties and calls of this operator."""
         operator = self._operators.get(id(func))
         if operator is None:
             operator = self._operators[id(func)] = Operator(func)
         return operator
 
     def call(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KnownCall | None:
-        """Return the cached data of this operator call, or None if there is no reliable key.
+        """Return the cache entry of this operator call, or None if there is no reliable key.
 
         A key is reliable if the results' shapes depend only on the metadata of `meta` tensors and on plain
         arguments.
@@ -140,7 +144,7 @@ class ShapeCache:
         kwargs: dict[str, Any],
         out: Any,
     ) -> KernelCost | None:
-        """Return the cost of an operator call's kernel, or None without a kernel."""
+        """Return the work (FLOPs, bytes, ...) of an operator call's kernel, or None without a kernel."""
         if call is None:
             return cost_of(operator.func, args, kwargs, out)
         # Only fp32 products may run in TF32, so only their cost depends on the setting.
@@ -221,8 +225,7 @@ class _NotAKey(Exception):
 
 
 def _aliasing(func: Any) -> str:
-    """Return a word for the way in which an operator's results share storage with its operands, from its
-    schema.
+    """Return a word that describes how an operator's results share storage with its operands, by its schema.
 
     `pure` operators share no storage. `in place` operators return their first operand. `of a list` operators
     write into each tensor of a list and return nothing, as foreach optimizers do. All others are `other`.
@@ -256,7 +259,7 @@ _KERNELS_OF_CUDA = frozenset({"aten::_fused_rms_norm", "aten::_fused_rms_norm_ba
 _PLAIN = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-"""Types of most arguments other than tensors, which are parts of a key as they are."""
+"""Types of arguments that become parts of a cache key unchanged."""
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:

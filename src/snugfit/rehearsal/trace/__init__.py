@@ -1,1 +1,1 @@
-"""The results of a simulation: the trace, and its relative form, which can be repeated and joined."""
+"""The result of a simulation: the trace, and its relative form, whose events can be repeated and joined."""

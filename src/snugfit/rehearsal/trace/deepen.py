@@ -1,8 +1,9 @@
-"""Extension of a recorded trace to more layers, from two small models of which one has one more repetition of
-the layers.
+"""Extend a recorded trace to more layers, from two small models of which one has one more repetition of the
+layers.
 
-Each phase of a run is extended by itself (`grow.py`). Two events have the same key if they differ only in
-numbers. Such numbers are layer numbers in a module's name, and a free's counts of younger and older blocks.
+Each phase of a run is extended separately (`grow.py`). Two events have the same key if they differ only in
+numbers. Such numbers are layer numbers in a module's name, and, for a free, its block's position among live
+blocks.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def numbers_of(name: str) -> tuple[int, ...]:
 
 
 class _Placed(NamedTuple):
-    """A free in a trace, with the freed block's position among the live blocks of equal size."""
+    """A free in a trace, with the freed block's position in its pile (the live blocks of equal size)."""
 
     pile: Alloc
     younger: int
@@ -118,7 +119,7 @@ class _Piles:
 
 
 def _is_open(alloc: Alloc) -> bool:
-    """Return True if the block is an activation or a temporary block depending on the time of this free."""
+    """Return True if the time of the block's free decides its category: activation or temporary."""
     # A layer's output may be an activation in one model and a temporary in the other.
     return alloc.phase == "forward" and alloc.kind in (Kind.ACTIVATIONS, Kind.TEMPORARIES)
 
@@ -152,8 +153,8 @@ def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[
 
 
 def _kind(move: _Step) -> Hashable:
-    """Return a key that is equal for an event of one layer and the same event of all other layers. An
-    allocation and its free have the same key: that of the group of blocks with equal size.
+    """Return a key that is equal for an event of one layer and the same event of all other layers. The key of
+    an allocation, and of its free, is the group of blocks with equal size.
     """
     if isinstance(move, (Alloc, _Placed)):
         return _pile_of(move) if type(move) is Alloc else move[0]
@@ -162,7 +163,7 @@ def _kind(move: _Step) -> Hashable:
 
 def _entries(moves: Sequence[_Step], grows: set[Hashable]) -> list[Entry]:
     """Return these events of a trace with their layer-dependent numbers separated, so that two models' events
-    can be compared. Sizes of blocks of the categories in `grows` count as numbers.
+    can be compared. Sizes of events with a key in `grows` count as such numbers.
     """
     return [_entry(move, _kind(move) in grows) for move in moves]
 
@@ -198,14 +199,15 @@ class _CopiedProperties(NamedTuple):
     """Properties that an event of a small model has in common with its copies in the deep one."""
 
     sized: bool
-    """True if its sizes count as numbers."""
+    """True if its sizes in bytes grow with the number of layers."""
     pile: Alloc | None
-    """Pile of the allocated block, unless sizes count as numbers."""
+    """Pile (live blocks of equal size) of the allocated block; None for kernels."""
     is_open: bool
 
     @classmethod
     def of(cls, move: Alloc | Kernel, grows: set[Hashable]) -> _CopiedProperties:
-        """Return the properties of this event; sizes of the kinds in `grows` count as numbers."""
+        """Return the properties of this event. Sizes of events with a key in `grows` grow with the number of
+        layers."""
         kind = _kind(move)
         if type(move) is Alloc:
             return cls(kind in grows, _pile_of(move), _is_open(move))
@@ -213,8 +215,8 @@ class _CopiedProperties(NamedTuple):
 
 
 class _Written:
-    """Builder of the full model's trace from copies of a small model's events. Sizes of blocks of the
-    categories in `grows` count as numbers.
+    """Builder of the full model's trace from copies of a small model's events. Sizes of events with a key in
+    `grows` grow with the number of layers.
     """
 
     def __init__(self, grows: set[Hashable]) -> None:
@@ -222,12 +224,12 @@ class _Written:
         self._shared: dict[int, _CopiedProperties] = {}
         """Properties of the small model's events, by id."""
         self._written: list[int | Move] = []
-        """Moves, and the numbers of freed blocks."""
+        """Events of the full model; a free is stored as the number of its block."""
         self._allocs: list[int] = []
         """Index in `_written` of each block's allocation."""
         self._piles: dict[Alloc, list[int]] = defaultdict(list)
         self._made_forward: set[int] = set()
-        """Blocks that the current forward pass allocated."""
+        """Numbers of blocks that the current forward pass allocated and that are still live."""
 
     def add(self, like: _Step, grown: Grown) -> bool:
         """Append a copy of a small model's event with the full model's numbers. Return False if the block

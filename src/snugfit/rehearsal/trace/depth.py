@@ -1,7 +1,7 @@
-"""The number of layers of a model, and the same model with fewer layers.
+"""Find the number of layers of a model, and create the same model with fewer layers.
 
-A model can be made shallower under two conditions. Its config counts its layers once. The layers between the
-first and the last repeat with a period: either all are of one kind, or kinds alternate.
+This is possible under two conditions. Its config counts its layers once. The layers between the first and the
+last repeat with a period: either all are of one kind, or kinds alternate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Depth:
     layers: int
     """The common value of these keys: the number of layers in each stack."""
     period: int
-    """Number of layers after which their kinds repeat."""
+    """Number of layers after which the layer types repeat."""
 
     def shallower(self, job: Job, layers: int) -> Job:
         """Return the job with a model of this many layers; config lists with an entry per layer are
@@ -68,8 +68,8 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
 
 
 def _periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> tuple[CheckpointWish | None, int]:
-    """Return checkpointing for a model of any number of layers that divides it as these settings divide
-    `layers` layers. Return also the number of layers after which it repeats.
+    """Return checkpointing settings that divide a model of any depth in the same way as `wish` divides
+    `layers` layers. Return also the period: the number of layers after which they repeat.
 
     Settings for the first few layers have the whole depth as their period.
     """
@@ -86,13 +86,13 @@ def _periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> tuple[Chec
 
 
 class PeriodicSetup(NamedTuple):
-    """A Setup whose checkpointing is the same for any number of layers."""
+    """Training settings whose checkpointing divides a model of any depth in the same way."""
 
     setup: Setup
     period: int
     """Number of layers after which the checkpointing repeats."""
     alike: int
-    """Number of layers of which checkpointing treats one like the first of each other group."""
+    """Number of layers in one group, which checkpointing treats like every other group."""
 
 
 def periodic_setup(setup: Setup, layers: int) -> PeriodicSetup:

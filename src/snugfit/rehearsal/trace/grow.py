@@ -1,13 +1,13 @@
 """Extrapolation of a sequence, such as a model's kernels, to more layers, from those of two models with few
 layers.
 
-The sequence describes a model of few layers: its events, or the sizes of its buffers. A model with one more
-period of layers has the same sequence with insertions, one per stack of layers. If an insertion equals the
-entries before it, a deeper model repeats it once per further period.
+The sequence describes a model of few layers, such as the events of its trace. A model with one more period
+(repeating group of layers) has the same sequence with insertions, one per stack of layers. If an insertion
+equals the entries before it, a deeper model repeats it once per further period.
 
-An entry has a key and numbers: layer numbers, or counts of younger blocks. In a repeating sequence, the
-numbers grow linearly with each layer and each copy. So two depths and two copies determine them. The result
-is None if the sequences do not differ in this way.
+An entry has a key and numbers, such as layer numbers. In a repeating sequence, the numbers grow linearly with
+each layer and each copy. So two models and two copies determine them. The result is None if the sequences do
+not differ in this way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Grown(NamedTuple):
     """Index of the corresponding entry in the deeper of the two sequences."""
     numbers: tuple[int, ...]
     repeats: bool = False
-    """True if it belongs to an insertion."""
+    """True if it belongs to the repeated entries of an insertion."""
 
 
 class _Insertion(NamedTuple):

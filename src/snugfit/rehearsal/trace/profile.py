@@ -1,4 +1,5 @@
-"""Memory profiles of a run: bytes and kernels of each micro-batch's passes, and of each optimizer update.
+"""Compute memory profiles of a run: bytes and kernels of each micro-batch's forward and backward, and of each
+optimizer update.
 
 Allocations that outlive the run count as present from the start. So the first micro-batch equals any later
 one.
@@ -20,30 +21,32 @@ if TYPE_CHECKING:
 
 
 class MicroBatchProfile(NamedTuple):
-    """Peak bytes and saved bytes of one micro-batch's forward and backward, or of an update."""
+    """Peak bytes, saved bytes and kernels of one micro-batch's forward and backward, or of an optimizer
+    update."""
 
     number: int
     """Number of the micro-batch in its step, from 1; 0 for an update."""
     peaks: Mapping[str, int]
-    """Peak of the live bytes per phase and module; layers of one stack count as one."""
+    """Peak of allocated bytes by phase and module; layers of one stack count as one."""
     live_after: int
-    """Live bytes at its end."""
+    """Allocated bytes at the end of the micro-batch or update."""
     work: Work
     kept_bytes: Mapping[str, int]
     """Bytes that layers save from forward to backward, by the operator that allocated them."""
 
 
 class _MicroBatchMarks(NamedTuple):
-    """The positions in a trace between which one micro-batch or optimizer update runs."""
+    """The marks of one micro-batch or optimizer update: its phases, kernels and waits, with their positions
+    in a trace."""
 
     number: int
     marks: list[Mark]
 
 
 def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
-    """Yield the micro-batches and updates of a run, in order.
+    """Yield the profiles of the micro-batches and updates of a run, in order.
 
-    Allocations that outlive the run count as present from the start. So they are left out, with the kernels
+    Allocations that outlive the run count as present from the start. So they are left out, as are the kernels
     that only fill them.
     """
     trace, marks = recording.trace, recording.marks
@@ -74,7 +77,7 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
 
 
 def _marks_by_micro_batch(marks: Sequence[Mark]) -> list[_MicroBatchMarks]:
-    """Return the begin and end positions of each micro-batch and each update, from the first step on."""
+    """Return the marks of each micro-batch and each update, from the first step on."""
     parts: list[_MicroBatchMarks] = []
     number, phase = -1, ""
     for mark in marks:

@@ -7,8 +7,7 @@ module, phase and kind are on one stack. A free names the stack and the distance
 events fit every layer, micro-batch and step. Phases, kernels, waits and ends of steps are events too, in
 order.
 
-`RelativeTrace.of(trace, marks).trace()` equals the original trace in every field. The tests of law 5 check
-that.
+`RelativeTrace.of(trace, marks).trace()` equals the original trace in every field.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from snugfit.rehearsal.trace.trace import (
 from snugfit.results.footprint import Kind
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A layer's number in a dotted name."""
+"""Regular expression for a layer's number in a module's dotted name."""
 
 STATES: str = Kind.OPTIMIZER_STATES
 
@@ -61,11 +60,12 @@ class Alloc(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Position of a kernel in a trace's last step, as a distance back from the event that refers to it."""
+    """Position of a kernel in a trace's last step: its CUDA stream, and its distance back from the event that
+    refers to it."""
 
     stream: int
     since: int
-    """Number of later kernels in this stream so far."""
+    """Number of kernels in this stream between the kernel and the event."""
 
 
 class Free(NamedTuple):
@@ -75,7 +75,7 @@ class Free(NamedTuple):
 
     stack: Alloc
     stack_distance: int
-    """Number of younger blocks on its stack."""
+    """Number of younger live blocks on its stack."""
     awaited: tuple[Place, ...] = ()
     """Kernels that must finish before the allocator reuses the block (`Trace.awaited`)."""
 
@@ -94,7 +94,7 @@ class PhaseStart(NamedTuple):
 
 
 Move = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
-"""The type of a run's events: allocations, frees, kernels, waits, phases and ends of steps."""
+"""Type of a run's events in relative form: allocations, frees, kernels, waits, phases and other marks."""
 
 
 @functools.cache
@@ -107,8 +107,8 @@ def without_layer_numbers(module: str) -> str:
 def _stack_of(alloc: Alloc) -> Alloc:
     """Return the stack of a memory block: live blocks with equal properties.
 
-    A stack does not separate optimizer states from temporaries, nor the states of different parameters. Both
-    are known only at the end of the run.
+    Optimizer states and temporaries of an update share a stack, as do the states of different parameters. The
+    recorder cannot separate these before the end of the run.
     """
     if alloc.kind not in (Kind.TEMPORARIES, STATES):
         return alloc._replace(module=without_layer_numbers(alloc.module), dtype="")
@@ -125,11 +125,11 @@ class RelativeTrace:
 
     moves: tuple[Move, ...]
     attention: tuple[str, ...]
-    """The attention kernels in use."""
+    """Names of the attention kernels that the run uses."""
     doubts: tuple[str, ...] = ()
-    """Sentences on the assumptions of the simulation."""
+    """Warnings about assumptions of the simulation."""
     groups: int = 0
-    """Number of process groups, as in the trace."""
+    """Number of process groups, as in `Trace.groups`."""
     """Element type and dimensions of weights, gradients and states."""
 
     @classmethod
@@ -217,8 +217,8 @@ class StreamKernels:
 
 
 class LiveSet:
-    """The live memory blocks of a run, grouped in stacks. Blocks are numbered in the order of their
-    allocation.
+    """The live memory blocks of a run, grouped in stacks of blocks with equal properties. Blocks are numbered
+    in the order of their allocation.
     """
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ def _absolute(relative: RelativeTrace) -> Trace:
 
 
 class TraceWriter:
-    """Converts relative events of a run into a trace with numbered memory blocks. `moves` are all events that
+    """Convert relative events of a run into a trace with numbered memory blocks. `moves` are all events that
     may occur.
     """
 
@@ -441,7 +441,7 @@ class TraceWriter:
 
 
 class _TraceSize(NamedTuple):
-    """Numbers of a trace's blocks, events and marks so far."""
+    """Numbers of blocks, events, marks, kernels and waits that a trace has so far."""
 
     blocks: int
     events: int
@@ -451,12 +451,12 @@ class _TraceSize(NamedTuple):
 
 
 def _is_plain(move: Move) -> bool:
-    """Return True if this event involves no second stream."""
+    """Return True if this event concerns only one CUDA stream."""
     return type(move) is not StreamWait and not (type(move) is Free and move.awaited)
 
 
 class _SteadyStep:
-    """The kernels of a trace's last step, and the waits of streams for them."""
+    """The kernels of a trace's last step so far, and the waits of the host and of CUDA streams."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []

@@ -1,7 +1,7 @@
-"""Repetition of the steps and micro-batches of a short recorded run, to obtain the trace of a long one.
+"""Repeat the steps and micro-batches of a short recorded run, to obtain the trace of a long one.
 
-Every relative trace is checked for equal live blocks, by size, operator, module and phase. The run is
-simulated in full if they differ, or if the code may contain a counter of its own.
+A part is repeated only if it leaves the number of live blocks unchanged, for each size, operator, module and
+phase. Otherwise, or if the model's code may count its calls, the run is simulated in full.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ if TYPE_CHECKING:
 
 # The first step creates the optimizer states. If the second ends with its first live blocks, it repeats.
 RECORDED_STEPS = 2
-"""Number of steps recorded for a run of more steps."""
+"""Number of steps to record for a run of more steps."""
 
 # The first allocates the gradients, and the last frees its batch. Those between them are equal.
 RECORDED_MICRO_BATCHES = 3
-"""Number of micro-batches recorded for a step of more. The last but one is repeated."""
+"""Number of micro-batches to record for a step with more. The last but one is repeated."""
 
 
 class ShortRun(NamedTuple):
-    """Numbers of steps and micro-batches of a short run that is recorded instead of a long one."""
+    """Job and settings of a short run that is recorded in place of a long one, with numbers of steps and
+    micro-batches."""
 
     job: Job
     setup: Setup
     steps: int
     micro_batches: int
-    """Micro-batches of a step of the long run."""
+    """Number of micro-batches in a step of the long run."""
     skips: bool = False
-    """True if the run has all micro-batches, and skips the passes of most."""
+    """True if the run has all micro-batches, and skips forward and backward of most."""
 
 
 def whole_run(job: Job, setup: Setup, steps: int) -> ShortRun:
-    """Return the numbers of steps and micro-batches for recording a run in full."""
+    """Return this run itself as a `ShortRun`, so that it is recorded in full."""
     return ShortRun(job, setup, steps, setup.micro_batches)
 
 
@@ -53,9 +54,9 @@ def short_run(
     """Return the short run that represents one with many micro-batches of the same size, or None.
 
     Return None for few micro-batches, unless the steps are known to be `steady`. If the recording is not
-    periodic, the run is recorded again in full. If `late` micro-batches more than usual precede those that
-    are alike, steps may settle late too, and all of them are recorded. The Trainer's loop loads all
-    micro-batches of a step at its start, so it runs all of them and skips passes.
+    periodic, the run is recorded again in full. `late` is the number of additional micro-batches before equal
+    ones follow. If it is not 0, all steps are recorded, since steps may become equal late too. The Trainer's
+    loop loads all micro-batches of a step at its start, so it runs all of them and skips passes.
     """
     recorded = RECORDED_MICRO_BATCHES + late
     many = setup.micro_batches > recorded
@@ -88,9 +89,9 @@ class PeriodicRun:
     """Events of a long run, in which the last recorded step is repeated until there are `steps` steps."""
 
     build: Sequence[Move]
-    """Events before the first step."""
+    """Events before the first step, such as the model's construction."""
     recorded: Sequence[Sequence[Piece]]
-    """The first steps, of which the last is repeated."""
+    """Events of the recorded steps, of which the last is repeated."""
     steps: int
     rest: Sequence[Move]
     """Events after the last step."""
@@ -99,7 +100,7 @@ class PeriodicRun:
     groups: int = 0
 
     def relative(self) -> RelativeTrace:
-        """Return the events of the whole run in order."""
+        """Return the events of the whole run in order, as a relative trace."""
         whole = [*self.build]
         for index in range(self.steps):
             for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
@@ -122,8 +123,8 @@ class PeriodicRun:
         return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups))
 
     def steady_step(self, most: int) -> Trace:
-        """Return the kernels, waits and phases of the last step, with each repeated segment at most `most`
-        times.
+        """Return a trace with only the kernels, waits and phases of the last step. Each repeated micro-batch
+        occurs at most `most` times.
         """
         # Copies of the list repeat its moves as the same objects, which `TraceWriter` reuses.
         moves = [move for moves, times in self.recorded[-1] for move in list(moves) * min(times, most)]
@@ -167,7 +168,7 @@ class SplitSteps(NamedTuple):
     build: Sequence[Move]
     """Events before the first step."""
     steps: list[Sequence[Move]]
-    """Events of each step, from its first mark to its end."""
+    """Events of each step."""
     rest: Sequence[Move]
     """Events after the last step."""
 
@@ -183,8 +184,8 @@ def split_steps(moves: Sequence[Move]) -> SplitSteps:
 def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
     """Return the indices at which micro-batches begin: at the load phase before a forward pass.
 
-    The Trainer loads once a step. Its later micro-batches begin at the forward pass after the `clip` phase,
-    or where that pass is skipped.
+    The HF Trainer loads all micro-batches at the start of a step. Its later micro-batches begin at a forward
+    pass after a `clip` phase, or where that pass is skipped.
     """
     starts = [(at, move.phase) for at, move in enumerate(moves) if isinstance(move, PhaseStart)]
     return [
@@ -228,7 +229,8 @@ def _fill_skipped(moves: Sequence[Move], starts: Sequence[int]) -> Sequence[Piec
 
 
 def _leaves_as_many(moves: Sequence[Move]) -> bool:
-    """Return True if these events leave the number of live blocks on each stack unchanged."""
+    """Return True if these events leave the number of live blocks unchanged, for each stack (blocks with
+    equal properties)."""
     # Equal counts per stack suffice: a stack identifies blocks only by their position.
     allocated = Counter([move.stack for move in moves if type(move) is Alloc])
     return allocated == Counter([move.stack for move in moves if type(move) is Free])

@@ -2,8 +2,8 @@
 
 A trace is plain data. `blocks` are the allocations, in order. `events` contains allocations and frees. There
 `i + 1` allocates block `i`, `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never
-freed. `marks` are the moments between two events. All predicted bytes are a pure function of these three
-lists.
+freed. `marks` are positions between two events, such as the start of a phase. All predicted bytes follow from
+these three lists.
 """
 
 from __future__ import annotations
@@ -28,61 +28,65 @@ PREPARED = "Memcpy HtoD, prepared"
 
 
 COPY_OUT = "Memcpy DtoH, activations"
-"""Name of a copy of activations to page-locked host memory, in a stream that only copies."""
+"""Name of a copy of activations to page-locked host memory, in a CUDA stream for copies only."""
 
 COPY_BACK = "Memcpy HtoD, activations"
 """Name of a copy of activations back to the device."""
 
 AWAIT_COPY = "cudaStreamWaitEvent"
-"""Name of a wait of the computing stream for a copy of activations, which has `Kernel.tensors` copies queued
-behind it."""
+"""Name of an entry for a wait of the compute stream until a copy of activations has finished.
+`Kernel.tensors` copies are queued after that copy."""
 
 PREFETCH = "cudaMemPrefetchAsync"
-"""Request of the host to the driver for pages of managed memory, before the device needs them."""
+"""Name of an entry for a prefetch: the host requests pages of managed memory before the device needs them."""
 
 COPIES = frozenset({COPY_OUT, COPY_BACK})
-"""Copies that run in parallel to the computation, one after the other."""
+"""Names of copies that run in parallel to the computation, one after the other."""
 
 STAGE_OUT = "Memcpy DtoH, update"
 """Name of a copy of weights or gradients to page-locked host memory, in the computing stream."""
 
 UPDATE_ON_HOST = "AdamW on the host"
-"""Update of weights by the host, after it waits for the device."""
+"""Name of an entry for the update of weights by the host, after it waits for the device."""
 
 STAGE_BACK = "Memcpy HtoD, update"
 """Name of a copy of updated weights to the device, in the computing stream."""
 
 WORK_ON_HOST = "pass of the host"
-"""Name of the host's read and write of weights, gradients or states."""
+"""Name of an entry for the host's own reads and writes of weights, gradients or optimizer states."""
 
 SWAPPED = "swap with the disk"
-"""Wait of the host for a disk that reads or writes weights, gradients or states."""
+"""Name of an entry for a wait of the host while a disk reads or writes weights, gradients or optimizer
+states."""
 
 HELD_ON_HOST = "memory of the host"
-"""Marker without work: bytes of weights, gradients and states in host memory."""
+"""Name of an entry without work, which reports the bytes of weights, gradients and states in host memory."""
 
 PINNED_ON_HOST = "page-locked on the host"
-"""Marker without work: page-locked bytes among those of `HELD_ON_HOST`."""
+"""Name of an entry without work, which reports the page-locked bytes among those of `HELD_ON_HOST`."""
 
 SHARD_HOOKS = "hooks of sharded weights"
-"""FSDP2's hooks (`Kernel.tensors` of them) that run on the host in Python.
+"""Name of an entry for `Kernel.tensors` of FSDP2's hooks, which the host runs in Python.
 
-They gather, free and scatter the weights of a group.
+They gather, free and reduce-scatter the weights and gradients of a group.
 """
 
 SHARDED_OPERANDS = "operands in shards"
-"""Inspection of sharded operands (DTensor) by the host in Python, before an operator runs on the shards.
+"""Name of an entry for the inspection of sharded operands (DTensor) in Python, before an operator runs on the
+shards.
 
 `Kernel.tensors` is the number of these tensors.
 """
 
 PART_OPERATORS = "operators on parts of tensors"
-"""Operators of DTensor (`Kernel.tensors` of them) whose output sharding the host computes in Python."""
+"""Name of an entry for `Kernel.tensors` operators of DTensor, whose output sharding the host computes in
+Python."""
 
 WEIGHTS_APART = "gradients of weights apart"
-"""Weights (`Kernel.tensors` of them) whose gradients a pipeline computes apart from those of inputs.
+"""Name of an entry for `Kernel.tensors` weights whose gradients a pipeline computes separately from those of
+inputs.
 
-The host walks the autograd graph for each, in Python.
+For each, torch traverses the autograd graph in Python.
 """
 
 BY_HOST = frozenset(
@@ -110,8 +114,8 @@ TRITON = "triton::"
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "nccl::all_reduce", "nccl::all_gather", "nccl::reduce_scatter"
 ALL_TO_ALL, BROADCAST, SEND, RECEIVE = "nccl::all_to_all", "nccl::broadcast", "nccl::send", "nccl::recv"
 COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, SEND, RECEIVE})
-"""Names of kernels that exchange tensors between GPUs. `Kernel.nbytes` is the size in the sense of NCCL's
-tests: of the whole tensor that is gathered or scattered."""
+"""Names of kernels that exchange tensors between GPUs. `Kernel.nbytes` is the size of the whole tensor that
+is gathered or scattered, as in NCCL's tests."""
 
 ALONE = (1, 0)
 """Value of `Kernel.peers` for a kernel without communication."""
@@ -128,8 +132,8 @@ POINTWISE, REDUCTION = "generated pointwise", "generated reduction"
 WITH_FUNCTIONS, WITH_RANDOM = "generated with functions", "generated with random numbers"
 """Values of `Kernel.layout` for a kernel that a compiler generated.
 
-`with functions` calls `erf` or `tanh`, `with random numbers` draws them. Either takes longer than the memory
-traffic.
+Kernels `with functions` call `erf` or `tanh`; those `with random numbers` draw random numbers. Both take
+longer than their memory traffic.
 """
 
 
@@ -139,26 +143,29 @@ class Block(NamedTuple):
     nbytes: int
     """Requested bytes, before the allocator rounds them."""
     operator: str
-    """Name of the requesting operator in torch (`aten::addmm`), or the purpose (`cuBLAS workspace`)."""
+    """Name of the torch operator that requested the block (`aten::addmm`), or the block's purpose (`cuBLAS
+    workspace`)."""
     module: str
-    """Dotted name of the active module."""
+    """Dotted name of the module whose code requested the block."""
     phase: str
     step: int
-    """Optimizer step; -1 before the first."""
+    """Number of the optimizer step, from 0; -1 before the first."""
     kind: str
-    """A `Kind`, decided at the end of the run."""
+    """Category of the block's bytes (a `Kind`: weights, activations, ...), determined at the end of the
+    run."""
     dtype: str = ""
     """Name of torch's dtype, or of packed numbers, such as `nf4`; empty for temporary buffers of kernels."""
 
 
 DEFAULT_STREAM, GRAPH_STREAM = 0, -1
-"""Numbers of the computing stream and of the stream on which CUDA graphs are recorded.
+"""Numbers of the compute stream (CUDA's default) and of the stream on which CUDA graphs are recorded.
 
 Other streams count from 1, in the order of their creation.
 """
 
 GENERATOR_BYTES = 8
-"""Size in bytes of two numbers on the device: the seed and the offset of a generator that graphs use.
+"""Size in bytes of each of two numbers on the device: seed and offset of a random generator that CUDA graphs
+use.
 
 The source is `c10::CUDAGeneratorState::register_graph`.
 """
@@ -176,16 +183,16 @@ class Memory(Enum):
 
 
 class MarkKind(StrEnum):
-    """Types of moments that a trace records, such as the end of a step."""
+    """Types of marks in a trace, such as the end of a step."""
 
     PHASE = "phase"
     """A phase of a step begins."""
     CONTEXT_RELEASED = "context released"
-    """The driver releases the address space that it reserved with the context. Occurs once in a run."""
+    """The driver releases the address space that it reserved with the context. This occurs once in a run."""
     CACHE_EMPTIED = "cache emptied"
     """The allocator releases its cached memory (`torch.cuda.empty_cache`)."""
     KERNEL = "kernel"
-    """The next kernel of the steady step runs."""
+    """The next kernel of the last step runs."""
     WAIT = "wait"
     """The host waits for the device."""
     STEP_END = "step end"
@@ -196,9 +203,9 @@ class Mark(NamedTuple):
     """A moment of a run between two allocations or frees, such as the start of a phase."""
 
     event: int
-    """Number of events before it."""
+    """Number of allocations and frees before the mark."""
     step: int
-    """Optimizer step; -1 before the first."""
+    """Number of the optimizer step, from 0; -1 before the first."""
     phase: str
     """The current phase, or the one that begins."""
     kind: MarkKind = MarkKind.PHASE
@@ -218,7 +225,7 @@ class Kernel(NamedTuple):
     dtype: str
     """Dtype of the first input; `tf32` for a product of fp32 tensors that runs in it."""
     tensors: int
-    """Number of input tensors; foreach optimizers work on lists of them."""
+    """Number of input tensors; for foreach optimizers, the tensors in their lists."""
     layout: str = ""
     """Property that selects a kernel besides the operands' sizes.
 
@@ -228,31 +235,32 @@ class Kernel(NamedTuple):
     the constants after it).
     """
     leading: tuple[int, ...] = ()
-    """Leading dimensions of a matrix product's operands, in the sense of BLAS: elements from row to row."""
+    """Leading dimensions of a matrix product's operands, as in BLAS: the stride from row to row, in
+    elements."""
     recomputed: bool = False
     """True for a forward operator that runs again in the backward pass."""
     modules: int = 0
-    """Number of modules whose first kernel this is."""
+    """Number of active modules that launched no kernel before this one."""
     views: int = 0
     """Number of operators without a kernel since the last kernel: views, and empty tensors."""
     checkpoints: int = 0
-    """Number of checkpointed regions that began since then, or whose recomputation began."""
+    """Number of checkpointed regions that began since the last kernel, or whose recomputation began."""
     intercepted: int = 0
-    """Number of operators since then that selective checkpointing intercepted in Python."""
+    """Number of operators since the last kernel that selective checkpointing intercepted in Python."""
     compiled: bool = False
-    """True if a compiled program launches it."""
+    """True if compiled code (`torch.compile`) launches the kernel."""
     programs: int = 0
-    """Number of compiled programs that began since then."""
+    """Number of calls of compiled code that began since the last kernel."""
     functions: int = 0
-    """Number of libraries' autograd Functions, in Python, that began since then."""
+    """Number of libraries' autograd Functions, in Python, that began since the last kernel."""
     played: bool = False
-    """True if it runs in a CUDA graph, which the host launches as a whole."""
+    """True if the kernel is part of a CUDA graph, which the host launches as a whole."""
     stream: int = DEFAULT_STREAM
-    """Its stream: it runs in parallel to other streams, and after earlier kernels of its own."""
+    """Number of the kernel's CUDA stream, which runs in parallel to other streams."""
     after: tuple[int, ...] = ()
-    """Indices of the kernels in other streams for which its stream waits first."""
+    """Indices of the kernels in other streams that must finish before this one."""
     peers: tuple[int, int] = ALONE
-    """Number of GPUs that exchange tensors in it, and the distance of their ranks.
+    """Number of GPUs that exchange tensors in this collective, and the distance between their ranks.
 
     For a send or receive, the distance to the other rank, negative for a lower rank.
     """
@@ -273,16 +281,14 @@ class Work(NamedTuple):
 
 
 class Period(NamedTuple):
-    """A segment of a run that repeats, with the same events and the same memory blocks except for their
-    numbers.
-    """
+    """A part of a trace that repeats the same allocations and frees, with other block numbers."""
 
     start: int
-    """Number of events before it."""
+    """Number of events (allocations and frees) before the first repetition."""
     events: int
-    """Number of its events."""
+    """Number of events in one repetition."""
     blocks: int
-    """Number of blocks that it allocates, by which block numbers grow with each repetition."""
+    """Number of blocks that one repetition allocates, by which block numbers increase each time."""
     times: int
 
 
@@ -292,12 +298,13 @@ class Peak(NamedTuple):
     nbytes: int
     """Requested bytes, before the allocator rounds them."""
     position: int
-    """Position of the first event with this value; -1 without allocations."""
+    """Index of the first event after which this many bytes are alive; -1 without allocations."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The allocations, frees and kernels of a run of some optimizer steps on a device."""
+    """The allocations and frees of a run of some optimizer steps on a device, and the kernels of its last
+    step."""
 
     blocks: tuple[Block, ...]
     """Allocations of the run, in order."""
@@ -306,13 +313,13 @@ class Trace:
     marks: tuple[Mark, ...]
     """Starts of phases, releases of the context and emptied caches, in order."""
     kernels: tuple[Kernel, ...]
-    """Kernels of the last step only, which is the steady one."""
+    """Kernels of the last step only, which all later steps would repeat."""
     waits: tuple[int, ...]
     """Indices of the kernels before which the host waits for the device, in the last step."""
     attention: tuple[str, ...]
-    """The attention kernels in use."""
+    """Names of the attention kernels that the run uses."""
     doubts: tuple[str, ...] = ()
-    """Sentences on the assumptions of the simulation, each once."""
+    """Warnings about assumptions of the simulation, each once."""
     of_graphs: frozenset[int] = frozenset()
     """Indices of the blocks from the pool of CUDA graphs."""
     streams: Mapping[int, int] = field(default_factory=dict)
@@ -321,21 +328,22 @@ class Trace:
     The allocator never uses the memory of one stream for another.
     """
     awaited: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Unfinished kernels of the last step in other streams at the free of a block, by the block's index.
+    """Kernels of other streams in the last step that are unfinished when a block is freed, by the block's
+    index.
 
     The allocator does not reuse the block before they finish.
     """
     launched: tuple[int, ...] = ()
-    """Number of events before each kernel, if blocks wait for kernels."""
+    """Number of events before each kernel; empty unless `awaited` has entries."""
     groups: int = 0
     """Number of process groups with communication, besides that of all ranks."""
     passes: tuple[int, ...] = ()
-    """Indices of the kernels at which passes of the last step begin, forward or backward.
+    """Indices of the kernels at which forward or backward passes of the last step begin.
 
-    Only a rank of several has them.
+    They are recorded only for a rank of several.
     """
     periods: tuple[Period, ...] = field(default=(), compare=False, repr=False)
-    """Parts that are known to repeat, in order. A nested part comes before the part that contains it."""
+    """Parts of the trace that repeat, in order. A nested part comes before the part that contains it."""
 
     @property
     def phases(self) -> tuple[Mark, ...]:
@@ -357,7 +365,7 @@ class Trace:
         return live
 
     def changes(self) -> NDArray[np.int64]:
-        """Return the bytes that each event allocates, negative if it frees them; of shape (events,)."""
+        """Return the change of allocated bytes at each event, negative for a free, of shape (events,)."""
         import numpy as np
 
         events = np.array(self.events, np.int64)
@@ -365,7 +373,7 @@ class Trace:
         return np.sign(events) * sizes[abs(events) - 1]
 
     def peak(self) -> Peak:
-        """Return the first moment with the most allocated bytes live."""
+        """Return the largest allocated bytes of the run, and the first event at which they are reached."""
         live = self.changes().cumsum()
         position = int(live.argmax()) if len(live) else -1
         return Peak(int(live[position]), position) if len(live) and live[position] > 0 else Peak(0, -1)
@@ -383,13 +391,13 @@ class Trace:
 
 
 class Recording(NamedTuple):
-    """A trace, with those marked moments of the run that the trace itself does not contain."""
+    """A trace with all marks of its run, including kernels and waits that the trace's own marks omit."""
 
     trace: Trace
     marks: tuple[Mark, ...]
     """Every mark of the run, in order: the trace's own, ends of steps, and kernels and waits of the last
     step."""
     varies: bool = False
-    """True if operators depend on a micro-batch's values, so that none represents the rest."""
+    """True if the model's code depends on a micro-batch's values, so that none represents the others."""
     settled: bool = True
-    """True if the last two steps replayed every CUDA graph that they have."""
+    """True if the last two steps replayed every CUDA graph of these steps."""
