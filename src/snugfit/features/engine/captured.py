@@ -59,8 +59,9 @@ class Captured(Technique):
         return setup.with_fields(capture=CaptureWish(multiple=self.multiple))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to techniques that read the device, use another stream, or draw random numbers
-        again."""
+        """Yield reasons to refuse techniques that wait for the device, use another stream, or recompute
+        random numbers.
+        """
         if not job.trains:
             yield (
                 "only training steps are recorded as CUDA graphs. Leave it out, or try 'compiled(what=model, "
