@@ -150,7 +150,9 @@ class Interrupts:
 
 
 def _before_each_module(look: Callable[[Any], None]) -> Any:
-    """Call `look` before each module's forward in the main thread; return the handle that removes the hook."""
+    """Call `look` before each module's forward in the main thread; return the handle that removes
+    the hook.
+    """
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     def hook(module: Any, arguments: Any) -> None:

@@ -98,7 +98,9 @@ def _keeper() -> Any:
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:
-            """Return the version of this graph pass, which torch includes in the keys of its compile caches."""
+            """Return the version of this graph pass, which torch includes in the keys of its
+            compile caches.
+            """
             # torch's caches on the disk have the budget in their keys already.
             return "snugfit: random numbers are kept"
 

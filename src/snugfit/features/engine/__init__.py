@@ -1,1 +1,3 @@
-"""The feature `engine`: training steps replayed as CUDA graphs, and gradients freed within the backward pass."""
+"""The feature `engine`: training steps replayed as CUDA graphs, and gradients freed within the
+backward pass.
+"""

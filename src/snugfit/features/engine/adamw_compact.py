@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWCompact(Technique):
-    """AdamW with both moments in 8 bits, rounded stochastically, in one kernel: a quarter of AdamW's state."""
+    """AdamW with both moments in 8 bits, rounded stochastically, in one kernel: a quarter of
+    AdamW's state.
+    """
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = (

@@ -122,7 +122,9 @@ class SavedTensor(NamedTuple):
 
 
 class KeptTensor:
-    """The object that autograd saves for a tensor that stays on the device, or whose offloading is undecided."""
+    """The object that autograd saves for a tensor that stays on the device, or whose offloading is
+    undecided.
+    """
 
     __slots__ = ("before", "saved", "tensor")
 

@@ -1,1 +1,3 @@
-"""Checkpoints of a training run: their files, and the folder that stores them and always has a complete one."""
+"""Checkpoints of a training run: their files, and the folder that stores them and always has a
+complete one.
+"""

@@ -134,7 +134,9 @@ def hold_folder(root: Path) -> Iterator[None]:
 
 
 def _take(lock: FileLock, path: Path, current: Holder) -> None:
-    """Acquire the kernel's file lock. On a file system without locks, check the process that the file names."""
+    """Acquire the kernel's file lock. On a file system without locks, check the process that the
+    file names.
+    """
 
     def holder_lives() -> bool:
         holder = _read(path)

@@ -43,7 +43,9 @@ _WEIGHT, _EXTRA = "weight.", "extra."
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBeginning:
-    """Properties of a model at the start of its run, which are compared with its later state to find changes."""
+    """Properties of a model at the start of its run, which are compared with its later state to
+    find changes.
+    """
 
     frozen: Mapping[str, int]
     """Checksums of frozen tensors; of models with adapters only."""

@@ -131,7 +131,9 @@ def _as_tensor(name: str, value: Any) -> Any:
 
 
 def _is_prepared(source: Source, job: Job) -> bool:
-    """Return True if the samples are in memory and are the model's inputs already: tensors of equal shapes."""
+    """Return True if the samples are in memory and are the model's inputs already: tensors of equal
+    shapes.
+    """
     if isinstance(source, str | os.PathLike | IndexedSamples):
         return False
     if job.task in (*INPUTS, Task.CUSTOM):

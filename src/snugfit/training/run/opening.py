@@ -89,7 +89,9 @@ def not_built(run: Run, recipe: Recipe, cause: str) -> OutOfMemory:
 
 
 def _set_rates(scheduler: Any) -> None:
-    """Set the optimizer's learning rates to the schedule's for the current step, in place of a checkpoint's."""
+    """Set the optimizer's learning rates to the schedule's for the current step, in place of a
+    checkpoint's.
+    """
     step = scheduler.last_epoch
     scheduler._last_lr = [
         rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)

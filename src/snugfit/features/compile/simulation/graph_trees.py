@@ -51,7 +51,9 @@ Place = tuple[int, int]
 
 @dataclass(eq=False)
 class _Node:
-    """A program recorded as a CUDA graph: a node of the tree of programs, below the one that ran before it."""
+    """A program recorded as a CUDA graph: a node of the tree of programs, below the one that ran
+    before it.
+    """
 
     function: GraphFunction
     inputs: tuple[Any, ...] = ()

@@ -318,7 +318,9 @@ def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[Pad
 
 
 def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
-    """Return a warning that a kernel runs outside of compiled code, with Dynamo's reasons for graph breaks."""
+    """Return a warning that a kernel runs outside of compiled code, with Dynamo's reasons for graph
+    breaks.
+    """
     reasons = [str(reason).strip().splitlines()[0] for reason in breaks]
     where = f" in {kernel.module}" if kernel.module else ""
     why = f" (torch broke the graph: {reasons[-1]})" if reasons else ""

@@ -226,7 +226,9 @@ class MasterAdamW(OwnAdamW):
         return self._without_states
 
     def _states_are_as_before(self) -> bool:
-        """Return False if the optimizer's state tensors were replaced by others, as by loading a checkpoint."""
+        """Return False if the optimizer's state tensors were replaced by others, as by loading a
+        checkpoint.
+        """
         return len(self.state) == len(self._known) and all(map(is_, self.state.values(), self._known))
 
     def make_states(self, weight: torch.Tensor) -> None:

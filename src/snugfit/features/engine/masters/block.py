@@ -52,7 +52,9 @@ NUMBERS = 8
 
 
 class LaunchTable(NamedTuple):
-    """The arguments of a kernel launch that updates all weights in a table of memory addresses (`table.py`)."""
+    """The arguments of a kernel launch that updates all weights in a table of memory addresses
+    (`table.py`).
+    """
 
     places: torch.Tensor
     """Records of addresses on the device (N, length of a record), int64."""

@@ -45,7 +45,9 @@ for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradien
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return True if Triton kernels update this tensor: it is on a GPU, or on `meta` in a simulation of one."""
+    """Return True if Triton kernels update this tensor: it is on a GPU, or on `meta` in a
+    simulation of one.
+    """
     return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
 
 

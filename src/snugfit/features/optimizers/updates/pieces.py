@@ -37,7 +37,9 @@ class WeightRows(NamedTuple):
 
 
 class FusedAdamW(OwnAdamW, ABC):
-    """Base class of AdamW variants that run torch's fused AdamW kernel on copies of some weights at a time."""
+    """Base class of AdamW variants that run torch's fused AdamW kernel on copies of some weights at
+    a time.
+    """
 
     @abstractmethod
     def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
