@@ -1,1 +1,1 @@
-"""The entry points of training: snugfit's own loop, a live Trainer, and a custom loop."""
+"""Entry points of training: `snugfit.train`, and parts that the HF Trainer and custom loops share."""

@@ -1,5 +1,5 @@
-"""Gradients of a few samples, computed together, in another order and in micro-batches, without a change of
-the model.
+"""Gradients of a few samples, computed as one batch, in another order and in micro-batches. The model is
+unchanged.
 
 The model is in training mode, because a batch norm, a router or a custom term behaves differently in
 evaluation. Only dropout is off. A mask is drawn for all samples of a call at once, so pieces could not
@@ -90,7 +90,7 @@ class CutRuns:
         return bool(self._parameters) and not any(map(tensor_parts().is_part, self._model.parameters()))
 
     def take(self, *orders: Sequence[Sequence[int]], gradients: bool = True) -> list[Taken]:
-        """Compute loss and gradients of the samples for each split into micro-batches. Without `gradients`,
+        """Return loss and gradients of the samples for each split into micro-batches. Without `gradients`,
         only losses are computed, under other weights. Model, gradients and random generators are restored
         afterwards.
         """
@@ -148,7 +148,7 @@ class CutRuns:
 
 
 def give_back_unused(model: torch.nn.Module) -> None:
-    """Free unused cached memory on the GPU of this model, because a step may need all of it."""
+    """Free the allocator's unused cached memory on this model's GPU, because a step may need it."""
     import torch
 
     if next(model.parameters()).device.type == "cuda":
@@ -174,7 +174,7 @@ def is_number(taken: Taken) -> bool:
 
 
 def _compared_weights(model: torch.nn.Module) -> tuple[list[str], list[torch.nn.Parameter]]:
-    """Return the names of the parameters whose gradients are compared, and the parameters."""
+    """Return the parameters whose gradients are compared: their names and the parameters themselves."""
     named = sorted(
         ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad),
         key=lambda pair: pair[1].numel(),
@@ -191,7 +191,7 @@ def _compared_weights(model: torch.nn.Module) -> tuple[list[str], list[torch.nn.
 def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
     """Context in which the model is in training mode without dropout, and is restored at the end.
 
-    Restored are its buffers and the plain attributes of its modules, including their modes.
+    Its buffers and the plain attributes of its modules, including their modes, are restored.
     """
     import torch
 
@@ -212,8 +212,8 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _drop_nothing(module: torch.nn.Module) -> None:
-    """Set the dropout rates of a module to 0, by attributes that recomputed layers and snugfit's kernels read
-    too.
+    """Set the dropout rates of a module to 0, through the attributes that recomputed layers and snugfit's
+    kernels also read.
     """
     is_layer = any(name in type(module).__name__ for name in DRAWS)
     if is_layer:

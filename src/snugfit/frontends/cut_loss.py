@@ -47,7 +47,7 @@ on a GPU. A GPU's memory may have room for no more."""
 
 
 class Tolerance(NamedTuple):
-    """Relative differences up to which gradients are equal."""
+    """Relative differences up to which two gradients count as equal."""
 
     relative: float
     """Bound for the gradient of one parameter, relative to its norm."""
@@ -110,13 +110,13 @@ def job_with_mixing(
     context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     again: bool = False,
 ) -> Job:
-    """Return the job with the result of a test: whether split and whole batches give the same gradients.
+    """Test if micro-batches give the same gradients as the whole batch, and return the job with the result.
 
     `mixes_samples` gets a reason if gradients of pieces do not add up to those of the whole. `unclear_cut`
-    gets one if the comparison is undecided. On a GPU at most `most` samples are used, of `example` or of the
-    job's example. `context` is entered for a model that fails without it. With `again`, the run has already
-    started. Losses are then compared on a GPU, because they save nothing for a backward pass. The run thus
-    needs no more memory than predicted.
+    gets a reason if the comparison is undecided. On a GPU at most `most` samples are used, of `example` or of
+    the job's example. `context` is entered for a model that fails without it. With `again`, the run has
+    already started. Losses are then compared on a GPU, because computing a loss saves nothing for a backward
+    pass. The run thus needs no more memory than predicted.
     """
     # A known reason, such as a batch norm, needs no comparison.
     if mixing_of(job).reason:
@@ -251,8 +251,8 @@ Parts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def chosen_samples(batch: Mapping[str, Any], layout: BatchLayout, most: int) -> Parts:
-    """Choose at most `most` samples of a batch, as different as possible, and divide them into a third and
-    the rest.
+    """Choose at most `most` samples of a batch, as different as possible, and divide them into one third and
+    two thirds.
     """
     traits = _traits(batch, layout)
     chosen = _unlike(traits, min(most, layout.samples))

@@ -42,7 +42,9 @@ def items_in(batch: Mapping[str, Any], *, shifts: bool, dims: BatchDims | None =
 def items_in_each(
     batches: Sequence[Mapping[str, Any]], *, shifts: bool, dims: BatchDims | None = None
 ) -> list[int]:
-    """Return `items_in` of several batches, with one synchronization for batches on a device."""
+    """Count the labels (or samples) of several batches, as `items_in`, with one synchronization with the
+    device.
+    """
     import torch
 
     counted = counted_items(batches, shifts=shifts, dims=dims)
@@ -55,7 +57,9 @@ def items_in_each(
 def counted_items(
     batches: Sequence[Mapping[str, Any]], *, shifts: bool, dims: BatchDims | None = None
 ) -> list[torch.Tensor | int]:
-    """Return `items_in` of each batch without synchronization: numbers, or scalar tensors on the device."""
+    """Count the labels (or samples) of each batch, as `items_in`, without synchronization: ints, or scalar
+    tensors on the device.
+    """
     return [_count(batch, shifts, dims) for batch in batches]
 
 
@@ -74,7 +78,8 @@ def _count(batch: Mapping[str, Any], shifts: bool, dims: BatchDims | None) -> to
 def pieces_of(
     batch: Mapping[str, Any], rows: int | None, dims: BatchDims | None = None
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the batch in parts of at most `rows` samples; tensors without samples are repeated in each.
+    """Yield the batch in parts of at most `rows` samples; a tensor without a sample dimension is in each
+    part.
 
     Raises `JobError` for a batch with unclear dimensions.
     """
@@ -110,9 +115,10 @@ def shifts_labels(model: torch.nn.Module) -> bool:
 
 
 def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
-    """Write every tensor of a step's micro-batches under its number and name, if the disk permits.
+    """Write a step's micro-batches to one file, each tensor by micro-batch number and name, if the disk
+    permits.
 
-    Return the file; its name contains the rank, except for the first one.
+    Return the file's path; its name has the rank, except for rank 0.
     """
     import torch
     from safetensors.torch import save_file

@@ -43,8 +43,9 @@ def next_recipe(
 ) -> Replan:
     """Return a function that chooses the next recipe after an out-of-memory error, or None.
 
-    It serves runs on this device, or on `gpus` such GPUs. The recipe differs in the slots of `changing`
-    alone. For a `live` model it needs no rebuild. The GPUs' division of work stays.
+    The function serves runs on this device, or on `gpus` such GPUs. The new recipe differs only in the slots
+    (kinds of technique) in `changing`. With `live` the existing model can continue under it. The distribution
+    over GPUs stays.
     """
 
     def following(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
@@ -134,7 +135,7 @@ def _plan_smaller_on_several(
 def suits_live_model(following: Recipe, before: Recipe) -> bool:
     """Return True if a live model can continue under the new recipe.
 
-    Its layers may be recomputed, and its loader's micro-batches split, but not joined.
+    The recipe may recompute layers and split micro-batches further, but not join them.
     """
     return following.setup().can_follow(before.setup())
 

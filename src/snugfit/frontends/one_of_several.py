@@ -49,7 +49,8 @@ def is_started_again() -> bool:
 
 @contextmanager
 def one_of_several() -> Iterator[None]:
-    """Run the command within this context; without effect outside a launch of several processes.
+    """Context that reports a command's error in one of several processes only; without effect in a single
+    process.
 
     Raises `ToldElsewhere` for an error that has been reported, or that another process reports.
     """
@@ -98,7 +99,7 @@ def _record(fault: Exception) -> None:
 
 
 def _are_joined() -> bool:
-    """Return True if the processes of the run are connected. Before that, each of them meets the same
+    """Return True if the run's processes have a process group. Before that, all of them raise the same
     errors.
     """
     if "torch.distributed" not in sys.modules:

@@ -158,7 +158,7 @@ def make_run(
 
 
 def _nobody(event: Event) -> None:
-    """Ignore events of a run: the value of `watch` in processes other than the first."""
+    """Ignore an event of a run. This is the `watch` function of processes other than the first."""
 
 
 def compare_cut(
@@ -173,7 +173,7 @@ def compare_cut(
 
 
 def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOptions:
-    """Return the options after a check of their requirements, before any data is read."""
+    """Return the training options, checked for missing requirements before any data is read."""
     chosen = options_of(given)
     if evaluation is None and chosen.eval_strategy != "no":
         raise UsageError(
@@ -243,7 +243,7 @@ def options_of(given: Mapping[str, Any]) -> TrainOptions:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of this name; by default a GPU, else the CPU.
+    """Return the device of this name. Without a name, return a GPU, or the CPU if there is none.
 
     Each of several processes has a GPU of its own. Raises `UsageError` for an unknown or missing device.
     """

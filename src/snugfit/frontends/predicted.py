@@ -62,7 +62,7 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
 def begin_to_import(job: Job, device: torch.device, gpus: int) -> None:
     """Start to import a simulation's modules in another process, while this one reads data.
 
-    Only processes that train with others simulate there.
+    Only runs of several processes simulate in another process.
     """
     from snugfit.prediction.exchanges import modules_of
     from snugfit.prediction.worker_pool import start_fork_server
@@ -74,7 +74,7 @@ def begin_to_import(job: Job, device: torch.device, gpus: int) -> None:
 def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Prediction:
     """Predict a job on `gpus` of these GPUs, in another process if this one has a process group.
 
-    Raises `SnugfitError` without a prediction, as for a job that cannot be sent to another process.
+    Raises `SnugfitError` if no prediction is possible, as for a job that cannot be sent to another process.
     """
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.exchanges import modules_of
@@ -99,7 +99,7 @@ def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Predic
 
 
 def run_figures(prediction: Prediction) -> PredictedRun:
-    """Return the bytes and seconds of a prediction that are compared with those of a run."""
+    """Return the bytes and seconds of a prediction that a run compares with its measured ones."""
     timing = prediction.timing
     return PredictedRun(
         reserved_bytes=prediction.footprint.reserved_bytes,

@@ -1,3 +1,3 @@
-"""The training loop: a recipe is trained on a dataset, with checkpoints, resuming and recovery from lack of
+"""The training loop: it trains a model on a dataset, saves and resumes checkpoints, and recovers from lack of
 memory.
 """

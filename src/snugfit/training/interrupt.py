@@ -111,8 +111,7 @@ class Interrupts:
         return time.monotonic() > self._deadline
 
     def begin_last_save(self) -> None:
-        """Start the last checkpoint. If a single step or batch has used up the time limit, the limit starts
-        again.
+        """Prepare the last checkpoint: restart its time limit if a single step or batch has used it up.
 
         Without this the steps since the last checkpoint would be lost.
         """
@@ -151,7 +150,9 @@ class Interrupts:
 
 
 def _before_each_module(look: Callable[[Any], None]) -> Any:
-    """Call `look` before each module's forward in the main thread; return the hook's handle."""
+    """Call `look` before each module's forward in the main thread; return the handle that removes
+    the hook.
+    """
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     def hook(module: Any, arguments: Any) -> None:
@@ -180,8 +181,8 @@ class Stops:
 
     @property
     def flags(self) -> list[float]:
-        """The signals and requests that this process has received, as numbers that are summed over processes.
-        Reading it consumes a checkpoint request.
+        """The signals and requests that this process has received, as numbers to be summed over processes.
+        Reading the property clears a checkpoint request.
         """
         own = self._own.stopping
         return [float(number == own) for number in _SIGNALS] + [float(self._own.wants_checkpoint())]
@@ -206,7 +207,7 @@ class Stops:
         return self._own.too_late
 
     def begin_last_save(self) -> None:
-        """Start the time limit for the last checkpoint, as `Interrupts.begin_last_save`."""
+        """Start the time limit for the last checkpoint, as `Interrupts.begin_last_save` does."""
         self._own.begin_last_save()
 
     def raise_if_stopping(self) -> None:
@@ -224,7 +225,7 @@ class Stops:
             self.hear(self._ranks.sum(self.flags))
 
     def watch_modules(self, look: Callable[[Any], None] | None) -> None:
-        """Call `Interrupts.watch_modules` if this is the only process of the run."""
+        """Call `Interrupts.watch_modules`, but only in a run of one process."""
         if not self._ranks.are_many:
             self._own.watch_modules(look)
 

@@ -57,7 +57,7 @@ class Journal:
             self._path = None
 
     def tell(self, kind: str, /, **fields: Any) -> None:
-        """Write an event of this type into the journal now, and pass it to the watchers."""
+        """Write an event of the type `kind` into the journal, and pass it to the watchers."""
         event: Event = {"event": kind, **fields}
         self._append(event)
         self._pass_on(event)

@@ -169,8 +169,9 @@ class TrainOptions(JsonFields):
         self._refuse_what_does_nothing()
 
     def _refuse_what_is_no_name(self) -> None:
-        """Raise `UsageError` for trackers and names that are not text. A feature checks the trackers' names
-        when a run begins."""
+        """Raise `UsageError` for options that must be text and are not, such as names of trackers. A feature
+        checks the trackers' names later.
+        """
         given = self.report_to
         if not isinstance(given, str | list | tuple) or not all(isinstance(name, str) for name in given):
             raise UsageError(f"report_to is {given!r}; it must be names of trackers, all, or none.")
@@ -198,7 +199,7 @@ class TrainOptions(JsonFields):
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """The trackers that `report_to` names, none of them twice."""
+        """The experiment trackers that `report_to` names, without duplicates."""
         given = self.report_to.split(",") if isinstance(self.report_to, str) else self.report_to
         named = dict.fromkeys(name for part in given if (name := part.strip()))
         return () if tuple(named) == ("none",) else tuple(named)

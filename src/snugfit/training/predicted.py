@@ -66,7 +66,7 @@ PredictRun = Callable[[Job, Recipe], "RunAnswer | Future[RunAnswer]"]
 
 
 def predict_nothing(job: Job, recipe: Recipe) -> None:
-    """Return None as the prediction of a run; the default `PredictRun`."""
+    """Return None as the prediction of a run; the default function for a run without predictions."""
 
 
 def compare_with_prediction(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:

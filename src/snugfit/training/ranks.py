@@ -114,7 +114,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True for the process that writes the journal and prints messages."""
+        """True in the first process (rank 0), which writes the journal and prints messages."""
         return self.rank == 0
 
     @property
@@ -176,11 +176,11 @@ class Ranks:
         return answer
 
     def all_do(self, do: Callable[[], Answer]) -> Answer:
-        """Call `do` in every process and return its result if it succeeded in all; `do` must not exchange
-        anything.
+        """Call `do` in every process and return its result if no process failed. `do` must not communicate
+        with other processes.
 
-        The first process raises its own error. If it has none, each failed process raises its own. All other
-        processes raise `ToldElsewhere`.
+        The first process raises its own error. If the first did not fail, each failed process raises its own.
+        All other processes raise `ToldElsewhere`.
         """
         if not self.are_many:
             return do()
@@ -222,7 +222,7 @@ def _broadcast(values: list[Any], group: Any) -> None:
 
 
 def from_first(value: Any, group: Any) -> Any:
-    """Return the first process's value in every process, sent over this process group."""
+    """Send a value from the first process over this process group, and return it in every process."""
     values = [value]
     _broadcast(values, group)
     return values[0]
@@ -256,7 +256,7 @@ def is_broken_exchange(fault: BaseException) -> bool:
 def process_group(device: torch.device) -> Iterator[Ranks]:
     """Context with this process's `Ranks`, or `ALONE` without other processes.
 
-    Existing groups of torch.distributed are used and not destroyed.
+    Process groups that exist already are used, and not destroyed at the end.
     """
     process = world()
     if process is None or process.size == 1:

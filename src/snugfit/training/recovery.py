@@ -31,7 +31,9 @@ again."""
 
 @dataclass(frozen=True, kw_only=True)
 class Unplanned:
-    """A recipe with less memory that was found without a plan, if any, and the reason for having no plan."""
+    """The reason why no plan was possible, and a recipe that needs less memory, if one was found without a
+    plan.
+    """
 
     recipe: Recipe | None
     why: str
@@ -100,7 +102,7 @@ def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) 
 
 
 def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
-    """Yield a warning if the gradients of the user's micro-batches differ from those of the whole batch."""
+    """Yield a warning event if the user's micro-batches give other gradients than the whole batch."""
     cut = recipe[Slot.BATCHING]
     if recipe.pieces > 1 and (why := cut.planning_objection(job)):
         cure = f" {CURE}" if job.mixes_samples or job.unclear_cut else ""
@@ -110,7 +112,7 @@ def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
 def compares_again(job: Job, setup: Setup, steps: int) -> bool:
     """Return True if split and whole batches are compared again after this number of steps of the process.
 
-    Recorded steps are excluded: their memory must not be used for anything else.
+    Steps recorded as CUDA graphs are excluded: their memory must not be used for anything else.
     """
     return steps in AGAIN_AFTER and not setup.records_graphs and not mixing_of(job).reason
 
@@ -124,9 +126,7 @@ class Recovery:
         self._planning_seconds = 0.0
 
     def replan(self, recipe: Recipe, cause: str) -> tuple[Recipe | None, str]:
-        """Return the recipe to continue with after memory ran out, or None, and the reason if no plan could
-        be made.
-        """
+        """Return a recipe that needs less memory, or None, and the reason if no plan could be made."""
         chosen = self._replan(self.job, recipe, cause)
         return (chosen.recipe, chosen.why) if isinstance(chosen, Unplanned) else (chosen, "")
 
@@ -135,8 +135,8 @@ class Recovery:
         run.
 
         None, with a warning, means that memory is only short and no other recipe is left. Raises
-        `OutOfMemory` if memory ran out and no other recipe is left. A note in the journal comes first,
-        because planning takes some seconds.
+        `OutOfMemory` if memory ran out and no other recipe is left. Planning takes some seconds, so a note is
+        written into the journal before.
         """
         is_short = exhausted.phase == STEP_BOUNDARY
         what = "memory is short" if is_short else "memory ran out"
@@ -165,7 +165,7 @@ class Recovery:
         """Compare the gradients of micro-batches and of the whole batch again, if `steps` is one of
         `AGAIN_AFTER`.
 
-        An inconclusive result changes nothing, and another one replaces the job.
+        A conclusive result is stored in `self.job`; an inconclusive one changes nothing.
         """
         before = self.job
         if not compares_again(before, recipe.setup(), steps) or (after := compare(before)).unclear_cut:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def seed_all(seed: int, rank: int = 0) -> None:
     """Seed all random generators of the process.
 
-    Each process has its own streams, derived from the run's seed and its rank. Those of rank 0 equal the
-    streams of a run of one process.
+    Each process has its own random numbers, derived from the run's seed and its rank. Rank 0 has those of a
+    run of one process.
     """
     import numpy
     import torch
@@ -94,7 +94,7 @@ def rng_states_from_json(document: list[Any]) -> HostRngStates:
 def all_rng_states(device: torch.device) -> dict[str, Any]:
     """Return the states of all generators that a step may draw from, in the form of checkpoints.
 
-    These are torch's of host and device, numpy's and Python's.
+    These are torch's generators of host and device, numpy's and Python's.
     """
     host = host_rng_states()
     kind, words, *rest = host.numpy

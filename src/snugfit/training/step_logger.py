@@ -103,7 +103,7 @@ class StepLogger:
         self.ignore_retries()
 
     def _log_prediction(self, answer: RunAnswer) -> None:
-        """Write the prediction of this recipe into the journal, or the reason for its absence."""
+        """Write the prediction of this recipe into the journal, or the reason why there is none."""
         self._awaited = None
         self._predicted = answer if isinstance(answer, PredictedRun) else None
         self._predicted_figures = (
@@ -172,7 +172,7 @@ class StepLogger:
     # ---- thrashing ---------------------------------------------------------------------------------------
 
     def watch_retries(self) -> None:
-        """Start to count the allocator's retries, without those of building a run."""
+        """Start to count the allocator's retries; those before this call are ignored."""
         self._retries: int | None = retries_of(self._device)
         self._retried_in_a_row = 0
 
@@ -183,7 +183,9 @@ class StepLogger:
         self._retries = None
 
     def is_thrashing(self) -> bool:
-        """Return True after the last of `RETRIES_IN_A_ROW` steps with retries, and start counting again."""
+        """Return True if the last `RETRIES_IN_A_ROW` steps all had allocator retries, and then start counting
+        again.
+        """
         if self._retries is None:
             return False
         before, self._retries = self._retries, retries_of(self._device)

@@ -1,1 +1,3 @@
-"""The feature `compile`: compilation by torch.compile, and its simulation."""
+"""The feature `compile`: models or layers compiled by `torch.compile`, and a simulation of compiled training
+steps.
+"""

@@ -32,7 +32,9 @@ PLANNED = (0.75, 0.5, 0.25)
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Technique):
-    """Lets each compiled layer keep a share of its activations, and compute the rest again."""
+    """Lets each compiled layer keep a fraction of its activations, and recompute the rest in the backward
+    pass.
+    """
 
     fidelity: ClassVar = Fidelity.ROUNDS
     lowered: ClassVar = True
@@ -69,8 +71,8 @@ class Budget(Technique):
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to uncompiled layers, which torch does not split, and to a budget of 0 with
-        dropout, whose masks are lost.
+        """Yield reasons to refuse a recipe: layers are not compiled, or a budget of 0 would lose dropout
+        masks.
         """
         if COMPILE.of(recipe[Slot.ENGINE].alone) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
@@ -83,12 +85,12 @@ class Budget(Technique):
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return memory budgets of three quarters, a half and a quarter of a layer's activations. Each one
-        compiles another program.
+        """Return memory budgets of three quarters, a half and a quarter of a layer's activations. Each budget
+        compiles the layer differently.
         """
         return [cls(share=share) for share in PLANNED]
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the memory budgets that a plan may try."""
+        """Yield this technique with each memory budget that a plan may try."""
         yield from cls.grades(job)

@@ -1,4 +1,5 @@
-"""Compiled by torch.compile: pointwise operators run as few fused kernels, and fewer results are kept.
+"""Technique `compiled`: with torch.compile, pointwise operators run as few fused kernels, and fewer results
+are kept.
 
 The operators between a layer's products (norms, activation functions, casts, dropout, residuals) become a few
 kernels that Triton compiles. So less is written to memory, and fewer kernels are launched. The backward pass
@@ -115,8 +116,8 @@ class Compiled(Technique):
     """
 
     def __post_init__(self) -> None:
-        """Raise `RecipeError` for invalid settings, a mode of a backend without modes, and layers with
-        autocast `within`.
+        """Check the settings. Raises `RecipeError` for invalid values, a mode of a backend without modes, and
+        layers with autocast `within`.
         """
         super().__post_init__()
         # Layers are compiled inside of the model's autocast in any case.
@@ -140,8 +141,8 @@ class Compiled(Technique):
         return setup.with_fields(compile=self._wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to kernels of other libraries, dispatch modes and joined layers, which
-        torch.compile does not support.
+        """Yield reasons to refuse a recipe: kernels of other libraries, dispatch modes or joined layers,
+        which torch.compile does not support.
         """
         wish = recipe[Slot.CHECKPOINTING].value
         # Selective checkpointing inspects single operators, which a compiled layer does not run.
@@ -176,8 +177,9 @@ class Compiled(Technique):
             yield f"{head} was not tested in a model that is compiled whole. Try 'compiled + {head}'."
 
     def _objections_to_graphs(self, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to techniques whose results a replayed CUDA graph would overwrite, or that were
-        not tried in one."""
+        """Yield reasons to refuse techniques whose results a replayed CUDA graph would overwrite, or that are
+        untested in one.
+        """
         instead = "'compiled'" if self.what == "layers" else "'compiled(what=model)'"
         if recipe[Slot.BATCHING].value > 1:
             yield (
@@ -196,7 +198,7 @@ class Compiled(Technique):
             )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield warnings that a whole model compiles for a minute, and that its attention may change."""
+        """Yield warnings: compiling a whole model takes a minute, and may change its attention kernel."""
         if self.what == "model":
             yield (
                 # With transformers 5.17, BERT-large (4 x 512 tokens) took 8.3 GB with an explicit mask, 6.6
@@ -222,16 +224,22 @@ class Compiled(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why no plan for an evaluation has it: only training steps are simulated."""
+        """Return why plans for an evaluation job exclude compilation (only training steps are simulated);
+        empty for training.
+        """
         return "" if job.trains else "a compiled evaluation is measured, and not simulated"
 
     def is_searched(self) -> bool:
-        """Return False if steps record CUDA graphs, since a search assumes equal steps from the second on."""
+        """Return True if plans search this technique: not if steps record CUDA graphs, since their second
+        step differs from later ones.
+        """
         # The first steps run, record and replay in turn, so they differ.
         return not self._wish.records_graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return why plans skip a combination with this attention: no such compiled step was measured."""
+        """Return why plans skip compilation with the recipe's attention (no such step was measured); empty if
+        they do not.
+        """
         attention = recipe[Slot.ATTENTION]
         if attention.plain:
             return ""

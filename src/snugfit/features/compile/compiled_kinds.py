@@ -43,7 +43,9 @@ REST_SHARE = 0.01
 
 
 class _Counterparts(NamedTuple):
-    """Uncompiled candidate recipes, by index, whose bytes and seconds bound those of a compiled one."""
+    """Indices of the uncompiled candidate recipes whose bytes and seconds bound those of a compiled
+    recipe.
+    """
 
     alike: int | None
     """The recipe that differs only by not being compiled."""
@@ -79,8 +81,8 @@ class CompiledKinds(LoweredKinds):
 
     @staticmethod
     def is_left(operator: str) -> bool:
-        """Return True if this operator remains a library call in compiled code. The compiler never recomputes
-        its outputs, so outputs that the backward pass reads are kept.
+        """Return True if this operator remains a library call in compiled code, such as a matrix product. The
+        compiler never recomputes its outputs, so outputs that the backward pass reads are kept.
         """
         return operator in STAYS or any(name in operator for name in LIBRARIES)
 
@@ -93,7 +95,7 @@ class CompiledKinds(LoweredKinds):
 
     def bare(self, number: int) -> int:
         """Return the index of a compiled recipe's counterpart without compilation and recomputation, and with
-        whole logits.
+        all logits computed at once.
         """
         return self._uncompiled[number].bare
 
@@ -135,7 +137,9 @@ class CompiledKinds(LoweredKinds):
         return None if alike is None else self._bounds.get(alike)
 
     def again_seconds(self, number: int) -> float:
-        """Return a lower bound of the seconds of a compiled recipe's recomputation; 0 if it is unknown."""
+        """Return a lower bound of the seconds that a compiled recipe spends on recomputing activations; 0 if
+        it is unknown.
+        """
         if number not in self._uncompiled:
             return 0.0
         alike, bare = self._uncompiled[number]
@@ -158,8 +162,8 @@ class CompiledKinds(LoweredKinds):
 
 
 def _least_bytes(other: Bound, setup: Setup, uncompiled: Setup) -> int:
-    """Return a lower bound of the bytes of a step with compiled layers, from the bounds of the uncompiled
-    one.
+    """Return a lower bound of the peak bytes of a step with compiled layers, from the bound of the uncompiled
+    step.
     """
     if setup.logits != uncompiled.logits:
         return other.resting_bytes

@@ -182,7 +182,9 @@ def _model_lines(wish: CompileWish, how: str, *, trainer: bool) -> tuple[str, ..
 
 
 def compile_arguments(wish: CompileWish) -> dict[str, Any]:
-    """Return the arguments of `torch.compile` that differ from its defaults; the budget is not among them."""
+    """Return the arguments of `torch.compile` that differ from its defaults; the memory budget is not among
+    them.
+    """
     said = {"backend": (wish.backend, "inductor"), "mode": (wish.mode, "default")}
     return {name: value for name, (value, default) in said.items() if value != default}
 
@@ -215,8 +217,9 @@ def _backend(wish: CompileWish) -> Any:
 
 @dataclass(frozen=True)
 class BackwardWithoutAutocast:
-    """A backend of `torch.compile` that compiles by another one, with backward passes traced without
-    autocast."""
+    """A backend of `torch.compile` that wraps another backend, so that backward passes are traced without
+    autocast.
+    """
 
     backend: Callable[[Any, Any], Any]
 
@@ -228,8 +231,10 @@ class BackwardWithoutAutocast:
 
 @contextlib.contextmanager
 def autocast_begins(where: str) -> Iterator[None]:
-    """Context in which programs are traced as if autocast began `around` them or `within`. torch traces a
-    backward pass together with its forward pass, under the autocast around the program, if any."""
+    """Context in which torch.compile traces as if autocast were entered `around` the compiled function or
+    `within` it. torch traces a backward pass together with its forward pass, under the autocast that is
+    active around them.
+    """
     from torch._functorch import config as functorch
 
     with functorch.patch(backward_pass_autocast="off") if where == "within" else contextlib.nullcontext():
@@ -239,7 +244,7 @@ def autocast_begins(where: str) -> Iterator[None]:
 def _in_training(
     layer: torch.nn.Module, forward: Callable[..., Any], wish: CompileWish
 ) -> Callable[..., Any]:
-    """Return a replacement of a forward pass that runs compiled code in training, without a cache.
+    """Return a replacement of a forward pass that runs compiled in training, if no key-value cache is used.
     Evaluation, with batches of any length, runs uncompiled.
     """
     compiled = _without_cache(compiled_function(forward, wish))

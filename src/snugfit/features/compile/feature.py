@@ -47,25 +47,32 @@ class Compile(Feature):
         return compiled_layers(policy, recorder, notes)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return True for torch.compile's defaults, which compile layers alike, unless a memory budget spans
-        all layers."""
+        """Return True if all compiled layers have equal memory and kernels: with torch.compile's defaults,
+        unless a memory budget spans all layers.
+        """
         wish = COMPILE.of(setup)
         return wish is None or wish.compiles_layers_alike
 
     def program_decisions(self) -> AbstractContextManager[list[Any]]:
-        """Return a context that yields the list of Inductor's decisions for the programs that run."""
+        """Return a context that yields a list of Inductor's decisions on kernel order and buffers for each
+        compiled program that runs.
+        """
         from snugfit.features.compile.simulation.layers import decisions_of_programs
 
         return decisions_of_programs()
 
     def lowered_kinds(self) -> Sequence[type[Any]]:
-        """Return the class that computes lower bounds of candidate recipes with compiled layers."""
+        """Return the class that computes lower bounds of bytes and seconds for candidate recipes with
+        compiled layers.
+        """
         from snugfit.features.compile.compiled_kinds import CompiledKinds
 
         return (CompiledKinds,)
 
     def first_step_seconds(self, setup: Setup, kernels: Collection[Any], in_programs: int) -> float:
-        """Return the seconds of compiling; programs of layers are shared, and those of a model are not."""
+        """Return the seconds that compiling adds to the first step. Equal layers share compiled code and are
+        counted once.
+        """
         wish = COMPILE.of(setup)
         if wish is None:
             return 0.0
@@ -74,7 +81,9 @@ class Compile(Feature):
         return compile_seconds(kernels, in_programs if wish.is_one_program else 0)
 
     def timing_doubts(self, setup: Setup) -> Sequence[str]:
-        """Return a warning about the accuracy of the seconds of Inductor's kernels."""
+        """Return a warning about the accuracy of the predicted seconds of Inductor's kernels; empty without
+        compilation.
+        """
         from snugfit.features.compile.prices import COMPILED_SECONDS, WHOLE_SECONDS
 
         wish = COMPILE.of(setup)

@@ -1,4 +1,4 @@
-"""The field of `Setup` that the feature `compile` adds."""
+"""The setting that the feature `compile` adds to `Setup`, the training settings of a recipe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CompileWish:
 
     @property
     def is_one_program(self) -> bool:
-        """Return True where the whole model is compiled as one."""
+        """Return True if the whole model is compiled as one program, rather than layer by layer."""
         return self.what == "model"
 
     @property
@@ -47,7 +47,9 @@ class CompileWish:
 
     @property
     def compiles_layers_alike(self) -> bool:
-        """Return True if `torch.compile` uses its defaults, and no memory budget spans all layers."""
+        """Return True if all layers compile to equal code: `torch.compile` has its defaults, and no memory
+        budget spans all layers.
+        """
         has_defaults = (self.backend, self.mode) == ("inductor", "default")
         return has_defaults and not (self.is_one_program and self.has_budget)
 

@@ -41,7 +41,9 @@ class Flex(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flex_attention"}),)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to dropout in attention, and to checkpointing that keeps a part of attention."""
+        """Yield reasons to refuse a recipe: dropout in attention, or checkpointing that keeps a part of
+        attention.
+        """
         wish = recipe[Slot.CHECKPOINTING].value
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."

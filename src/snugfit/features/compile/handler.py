@@ -1,4 +1,6 @@
-"""Compilation of a built or live model, and its lines in a script."""
+"""Handler of the compile setting: it compiles a new or existing model, and writes the lines of an exported
+script.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class CompileHandler(Handler):
             compile_parts(model, value)
 
     def evaluated_model(self, value: CompileWish | None, loop: Any, build: Callable[[], Any]) -> Any:
-        """Return the usual model, compiled for the calls of an evaluation."""
+        """Build the usual model with `build`, compile it for an evaluation, and return it."""
         model = build()
         if value is not None:
             compile_evaluated(model, value, generates=loop.job.added_phase is not None)
@@ -54,7 +56,9 @@ class CompileHandler(Handler):
             )
 
     def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
-        """Compile a live model like a new one; parts compiled for another recipe are restored first."""
+        """Compile an existing model like a new one, and yield a line that describes the change. Parts
+        compiled for another recipe are restored first.
+        """
         # Recomputed layers wrap compiled ones, so they are taken off first.
         unwrap_layers(live)
         run_as_written(live.model)
@@ -63,8 +67,9 @@ class CompileHandler(Handler):
             yield f"{value.what}: compiled, by {live.technique(self.slot)}"
 
     def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return an exported script's `torch.nn.Module.compile` lines for the same layers or model. Hooks and
-        the switch for checkpointing are outside of the compiled part there too."""
+        """Return an exported script's `torch.nn.Module.compile` lines for the same layers or model. As in
+        snugfit's loop, hooks and the switch for checkpointing are outside of the compiled part.
+        """
         if value is None:
             return {}
         try:

@@ -40,8 +40,8 @@ class InductorWithin:
 
 @contextlib.contextmanager
 def plain_refusals() -> Iterator[None]:
-    """Context in which our own errors during compilation reach the caller, although Dynamo wraps its
-    compilers' errors.
+    """Context in which snugfit's errors during compilation reach the caller unwrapped; Dynamo wraps errors of
+    its backends.
     """
     try:
         yield
@@ -53,7 +53,9 @@ def plain_refusals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within_budget(budget: float) -> Iterator[None]:
-    """Context in which torch cuts graphs for this memory budget."""
+    """Context that sets `activation_memory_budget`, by which torch splits graphs into forward and
+    backward.
+    """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -70,7 +72,7 @@ def within_budget(budget: float) -> Iterator[None]:
 
 @cache
 def _keeper() -> Any:
-    """Return a class of FX graph pass that keeps random operators from being recomputed under a memory
+    """Return the class of an FX graph pass that keeps random operators from being recomputed under a memory
     budget.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -96,7 +98,9 @@ def _keeper() -> Any:
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:
-            """Return the version of this graph pass, a part of the keys in torch's caches."""
+            """Return the version of this graph pass, which torch includes in the keys of its
+            compile caches.
+            """
             # torch's caches on the disk have the budget in their keys already.
             return "snugfit: random numbers are kept"
 

@@ -1,2 +1,3 @@
-"""The feature `engine`: steps that are replayed as CUDA graphs, and gradients that are released in the
-backward pass."""
+"""The feature `engine`: training steps replayed as CUDA graphs, and gradients freed within the
+backward pass.
+"""

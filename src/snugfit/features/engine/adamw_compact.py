@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWCompact(Technique):
-    """AdamW with both moments in 8 bits, rounded stochastically, in one kernel: a quarter of the state."""
+    """AdamW with both moments in 8 bits, rounded stochastically, in one kernel: a quarter of
+    AdamW's state.
+    """
 
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = (
@@ -47,11 +49,15 @@ class AdamWCompact(Technique):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return the constructor of snugfit's own optimizer; the HF Trainer has no name for it."""
+        """Return the setting that builds snugfit's own AdamW (`CompactAdamW`). The HF Trainer has no name for
+        it.
+        """
         return compact_adamw(self.master_bits)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to weights that are neither fp32 nor split in two halves, and to several GPUs."""
+        """Yield reasons to refuse a recipe: several GPUs, or weights that are neither fp32 nor split in two
+        halves.
+        """
         slots = Slot.ADAPTERS, Slot.PRECISION, *roster.slots_of_several_gpus()
         # A search fills the last slot last, and stops at the first that it lacks.
         setup = setup_of(*reversed([recipe[slot] for slot in reversed(slots)]))
@@ -72,7 +78,7 @@ class AdamWCompact(Technique):
             yield "its states are not supported in several processes. Try 'adamw_8bit' or 'adamw_fused'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning that losses were compared with AdamW's in few runs."""
+        """Yield a warning that its losses were compared with those of AdamW in few runs only."""
         yield (
             "its training was compared with AdamW's only in short runs (dev/log.md): 5,000 steps of a "
             "GPT-2 on a made language, and 300 of BERT-large. Compare it on your own data before a "

@@ -57,7 +57,9 @@ class Bf16Master(Technique):
         return setup.with_precision(weights="bfloat16").with_fields(masters=ADDED if adds else ALL)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections unless the optimizer updates master weights, on one GPU in one process."""
+        """Yield reasons to refuse a recipe: evaluation, adapters, several processes, or an optimizer that
+        cannot update master weights.
+        """
         if not job.trains:
             yield "an evaluation updates nothing, so there are no 32-bit master weights. Try 'bf16_pure'."
         elif not keeps_masters(recipe[Slot.OPTIMIZER].install(self.alone)):
@@ -69,8 +71,8 @@ class Bf16Master(Technique):
             yield "weights in two halves are not supported in several processes. Try 'bf16'."
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
-        """Return the reason why plans do not combine it with compiled steps, or with another optimizer than
-        the default AdamW.
+        """Return why plans do not combine `bf16_master` with compiled layers or another optimizer than AdamW;
+        empty if they do.
         """
         # No compiled step with masters was measured.
         engine = recipe[Slot.ENGINE]
@@ -83,7 +85,9 @@ class Bf16Master(Technique):
         return f"it has an update of its own, the same with {optimizer} as with {default}"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield warnings about the limits of measurements, and the costs of bfloat16."""
+        """Yield warnings: a GPU without bfloat16, few measured models, and micro-batch gradients added up in
+        bfloat16.
+        """
         if compute_capability and compute_capability < (8, 0):
             yield "this GPU does not support bfloat16 and emulates it slowly. Try 'fp16'."
         yield (

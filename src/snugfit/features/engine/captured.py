@@ -63,8 +63,9 @@ class Captured(Technique):
         return setup.with_fields(capture=CaptureWish(multiple=self.multiple))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to techniques that read the device, use another stream, or draw random numbers
-        again."""
+        """Yield reasons to refuse techniques that wait for the device, use another stream, or recompute
+        random numbers.
+        """
         if not job.trains:
             yield from _objections_without_training(job, recipe)
             return

@@ -47,14 +47,15 @@ class Engine(Feature):
         return simulated_graphs(policy, recorder)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return False for updates within the backward pass, since a simulation of few layers needs passes
-        and update apart.
+        """Return True if all layers have equal memory and kernels, so that few are simulated: not with
+        updates in the backward pass.
         """
         return not RELEASE.of(setup)
 
     def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:
-        """Evaluate recipes with updates within the backward pass, and add those that are better. Return the
-        technique's name if any was tried."""
+        """Evaluate recipes with updates within the backward pass, and add the better ones to the search's
+        `state`. Return the technique's name if any recipe was evaluated, else an empty text.
+        """
         from snugfit.features.engine.search import find_released
 
         return find_released(state, pool, job, tell, smallest=smallest)

@@ -1,4 +1,4 @@
-"""The fields of `Setup` that the feature `engine` adds."""
+"""The settings that the feature `engine` adds to `Setup`, the training settings of a recipe."""
 
 from __future__ import annotations
 

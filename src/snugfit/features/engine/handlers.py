@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _refusals(why: str) -> Mapping[str, str]:
-    """Return, by name of each training loop except the plain one, the reason for refusing it."""
+    """Return a dict from each training loop except snugfit's own to `why`, the reason to refuse it."""
     own = "its loop is snugfit's own code"
     return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
 
@@ -111,7 +111,7 @@ class CaptureHandler(Handler):
 
     def around_run(self, value: CaptureWish | None) -> Context | None:
         """Return a context in which all GPU work runs on one stream other than the default one. CUDA graphs
-        cannot record the default stream, and streams cannot reuse each other's freed memory.
+        cannot record the default stream, and one stream lets all work reuse freed memory.
         """
         return _on_own_stream if value is not None else None
 
@@ -155,7 +155,7 @@ class ReleaseHandler(Handler):
     )
 
     def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner | None:
-        """Return the runner of backward passes that update weights, as CUDA graphs if the Setup
+        """Return the runner whose backward passes update the weights, replayed as CUDA graphs if `runner`
         records them.
         """
         if not value:
@@ -171,8 +171,8 @@ def _can_record(loop: Any) -> bool:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the one CUDA stream for all recorded runs of a process on this GPU. cuBLAS keeps some 70 MB for
-    each stream.
+    """Return the CUDA stream on which a process records all its CUDA graphs on this GPU. There is only one,
+    because cuBLAS keeps some 70 MB for each stream.
     """
     import torch
 

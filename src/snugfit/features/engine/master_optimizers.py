@@ -29,8 +29,8 @@ def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:
 
 
 def master_adamw() -> OptimizerWish:
-    """Return the constructor of AdamW over master weights: one kernel on a GPU, instead of each of torch's
-    variants.
+    """Return the constructor of AdamW over master weights: on a GPU it is one kernel, which replaces each of
+    torch's variants.
     """
     return MASTER_ADAMW
 

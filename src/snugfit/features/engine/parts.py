@@ -59,16 +59,16 @@ class CapturedParts(StepParts):
     """
 
     def as_written(self, setup: Setup, *, padded: bool) -> Setup:
-        """Return the Setup without CUDA graphs, for a simulation of forward and backward. Batches keep the
-        padding of recorded steps.
+        """Return the Setup without CUDA graphs, for a simulation of forward and backward. With `padded`,
+        batches keep the padding of recorded steps.
         """
         wish = CAPTURE.of(setup)
         fills = wish.multiple if wish is not None and padded else 0
         return setup.with_fields(capture=None, filled_batches=fills)
 
     def refuse(self, setup: Setup, waits: int) -> None:
-        """Raise `UnsupportedStep` if forward or backward, to be recorded as CUDA graphs, wait
-        for the device.
+        """Raise `UnsupportedStep` if forward or backward wait for the device, because CUDA graphs cannot
+        record a wait.
         """
         # Work that waits for the device cannot be recorded.
         if waits and CAPTURE.of(setup) is not None:
@@ -84,8 +84,8 @@ class CapturedParts(StepParts):
         return (rehearse_captured_update if is_recorded else rehearse_update)(job, setup, *asked)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-        """Return the trace of steps replayed from CUDA graphs, joined from these parts; None if the parts do
-        not match.
+        """Return the trace of steps replayed from CUDA graphs, joined from simulated passes and a simulated
+        update. Return None if the two do not match.
         """
         return splice_captured(passes, update, micro_batches=micro_batches)
 
@@ -116,8 +116,8 @@ def rehearse_captured_update(
 ) -> Part:
     """Simulate clipping and the optimizer's step, recorded as a graph.
 
-    `gradients` are the indices of the trained parameters that have a gradient. Some may be views of `shared`
-    blocks. Raise `UnsupportedStep` if the update waits for the device.
+    `gradients` are the indices of the trained parameters that have a gradient. Some gradients may be views of
+    `shared` memory blocks. Raise `UnsupportedStep` if the update waits for the device.
     """
     import torch
 
@@ -175,8 +175,8 @@ class _Gradients:
 
 
 def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
-    """Return the trace of steps replayed from CUDA graphs, joined from these parts; None if they are of
-    different models.
+    """Return the trace of steps replayed from CUDA graphs, joined from simulated passes and a simulated
+    update. Return None if the two are of different models.
     """
     if passes.gradients != update.gradients or passes.varies:
         return None
@@ -213,7 +213,7 @@ class _UpdateStep(NamedTuple):
 
 class _Splicing:
     """Joins traces of forward, backward and update to steps replayed from CUDA graphs. Methods raise
-    `LookupError` if they do not match.
+    `LookupError` if the traces do not match.
     """
 
     def __init__(self, passes: Part, update: Part, micro_batches: int) -> None:
@@ -229,7 +229,9 @@ class _Splicing:
         self._taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
 
     def steps(self) -> list[Sequence[Piece]] | None:
-        """Return the events of each step as repeated segments, or None if the micro-batches differ."""
+        """Return the trace of each step as repeated lists of events (`Piece`), or None if the micro-batches
+        differ.
+        """
         (written, nothing), (recorded, nothing_more) = self.passes.cut
         updates = [_UpdateStep(*split_update(step)) for step in self.update.split.steps]
         first = widen([*self._as_written(written)], self.micro_batches)
@@ -298,7 +300,7 @@ class _Splicing:
         """Yield the allocations and kernels of one micro-batch in the graphs' memory pool.
 
         The blocks of its `batch` are not in that pool; the batch of the first micro-batch is not freed. Only
-        the first micro-batch gets `of_generator`, the states of the random generator.
+        the first micro-batch has the allocations `of_generator`, the states of the random generator.
         """
         phase = "load"
         for move in moves:
@@ -322,7 +324,7 @@ class _Splicing:
                 yield self._live.free_of(self._of_passes[block])
 
     def _allocate_own(self, alloc: Alloc) -> Alloc:
-        """Add an allocation that is never freed, in the ordinary memory pool."""
+        """Return a new allocation in the ordinary memory pool, which is never freed."""
         self._live.alloc(alloc)
         return alloc
 
@@ -353,8 +355,8 @@ class _Splicing:
             yield from self._moves_of_update(move)
 
     def _moves_of_update(self, move: Move) -> Iterator[Move]:
-        """Yield an event of the update's trace (allocation, free, kernel) with the number that its memory
-        block has in the joined step.
+        """Yield an event of the update's trace (allocation, free, kernel) with its memory block renumbered
+        for the joined step.
         """
         if type(move) is Free:
             yield self._live.free_of(self._of_update[self._updating.free(move)])
@@ -373,7 +375,7 @@ def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
     """Return the allocations of the first CUDA graph that belong to no kernel, such as the state of the
     random generator.
 
-    They have the phase "forward", and an update alone has no other allocation of that phase.
+    They have the phase "forward", and a simulated update has no other allocation of that phase.
     """
     return [move for move in update.before if type(move) is Alloc and move.phase == "forward"]
 
@@ -381,8 +383,8 @@ def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
 def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
     """Yield a recorded micro-batch's events, with the cast of the scalar that multiplies its loss.
 
-    The share is a float32 scalar that multiplies the loss. It is cast to the dtype of the loss if that is
-    narrower, and saved for the backward pass.
+    The scalar is float32. It is cast to the dtype of the loss if that is narrower, and saved for the backward
+    pass.
     """
     backward = next(
         at for at, move in enumerate(moves) if type(move) is PhaseStart and move.phase == "backward"
@@ -429,8 +431,8 @@ def played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> tuple[Kerne
     """Return the kernels of forward and backward, marked as replayed by CUDA graphs: the host launches each
     pass as one.
 
-    Kernels that are already replayed stay unchanged. With shares, one is written to the device per
-    micro-batch.
+    Kernels that are already replayed stay unchanged. With `has_shares`, the host also writes the factor of
+    each micro-batch's loss to the device.
     """
     first = next((kernel for kernel in kernels if kernel.phase in PASSES), None)
     # Kernels of a recorded simulation are marked already.

@@ -68,8 +68,8 @@ class Released(Technique):
         return setup.with_fields(release_gradients=True)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to gradients that are incomplete when they arrive, or that the updates of other
-        weights need.
+        """Yield reasons to refuse a recipe: gradients are incomplete within the backward pass, or other
+        weights' updates need them.
         """
         # All slots, since each may change the dtype, the optimizer or the recording.
         setup = setup_of(*(recipe[slot] for slot in Slot))
@@ -106,5 +106,7 @@ class Released(Technique):
         return "plans look at it where little else fits, for each of its steps is simulated in full"
 
     def is_searched(self) -> bool:
-        """Return False: a search simulates backward pass and update apart, which is impossible here."""
+        """Return False: the usual search of a plan skips it, because it simulates backward pass and update
+        separately.
+        """
         return False

@@ -74,8 +74,8 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
 def _promising(
     state: SearchState, technique: Technique, job: Job, *, smallest: bool
 ) -> Iterator[tuple[float, int]]:
-    """Yield recipes to which updates within the backward pass may be added, each with its seconds, or with
-    its bytes for `smallest`.
+    """Yield the recipes to try with updates in the backward pass, by index. Each has its step's seconds, or
+    with `smallest` its bytes.
     """
     space, times = state.space, PASSES_TWICE if job.clip else 1.0
     most = state.fastest_that_fits * (1 - AS_FAST)

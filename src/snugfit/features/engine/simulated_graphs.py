@@ -103,7 +103,9 @@ class RehearsedGraphs(Graphs):
         return play_equal
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Return a copy of the batch on the device without an allocation; shadow values are copied too."""
+        """Return a copy of the batch on the device without an allocation; values that the simulation tracks
+        are copied too.
+        """
         # Recorded work reads the first batch, so no batch may be freed.
         self._batches.append(batch)
         with self._recorder.memory.allocating(Memory.NOWHERE):

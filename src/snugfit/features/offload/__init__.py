@@ -1,1 +1,1 @@
-"""The feature `offload`: activations are offloaded to the host's memory."""
+"""The feature `offload`: it copies saved activations to the host's memory until the backward pass."""

@@ -57,7 +57,7 @@ class PendingCopy:
 
 
 class OffloadedStorage:
-    """A storage that is offloaded to the host; `base` is its tensor while it is on the device."""
+    """A tensor storage that is offloaded to the host; `base` is its tensor while it is on the device."""
 
     __slots__ = ("__weakref__", "base", "dtype", "extent", "link", "pending", "version")
 
@@ -98,7 +98,7 @@ class Region:
         """Event to await before the region's storages may leave the device."""
 
     def alive(self) -> list[OffloadedStorage]:
-        """Return the storages that autograd still needs."""
+        """Return the storages of this group that autograd still needs."""
         return [one for member in self.members.values() if (one := member()) is not None]
 
     def leave_device(self) -> None:
@@ -112,9 +112,7 @@ class Region:
 
 
 class SavedTensor(NamedTuple):
-    """Autograd's record of an offloaded tensor: its storage, and the shape and strides of the tensor in
-    it.
-    """
+    """The object that autograd saves in place of an offloaded tensor: its storage, shape and strides."""
 
     offloaded: OffloadedStorage
     region: Region
@@ -124,7 +122,9 @@ class SavedTensor(NamedTuple):
 
 
 class KeptTensor:
-    """Autograd's record of a tensor that stays on the device, or whose offloading is not decided yet."""
+    """The object that autograd saves for a tensor that stays on the device, or whose offloading is
+    undecided.
+    """
 
     __slots__ = ("before", "saved", "tensor")
 
@@ -138,9 +138,9 @@ class KeptTensor:
 
 class Window:
     """Schedule of the copies of each stack's first layers: when their activations are copied to the host, and
-    when back. All activations of the other layers are on the device when the backward pass begins. So
-    activations may stay on the device while as many further layers run as are offloaded, less one. The peak
-    does not rise.
+    when back. All activations of the other layers are on the device when the backward pass begins. So with n
+    offloaded layers, activations may stay on the device while n - 1 further layers run. The peak does not
+    rise.
     """
 
     def __init__(self, stacks: Sequence[Sequence[Any]], first: int) -> None:
@@ -313,8 +313,9 @@ class ActivationOffload:
         return KeptTensor(tensor, before) if before else tensor
 
     def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
-        """Save a tensor for the backward pass by offloading its storage, and return autograd's record; a
-        checkpoint's input gets its own region."""
+        """Save a tensor for the backward pass by offloading its storage, and return its `SavedTensor`. The
+        input of a checkpointed layer gets its own group..
+        """
         if checkpointed:
             # The region of a checkpoint has nothing but its input.
             self._fill_up()
@@ -411,8 +412,8 @@ class ActivationOffload:
         return () if self._last is None else (self._last,)
 
     def _decide(self, window: Window) -> None:
-        """Decide on offloading the inputs that activation checkpointing has just saved, for the layer whose
-        forward pass begins.
+        """Offload the inputs that activation checkpointing has just saved, or keep them on the device, as the
+        beginning layer requires.
         """
         for entry in self._undecided:
             if window.stays or entry.tensor is None:
@@ -441,8 +442,8 @@ def _nothing() -> None:
 def _is_saved_by_a_checkpoint() -> bool:
     """Return True if torch's checkpoint is saving an input now.
 
-    It does so itself (torch 2.12), or through an autograd function of its own. A simulation that counts such
-    functions calls it in the function's place.
+    The checkpoint saves it directly (torch 2.12), or through an autograd function of its own. A simulation
+    calls this function when it replaces that autograd function.
     """
     frame: FrameType | None = sys._getframe(2)
     # The checkpoint's own code is at most three frames above the hook.

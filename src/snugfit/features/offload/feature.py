@@ -27,19 +27,21 @@ class Offload(Feature):
         return (OffloadHandler(),)
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the number of all layers if only the first ones are offloaded, because then no smaller group
-        of layers repeats.
+        """Return how many layers form the smallest repeating group. If only the first layers are offloaded,
+        that is all `layers`.
         """
         wish = OFFLOAD.of(setup)
         # The first layers differ from the rest, so nothing repeats.
         return 1 if wish is None or wish.first is None else layers
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return False if activations are offloaded, because those of the last layers stay on the device."""
+        """Return True if all layers have equal memory and kernels: not if activations are offloaded, since
+        the last layers keep theirs.
+        """
         return OFFLOAD.of(setup) is None
 
     def has_timed_bytes(self, setup: Setup) -> bool:
-        """Return True if activations are offloaded, because the time of a copy decides when memory is
+        """Return True if memory depends on timing: with offloading, the end of a copy decides when memory is
         freed.
         """
         return OFFLOAD.of(setup) is not None

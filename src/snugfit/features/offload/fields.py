@@ -1,4 +1,4 @@
-"""The field of `Setup` that the feature `offload` adds."""
+"""The setting that the feature `offload` adds to `Setup`, the training settings of a recipe."""
 
 from __future__ import annotations
 

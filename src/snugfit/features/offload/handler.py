@@ -31,7 +31,9 @@ class OffloadHandler(Handler):
             offload_activations(model, value)
 
     def change(self, value: OffloadWish | None, live: LiveTraining) -> Iterator[str]:
-        """Add or replace the hooks of a live model, and yield a line for it."""
+        """Add or replace the offload hooks of an existing model, and yield a line that describes
+        the change.
+        """
         from snugfit.features.offload.activations import offload_activations
 
         offload_activations(live.model, value)

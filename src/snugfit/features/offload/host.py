@@ -70,7 +70,7 @@ class Host(Technique):
         return setup.with_fields(activation_offload=OffloadWish(what=self.what, first=self.layers))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to compiled layers, and to `checkpoints` without recomputed layers.
+        """Yield errors for unsupported recipes: compiled layers, and `checkpoints` without recomputed layers.
 
         The compiler decides which tensors its layers save. A layer that is not recomputed has no saved input.
         """
@@ -93,7 +93,7 @@ class Host(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan can choose the layers: their number is unknown. Empty if it is known."""
+        """Return the reason why a plan cannot choose the number of offloaded layers; empty if it can."""
         if job.model.layers > 1:
             return ""
         return f"its config has no number of layers (--keep '{cls.last_resort}' plans with all of them)"
@@ -106,9 +106,7 @@ class Host(Technique):
         return cls(what="all").lesser(job)
 
     def lesser(self, job: Job) -> Sequence[Self]:
-        """Return this technique for fewer layers, from 1 to L - 1 of L, for a plan that keeps the
-        technique.
-        """
+        """Return this technique for fewer layers, from 1 to L - 1 of L, as alternatives for a plan."""
         return [replace(self, layers=k) for k in range(1, job.model.layers)] if self.layers is None else ()
 
     @classmethod

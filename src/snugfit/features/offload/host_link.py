@@ -1,4 +1,4 @@
-"""Copies between a device and the host's memory, asynchronous to the computation.
+"""Copies between a device and the host's memory, which run beside the computation.
 
 On CUDA a separate stream runs them. Page-locked memory is allocated once and used again in each step. A copy
 out begins after the device has computed everything launched before it. Memory that a copy back fills belongs
@@ -72,8 +72,8 @@ class Link:
         return self._memory[extent.slab][extent.start : extent.start + extent.nbytes]
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        """Return newly allocated host memory. It does not come from torch's allocator, which simulates the
-        device's memory here.
+        """Return newly allocated host memory. The memory does not come from torch's allocator, because a
+        simulation observes that.
         """
         import torch
 

@@ -44,7 +44,7 @@ class AdamWStochastic(Technique):
     elsewhere: ClassVar = ("bf16_stochastic", "bf16_stochastic_round", "stochastic_rounding")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield an objection if weights have 32 bits, because nothing is rounded then."""
+        """Yield an objection if weights have 32 bits, because fp32 weights are not rounded."""
         setup = setup_of(recipe[Slot.PRECISION], recipe[Slot.ADAPTERS])
         if job.trains and (dtype := setup.trained_dtype(job)) != "bfloat16":
             yield (

@@ -37,7 +37,9 @@ class Apollo(Projected):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return APOLLO and AdamW as one optimizer of the Setup; the HF Trainer's is the authors' package."""
+        """Return the setting for APOLLO with AdamW as one optimizer. The HF Trainer uses the authors' package
+        instead.
+        """
         return OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.apollo:ApolloWithAdamW",

@@ -23,7 +23,9 @@ WITH_OBJECTS = "has objects in its state, which checkpoints cannot contain, so t
 
 
 class Optimizers(Feature):
-    """The feature that adds further optimizers, the rates of their kernels, and states in managed memory."""
+    """The feature that adds further optimizers, the rates of their kernels, and support for states in CUDA
+    managed memory.
+    """
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.OPTIMIZER: (
@@ -45,7 +47,7 @@ class Optimizers(Feature):
         return [sentence] if (sentence := doubt_about_pages(optimizer)) else []
 
     def rate_names(self, kernel: Any) -> Sequence[str]:
-        """Return the name of the measured rate for bitsandbytes' updates with one state per weight; empty for
+        """Return the name of the measured kernel speed for bitsandbytes' updates with one moment; empty for
         other kernels.
         """
         is_small = kernel.operator == "bitsandbytes::optimizer_update_8bit_blockwise"
@@ -55,8 +57,8 @@ class Optimizers(Feature):
         return ()
 
     def managed_bytes(self) -> int:
-        """Return the bytes of CUDA managed memory in which bitsandbytes' paged optimizer states of this
-        process are.
+        """Return the bytes of CUDA managed memory that bitsandbytes' paged optimizer states of this process
+        occupy.
         """
         from snugfit.features.optimizers.updates.bitsandbytes_states import paged_bytes
 

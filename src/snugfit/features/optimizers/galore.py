@@ -76,7 +76,9 @@ class Galore(Projected):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return GaLore and AdamW as one optimizer of the Setup; the HF Trainer's is the authors' package."""
+        """Return the setting for GaLore with AdamW as one optimizer. The HF Trainer uses the authors' package
+        instead.
+        """
         return OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.galore:GaloreWithAdamW",
@@ -94,7 +96,7 @@ class Galore(Projected):
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield an objection to projections of thin matrices."""
+        """Yield an error if the rank exceeds the smaller side of the matrices to project."""
         thin = recipe[Slot.ADAPTERS].trained_rank
         # Matrices no larger than the rank stay AdamW's.
         if thin is not None and thin <= self.rank:

@@ -22,7 +22,7 @@ from snugfit.techniques.technique import Fidelity
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(OfBitsandbytes):
-    """The sign of a momentum as the update: one 32-bit moment, half of AdamW's state."""
+    """Optimizer that updates weights by the sign of a momentum: one 32-bit moment, half of AdamW's state."""
 
     fidelity: ClassVar = Fidelity.LEARNS
     unplanned: ClassVar = LION_RATE

@@ -32,7 +32,9 @@ class Muon(OfMatrices):
 
     @property
     def value(self) -> OptimizerWish:
-        """Return torch's Muon and AdamW as one optimizer of the Setup; the HF Trainer has no name for it."""
+        """Return the setting for torch's Muon with AdamW as one optimizer. The HF Trainer has no
+        name for it.
+        """
         return OptimizerWish(
             factory=Call(
                 path=f"{UPDATES}.matrices:MuonWithAdamW",

@@ -17,8 +17,9 @@ UPDATES = "snugfit.features.optimizers.updates"
 
 @dataclass(frozen=True, kw_only=True)
 class OfMatrices(Technique):
-    """Base class of optimizers with another update for the matrices of hidden layers, and AdamW for
-    everything else."""
+    """Base class of optimizers with a special update (such as Muon's) for the matrices of hidden layers, and
+    AdamW for everything else.
+    """
 
     fidelity: ClassVar = Fidelity.LEARNS
     unplanned: ClassVar = (

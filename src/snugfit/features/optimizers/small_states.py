@@ -57,8 +57,8 @@ class OfBitsandbytes(Technique):
     extra: ClassVar = "bnb"
 
     def code(self, job: Job) -> tuple[str, ...]:
-        """Return Python lines that set the bits of the embeddings' moments; none if they equal those of other
-        weights.
+        """Return Python lines that set the bits of the embeddings' moments; none if embeddings have the bits
+        of other weights.
         """
         prepare = self.value.prepare
         # With 8 bits, bitsandbytes needs no override.
@@ -113,6 +113,6 @@ class PagedStates(OfBitsandbytes):
         return bitsandbytes_wish(name, trainer_name, arguments, self.embeddings)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield an objection to a setting for embeddings if all moments have 32 bits anyway."""
+        """Yield an error for a setting of the embeddings' moments if all moments have 32 bits anyway."""
         if self.bits == 32 and self.embeddings == 8:
             yield "embeddings=8 needs bits=8."

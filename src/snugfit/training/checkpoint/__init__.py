@@ -1,1 +1,3 @@
-"""Checkpoints: their content, and the folder that stores them and always contains a complete one."""
+"""Checkpoints of a training run: their files, and the folder that stores them and always has a
+complete one.
+"""

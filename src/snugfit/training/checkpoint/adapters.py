@@ -42,7 +42,7 @@ def is_of_adapter(model: Any, name: str) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the memory address by which a tensor with several names is recognized.
+    """Return a tensor's memory address, which is equal for two names of one tensor.
 
     A tensor without memory of its own (sparse, some quantizers' shells) gets a unique number.
     """
@@ -53,14 +53,15 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def active_adapters(model: Any) -> list[str]:
-    """Return the names of the adapters that the forward pass uses."""
+    """Return the names of the peft adapters that the model's forward pass uses."""
     active = getattr(model, "active_adapters", [])
     return sorted(active() if callable(active) else active)
 
 
 def refuse_what_cannot_be_kept(model: Any) -> None:
-    """Raise `SnugfitError` for adapters whose weights are outside of the model, which checkpoints cannot
-    contain."""
+    """Raise `SnugfitError` for adapters whose weights are not in the model, because checkpoints cannot
+    contain them.
+    """
     kinds = [config.peft_type for config in model.peft_config.values()]
     if len(kinds) > 1 and "ADAPTION_PROMPT" in kinds:
         raise SnugfitError(
@@ -72,7 +73,8 @@ def refuse_what_cannot_be_kept(model: Any) -> None:
 def files_of(
     model: Any, weights: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Return the content of peft's files: each adapter's tensors by name, and its config, by folder.
+    """Return the content of peft's adapter files: tensors by name and the config, each by the adapter's
+    folder.
 
     `weights` is the model's `state_dict`.
     """
@@ -120,7 +122,9 @@ def _base_weights_that_train(model: Any, exports: list[torch.Tensor]) -> dict[st
 
 
 def allocator_states(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the statistics of AdaLoRA's rank allocators by their module's name. No `state_dict` has them."""
+    """Return the statistics of AdaLoRA's rank allocators by their module's name, because no `state_dict` has
+    them.
+    """
     return {
         name: {
             **{field: dict(getattr(allocator, field)) for field in _IMPORTANCE},

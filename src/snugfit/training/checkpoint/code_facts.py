@@ -40,7 +40,7 @@ _INSTALLED = ("site-packages", "dist-packages", "<frozen")
 def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
     """Return the code digests and plain values of each function, method or callable object, by its name.
 
-    The fact of a missing function is None.
+    The value for a missing function is None.
     """
     facts: dict[str, Any] = {}
     for name, given in functions.items():
@@ -51,9 +51,7 @@ def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Code:
-    """Collects the code that one callable runs, including the user's functions that it calls, for a
-    digest.
-    """
+    """Collects the code of one callable and of the user's functions that it calls, to compute its digest."""
 
     def __init__(self, given: Any) -> None:
         self.values: dict[str, Any] = {}
@@ -119,7 +117,7 @@ class _Code:
 
 
 def _function_of(given: Any) -> Any:
-    """Return the function behind a bound method or a partial, and any other value unchanged."""
+    """Return the function that a bound method or `functools.partial` wraps, and any other value unchanged."""
     if isinstance(given, functools.partial):
         return _function_of(given.func)
     return getattr(given, "__func__", given)
@@ -149,7 +147,8 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 def _text(value: Any) -> str:
     """Return the argument of a Python bytecode instruction as text.
 
-    A set is sorted, because its order is random. Code gives only its name, because it is added by itself.
+    A set is sorted, because its order is random. A nested code object becomes its name, because its code is
+    added separately.
     """
     if isinstance(value, frozenset):
         return repr(sorted(map(repr, value)))

@@ -1,4 +1,5 @@
-"""Properties of a run's model, optimizer and schedule, by which a checkpoint recognizes another run.
+"""Properties (facts) of a run's model, optimizer and schedule, which a checkpoint compares to detect another
+run.
 
 The description of a run (its job, recipe and options) is complete if the run is built from it. Front-ends
 that receive a model, an optimizer and a schedule read facts from these objects. A fact decides a step's
@@ -71,8 +72,8 @@ _NO_FACT = object()
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the differences between the stored properties of two runs, by name.
 
-    With other versions of the libraries, facts of one side only are ignored, because the arguments differ.
-    With another Python, code is ignored, because it compiles differently.
+    If the versions of the libraries differ, properties that only one run has are ignored, because the
+    arguments differ. If the Python versions differ, code is ignored, because it compiles differently.
     """
     if FACTS not in before:
         return ["it has no settings to compare, as a snugfit before 0.1.0 wrote it"]
@@ -115,7 +116,7 @@ def model_facts(model: torch.nn.Module) -> Facts:
 
 
 def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
-    """Return the original class of a module, also if torch's FSDP2 has replaced it."""
+    """Return the class of a module before torch's FSDP2 replaced it."""
     import torch.distributed as dist
 
     if dist.is_available():
@@ -187,8 +188,8 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
 
 
 def schedule_facts(scheduler: Any, prefix: str = "schedule") -> Facts:
-    """Return properties that identify a new schedule: its class, its settings, its factors, and the same of
-    its inner schedules.
+    """Return properties that identify a new schedule: its class, its settings, its factors, and those of its
+    inner schedules.
 
     After a first step this is its class alone.
     """
@@ -203,7 +204,7 @@ def schedule_facts(scheduler: Any, prefix: str = "schedule") -> Facts:
 
 
 def _factors(scheduler: Any, prefix: str) -> Facts:
-    """Return the factors of the learning rate from a schedule's functions.
+    """Return the learning-rate factors that a schedule's functions compute for some steps.
 
     Callable objects are not called, because they may have a state.
     """
@@ -224,7 +225,7 @@ def settings_of(prefix: str, owner: Any) -> Facts:
     """Return the class and the plain public attributes of a user's object, such as a collator's mask rate, to
     compare runs.
 
-    A function has none.
+    A function has no such attributes.
     """
     if owner is None or isinstance(owner, types.FunctionType | types.MethodType | functools.partial):
         return {}

@@ -44,7 +44,7 @@ _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The process that locked a folder."""
+    """The process that locked a folder of checkpoints."""
 
     pid: int
     """The number of the process."""
@@ -74,7 +74,7 @@ class Holder:
 
     @property
     def alive(self) -> bool | None:
-        """True if the process still runs; None for a process of another machine."""
+        """True if the process that holds the lock still runs; None for a process of another machine."""
         if self.host != socket.gethostname():
             return None
         # After a restart of the machine, the number may belong to another process.
@@ -134,8 +134,8 @@ def hold_folder(root: Path) -> Iterator[None]:
 
 
 def _take(lock: FileLock, path: Path, current: Holder) -> None:
-    """Acquire the kernel's file lock. On a file system without locks, decide by the process that the file
-    names.
+    """Acquire the kernel's file lock. On a file system without locks, check the process that the
+    file names.
     """
 
     def holder_lives() -> bool:

@@ -38,7 +38,7 @@ LONGEST_VALUE = 60
 
 
 class Writable(Protocol):
-    """A snapshot of a run that can be written to files."""
+    """Protocol of a snapshot of a run that can be written to files."""
 
     @property
     def step(self) -> int:
@@ -54,22 +54,22 @@ class Writable(Protocol):
 
 @runtime_checkable
 class WrittenByAll(Writable, Protocol):
-    """A snapshot of a run that several processes write into one checkpoint, each its own files."""
+    """Protocol of a snapshot that several processes write into one checkpoint, each process its own files."""
 
     def write_share(self) -> None:
-        """Write the checkpoint's files of a process other than the first, while the first runs `write`."""
+        """Write this process's files of the checkpoint, while the first process runs `write`."""
 
     def close(self) -> None:
-        """End the write in the first process, finished or not; the other processes wait for this."""
+        """Notify the other processes that the first process has finished or abandoned its write."""
 
 
 @contextmanager
 def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
-    """Context in which this process has the locked store of a folder. Incomplete checkpoints of dead
+    """Context that locks a folder of checkpoints and yields its store. Incomplete checkpoints of dead
     processes are removed.
 
-    `begin_anew` is the advice for a new run in errors. Raises `UsageError` if checkpoints cannot be saved
-    there, or another trainer writes there.
+    `begin_anew` is advice for error messages: a way to start a new run. Raises `UsageError` if checkpoints
+    cannot be saved there, or another trainer writes there.
     """
     store = Store(folder, begin_anew=begin_anew)
     store.prepare()
@@ -80,7 +80,9 @@ def open_store(folder: Path, *, begin_anew: str) -> Iterator[Store]:
 
 @contextmanager
 def open_shared_store(folder: Path, ranks: Ranks, *, begin_anew: str) -> Iterator[Store]:
-    """Context in which several processes use the store in this folder, which the first one locks for all."""
+    """Context that yields the store of a folder in several processes; the first process locks the folder for
+    all.
+    """
     with ExitStack() as held:
 
         def hold() -> bool:
@@ -92,10 +94,10 @@ def open_shared_store(folder: Path, ranks: Ranks, *, begin_anew: str) -> Iterato
 
 
 def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
-    """Return the step of a checkpoint folder that a user names for a run in `root`.
+    """Return the step of a checkpoint folder that a user passes to resume a run in `root`.
 
-    A checkpoint that was being replaced when its writer died is accepted. Raises `UsageError` for another
-    folder, or with `in_root` for one outside of `root`.
+    A checkpoint that was being replaced when its writer died is accepted. Raises `UsageError` for a folder
+    that is no checkpoint, or with `in_root` for one outside of `root`.
     """
     mark = re.fullmatch(r"checkpoint-([0-9]+)", folder.name)
     if mark is None or not (folder.is_dir() or any(folder.parent.glob(f".replaced-{mark[1]}-*"))):
@@ -115,7 +117,7 @@ def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
 
 @final
 class CheckpointManager:
-    """Saves snapshots of one run into a store in order, and finds the checkpoint to resume from."""
+    """Saves snapshots of one run into its folder one at a time, and finds the checkpoint to resume from."""
 
     def __init__(
         self,
@@ -161,7 +163,8 @@ class CheckpointManager:
         """Take a snapshot of the run's state after the previous one is written, and start to write it.
 
         Nothing happens if this step has a snapshot already. The checkpoint of step `best` stays. The first of
-        several processes owns the store. In another, `take` returns that process's part, or None.
+        several processes owns the store. In the other processes, `take` returns their part of the snapshot,
+        or None.
         """
         if step == self.saved_step:
             return
@@ -235,8 +238,8 @@ class CheckpointManager:
                 snapshot.close()
 
     def _retain(self, keep: frozenset[int]) -> str:
-        """Remove the oldest checkpoints beyond the limit. Return the reason why one could not be removed, or
-        an empty text. This does not make the save itself fail.
+        """Remove the oldest checkpoints beyond the limit. Return an error text if a removal failed, else an
+        empty text. The save itself does not fail.
         """
         try:
             self.store.retain(self._limit, keep)
@@ -259,7 +262,7 @@ class CheckpointManager:
 
     @property
     def failure(self) -> str | None:
-        """The reason that the last checkpoint could not be saved, or None."""
+        """The error text if the last checkpoint could not be saved, or None."""
         return None if self._failure is None else f"The last checkpoint was not saved: {self._failure}"
 
     def raise_if_last_failed(self) -> None:
@@ -270,8 +273,9 @@ class CheckpointManager:
     # ---- resuming ----------------------------------------------------------------------------------------
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint after the current save, or None. Newer broken ones are
-        reported."""
+        """Wait for the current save and return the newest whole checkpoint, or None. Newer damaged
+        checkpoints are reported.
+        """
         self.wait()
         known = len(self.store.broken)
         checkpoint = self.store.newest()
@@ -283,8 +287,8 @@ class CheckpointManager:
     def checkpoint_at(self, folder: Path, *, in_store: bool = False) -> Checkpoint:
         """Return the checkpoint that a user names.
 
-        `in_store` requires it to be in the run's folder, because such a run may have to return to its last
-        checkpoint. Raises `UsageError` for another folder, and the errors of `verify`.
+        With `in_store` it must be in the run's own folder, for a run that may return to its last checkpoint.
+        Raises `UsageError` for another folder, and the errors of `verify`.
         """
         step = named_step(folder, self.store.root, in_root=in_store)
         try:
@@ -298,7 +302,7 @@ class CheckpointManager:
     def go_back_to(self, checkpoint: Checkpoint) -> None:
         """Rename all later checkpoints when a run resumes from this one, so that the next start ignores them.
 
-        If it is from another folder, all checkpoints here are renamed.
+        If the checkpoint is from another folder, all checkpoints of this folder are renamed.
         """
         if not self._is_in_store(checkpoint):
             self.set_aside_earlier()
@@ -320,8 +324,9 @@ class CheckpointManager:
         *,
         cure: str = "",
     ) -> None:
-        """Raise `UsageError` if there are reasons against resuming from this checkpoint, such as another job.
-        Each entry of `changed` becomes a warning: resuming is possible, but not identical bit for bit.
+        """Raise `UsageError` if `wrong` names reasons against resuming from this checkpoint, such as another
+        job. Each entry of `changed` becomes a warning: the run resumes, but its numbers are not identical bit
+        for bit.
         """
         if wrong:
             raise UsageError(f"{checkpoint.folder} is a checkpoint of another run: {'; '.join(wrong)}.{cure}")

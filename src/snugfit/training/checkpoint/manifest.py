@@ -56,12 +56,12 @@ class NewerCheckpoint(SnugfitError):
 
 
 class SaveStopped(SnugfitError):
-    """Error: a save was stopped on request, and left nothing behind."""
+    """Error: the save of a checkpoint was stopped on request, and left no files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The size and the checksum of a file."""
+    """The size and the checksum of one file of a checkpoint."""
 
     bytes: int
     """The size of the file."""
@@ -72,7 +72,7 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint whose files its manifest has confirmed as complete."""
+    """A complete checkpoint: its files match the list (manifest) in its folder."""
 
     folder: Path
     """The folder of the checkpoint."""
@@ -136,15 +136,15 @@ def _write_manifest(path: Path, step: int, files: Mapping[str, Contents], about:
 
 
 def checksum(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its own checksum; the rule is the same in every schema."""
+    """Return the SHA-256 of a manifest without its field `sha256`; every schema uses the same rule."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Sync a file or a folder's entries to the disk.
+    """Write a file's buffers, or a folder's entries, to the disk (`fsync`).
 
-    Some file systems reject this request for folders, and sync them in their own way; that error is ignored.
+    Some file systems reject `fsync` for folders and write them by themselves; that error is ignored.
     """
     with _naming(path):
         descriptor = os.open(path, os.O_RDONLY)
@@ -168,7 +168,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) -> Contents:
-    """Return the size and checksum of a regular file; check for a stop after each block."""
+    """Return the size and checksum of a regular file; call `stop` after each block of the file."""
     path = folder / name
     digest, total, piece = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
     with _naming(path):
@@ -214,7 +214,8 @@ def _kind(mode: int) -> str:
 
 
 def check_sizes(folder: Path, step: int) -> Checkpoint:
-    """Return the checkpoint if its manifest is valid and every file has its size; no file is read.
+    """Return the checkpoint if its manifest is valid and every file has the listed size; file contents are
+    not read.
 
     Raises the errors of `verify`.
     """
@@ -237,7 +238,7 @@ def check_sizes(folder: Path, step: int) -> Checkpoint:
 
 
 def verify(folder: Path, step: int) -> Checkpoint:
-    """Return the checkpoint if its manifest is valid and every file has its size and its checksum.
+    """Return the checkpoint if its manifest is valid and every file has the listed size and checksum.
 
     Raises `BrokenCheckpoint`, `NewerCheckpoint`, or `SnugfitError` if this process cannot read it.
     """

@@ -1,4 +1,4 @@
-"""The state of a model that the libraries' files omit and that a resumed run needs.
+"""The part of a model's state that a resumed run needs, and that the files of transformers and peft omit.
 
 - `model_state.json`: the file and name of each tensor in adapters' files and in `model_state.safetensors`.
   It also has checksums of frozen tensors that are not saved, extra state of modules, and their plain
@@ -43,7 +43,9 @@ _WEIGHT, _EXTRA = "weight.", "extra."
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBeginning:
-    """Properties of a model at the start of its run, to which later states are compared."""
+    """Properties of a model at the start of its run, which are compared with its later state to
+    find changes.
+    """
 
     frozen: Mapping[str, int]
     """Checksums of frozen tensors; of models with adapters only."""
@@ -58,7 +60,7 @@ _BEGINNINGS: WeakKeyDictionary[torch.nn.Module, ModelBeginning] = WeakKeyDiction
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """The part of a model's state that the libraries' files omit, for a checkpoint."""
+    """The part of a model's state that the files of transformers and peft omit, for a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor]
     """Saved tensors by their names among the model's parameters and buffers."""
@@ -94,8 +96,8 @@ class ModelState:
     def write(self, folder: Path, written: Mapping[int, tuple[str, str] | None]) -> None:
         """Write the model's tensors that no other file of the checkpoint has, and its remaining state.
 
-        `written` has the name and file of each tensor that is in one, by its `id`. None means that the file
-        is loaded as a whole.
+        `written` has the name and file of each tensor that another file has, by the tensor's `id`. None means
+        that the other file is loaded as a whole.
         """
         from safetensors.torch import save_file
 
@@ -124,7 +126,8 @@ class ModelState:
 def model_state_of(
     model: torch.nn.Module, persistent: set[str], among: Sequence[torch.Tensor] | None = None
 ) -> ModelState:
-    """Return the state of a live model; `persistent` are the names in its `state_dict`.
+    """Return the part of a model's state that other files omit; `persistent` are the names in its
+    `state_dict`.
 
     With `among`, frozen tensors are included only under one of three conditions. They share their memory with
     a tensor of `among`, belong to an adapter, or have changed since the run began. Raises `SnugfitError` for
@@ -181,8 +184,9 @@ def _frozen_tensors(model: torch.nn.Module, persistent: set[str]) -> dict[str, t
 
 
 def beginning_of(model: torch.nn.Module) -> ModelBeginning:
-    """Return a model's properties at the first call for it: before its weights are loaded, or before its
-    first step."""
+    """Return a model's properties as recorded at the first call: before its weights are loaded, or before its
+    first step.
+    """
     if model not in _BEGINNINGS:
         # Only adapted models leave frozen weights out of their checkpoints.
         frozen = _frozen_tensors(model, set(model.state_dict())) if adapters.is_adapted(model) else {}
@@ -191,7 +195,9 @@ def beginning_of(model: torch.nn.Module) -> ModelBeginning:
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return the sum of each tensor's bits as integers, reduced on its device with one wait for all."""
+    """Return the sum of each tensor's bits as integers, reduced on its device with one synchronization for
+    all.
+    """
     import torch
 
     sums = [_sum_of_bits(tensor.detach()) for tensor in tensors.values()]
@@ -200,8 +206,9 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits, a scalar of int64; 0 if they cannot be read, as of some
-    quantizers."""
+    """Return the sum of a tensor's bits, a scalar of int64; 0 if the bits cannot be read, as with some
+    quantized tensors.
+    """
     import torch
 
     try:
@@ -292,7 +299,7 @@ def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tens
 def _make_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     """Register a saved buffer that a forward pass created, for the next forward pass.
 
-    If another version of its library lacks the module, the buffer's user is gone too.
+    The buffer is ignored if the model's class, in another version of its library, lacks the module.
     """
     path, _, leaf = name.rpartition(".")
     module = dict(model.named_modules()).get(path)
@@ -309,7 +316,7 @@ def _make_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None
 def _refuse_another_base(
     model: torch.nn.Module, folder: Path, values: Mapping[str, torch.Tensor], document: Mapping[str, Any]
 ) -> None:
-    """Raise `SnugfitError` if the model has other adapters or other frozen weights."""
+    """Raise `SnugfitError` if the model's adapters or frozen weights differ from those of the checkpoint."""
     own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     due = (*values, *document["frozen"])
     lost = [name for name, weight in model.named_parameters() if weight.requires_grad and name not in values]
@@ -398,7 +405,8 @@ def _plain_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Ten
 def restore_attributes(model: torch.nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
     """Set module attributes to their saved values, as `attributes_to_keep` returned them.
 
-    A module that another version of its library lacks is ignored, because its user is gone too.
+    A module that another version of its library lacks is ignored, because nothing in the model reads its
+    attributes.
     """
     import torch
 

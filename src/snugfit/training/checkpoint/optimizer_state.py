@@ -104,7 +104,7 @@ def _own_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
 def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
     """Raise `UsageError` for an optimizer whose steps cannot be checked or repeated.
 
-    If the run `keeps` checkpoints, an optimizer that contains others is refused too.
+    If the run `keeps` checkpoints, an optimizer that wraps other optimizers is refused too.
     """
     kind = type(optimizer).__name__
     # transformers' layerwise optimizers have the first attribute, and LOMO the second.

@@ -1,4 +1,4 @@
-"""Nested states in files without code: tensors in safetensors, the rest in strict JSON.
+"""Nested states, stored without pickle: tensors in safetensors, all other values in strict JSON.
 
 A state has the form of `state_dict()`: dicts, lists and tuples of tensors, numbers, text and None, nested to
 any depth. `pack` splits it. Each tensor goes into a flat dict under a number. The remaining tree has that
@@ -33,7 +33,7 @@ ARRAY = "array"
 
 
 def pack(state: Any, parameters: Sequence[torch.Tensor] = ()) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the nested state in JSON form, and its tensors by their names in it.
+    """Return the nested state in JSON form, and its tensors by the names that the JSON refers to.
 
     Tensors in `parameters` are named by their index there. Raises `SnugfitError` for values that no
     checkpoint can contain (an object, a function, a tensor as a key).
@@ -71,8 +71,8 @@ class _Packer:
         return self._numpy(value) if type(value).__module__ == "numpy" else _plain(value)
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        """Return the JSON form of a tensor; a tensor made of several, as in torchao's optimizers, is refused
-        as an object.
+        """Return the JSON form of a tensor; a tensor subclass made of several tensors, as in torchao's
+        optimizers, is refused.
         """
         if id(value) in self._parameters:
             return {PARAMETER: self._parameters[id(value)]}
@@ -83,7 +83,7 @@ class _Packer:
     def _key(self, key: Any) -> Any:
         """Return the JSON form of a dict's key.
 
-        Raises `SnugfitError` for a tensor, because the one read later would be another key.
+        Raises `SnugfitError` for a tensor, because a tensor that is read back would be a different key.
         """
         import torch
 
@@ -102,8 +102,8 @@ class _Packer:
         return _plain(value)
 
     def _each(self, values: Sequence[Any]) -> list[Any]:
-        """Return the JSON form of each value of a list. It is fast for ints, because generators' states have
-        hundreds of them and training waits.
+        """Return the JSON form of each value of a list. Lists of ints take a fast path: states of random
+        generators have hundreds of them, and training waits.
         """
         return list(values) if set(map(type, values)) == {int} else [self.tree(value) for value in values]
 
@@ -133,7 +133,8 @@ def unpack(
     device: torch.device,
     parameters: Sequence[torch.Tensor] = (),
 ) -> Any:
-    """Return the state that `pack` split; a tensor that was not on the host goes to `device`.
+    """Return the nested state from the JSON tree and tensors of `pack`. Tensors that were not on the host are
+    moved to `device`.
 
     Raises `SnugfitError` for an unknown tree, or for missing tensors or parameters.
     """

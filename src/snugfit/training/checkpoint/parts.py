@@ -32,7 +32,7 @@ class StateParts:
         return False
 
     def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer that holds this process's states."""
+        """Return the optimizer that has this process's states: the given one, or one that it wraps."""
         return optimizer
 
     def loads_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -44,13 +44,15 @@ class StateParts:
     def own_states(
         self, model: torch.nn.Module, saved: Mapping[str, Any], optimized: Sequence[str], names: Iterable[str]
     ) -> tuple[Sequence[str], Mapping[str, Any]]:
-        """Return the names of this process's weights and their optimizer state, from those of all
-        `optimized` weights."""
+        """Return the names of this process's weights and their optimizer state, selected from the saved state
+        of all `optimized` weights.
+        """
         return optimized, saved
 
     def tensor_bytes(self, state: Any) -> list[int] | None:
-        """Return the bytes of each tensor in this process's snapshot; None if they are those of the model and
-        the optimizer."""
+        """Return the bytes of each tensor in this process's snapshot; None if the sizes follow from the model
+        and the optimizer.
+        """
         return None
 
     def snapshot(self, state: Any, staging: Staging, *, random: Sequence[Any], is_last: bool) -> Any:
@@ -80,7 +82,9 @@ class StateParts:
 
 @functools.cache
 def state_parts() -> StateParts:
-    """Return the checkpoint operations of the feature for sharded states, or those for a whole state."""
+    """Return the checkpoint operations of the feature that shards states, or the default ones if no feature
+    does.
+    """
     parts: StateParts = next((make() for make in hooks("state_parts")), StateParts())
     return parts
 

@@ -23,11 +23,13 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class SaveFailed(SnugfitError):
-    """Error: the system refused a save. It left no files, and earlier checkpoints are unchanged."""
+    """Error: the operating system refused a write while a checkpoint was saved. It left no files, and earlier
+    checkpoints are unchanged.
+    """
 
 
 def why(fault: BaseException, draft: Path) -> str | None:
-    """Return, as text, the file and the reason of a system error during a save; None for another error.
+    """Return a text with the file and the cause of a system error during a save; None for any other error.
 
     It must be called before the draft is removed.
     """
@@ -42,8 +44,8 @@ def why(fault: BaseException, draft: Path) -> str | None:
 
 
 def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: int | None) -> SaveFailed:
-    """Return the error for a failed save. It must be called after the incomplete files were removed, which
-    frees their bytes.
+    """Return the error for a failed save. Call it after the incomplete files were removed, so that the free
+    bytes in the message are right.
     """
     room = []
     if (refusal := _refusal(fault)) and refusal.errno in _NO_ROOM:

@@ -67,8 +67,8 @@ class Staging:
         return copied
 
     def copy_passing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor that will soon be freed. The copy is not reused for a later tensor at the same
-        address.
+        """Copy a tensor that will soon be freed to the host. A later tensor at the same address gets its own
+        copy.
         """
         import torch
 
@@ -82,7 +82,7 @@ class Staging:
         return copied
 
     def _room(self, size: int) -> memoryview | None:
-        """Return this many bytes of page-locked memory; None if the host has no more."""
+        """Return `size` bytes of unused page-locked memory; None if the host cannot allocate more."""
         while True:
             if self._chunk == len(self._chunks) and not self._take(size):
                 return None

@@ -81,7 +81,9 @@ class RunProgress:
     """Losses of the last steps, as many as the check for spikes uses (`spikes.py`)."""
 
     def count(self, updated: bool, *, most_skipped: int) -> None:
-        """Count a step. Raises `SnugfitError` after `most_skipped` steps in a row without an update."""
+        """Count a step, as skipped unless it `updated` the weights. Raises `SnugfitError` after
+        `most_skipped` steps in a row without an update.
+        """
         self.step += 1
         self.skipped += not updated
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
@@ -173,7 +175,9 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """The size of its tensors and text in bytes. Headers, config and tokenizer are small."""
+        """The size of the snapshot's tensors and text in bytes, without the small headers, config and
+        tokenizer.
+        """
         tensors = {id(tensor): tensor for tensor in (*self.weights.tensors(), *self.tensors.values())}
         text_bytes = sum(len(text.encode()) for text in self._texts.values())
         return text_bytes + self.weights.widened_bytes + sum(tensor.nbytes for tensor in tensors.values())
@@ -211,9 +215,8 @@ def snapshot(
 
 
 def check_packable(state: TrainState) -> None:
-    """Raise `SnugfitError` for a training state that no checkpoint can contain. It is called before the first
-    step and after the first update, long before the first checkpoint. It also records the model's initial
-    state.
+    """Raise `SnugfitError` for a training state that no checkpoint can contain. Also record the model's
+    initial state. Runs call it before the first step and after the first update, to fail early.
     """
     beginning_of(state.model)
     refuse_unpackable("optimizer", state.optimizer, optimizer_state(state.optimizer), state.optimizer)
@@ -221,7 +224,9 @@ def check_packable(state: TrainState) -> None:
 
 
 def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `SnugfitError` if a part of the state has a value that no checkpoint can contain."""
+    """Raise `SnugfitError` if `value`, a part of the training state, has a type that no checkpoint can
+    contain.
+    """
     try:
         pack(value, parameters_of(optimizer))
     except SnugfitError as fault:
@@ -234,9 +239,9 @@ def refuse_unpackable(part: str, owner: Any, value: Any, optimizer: torch.optim.
 def tensor_bytes(state: TrainState) -> list[int]:
     """Return the size in bytes of each tensor of a snapshot, with the optimizer's future states.
 
-    Each trainable weight has at most two moments of its own size, or of twice that if the optimizer holds a
-    part of it. Weights that another process updates are left out. Raises `SnugfitError` for a model that
-    cannot be saved.
+    Each trainable weight counts two moments of its size, or of twice its size if the optimizer stores its low
+    half. Weights that another process updates are left out. Raises `SnugfitError` for a model that cannot be
+    saved.
     """
     if (sizes := state_parts().tensor_bytes(state)) is not None:
         return sizes
@@ -292,10 +297,10 @@ def _optimized_names(state: TrainState) -> list[str]:
 
 @contextlib.contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """Context that turns errors of reading a checkpoint into a `SnugfitError`: its content is not snugfit's.
+    """Context that turns errors of reading a checkpoint into a `SnugfitError`: another program wrote its
+    content.
 
-    Raises `SnugfitError` for content that snugfit does not write: the checksums are right, so another program
-    has made it.
+    The checksums are checked before, so such content is not damaged.
     """
     from safetensors import SafetensorError
 
@@ -312,10 +317,10 @@ def as_written(folder: Path) -> Iterator[None]:
 
 
 def restore(state: TrainState, folder: Path) -> int:
-    """Restore a run that was just built, with its weights from `folder` already.
+    """Restore the state of a new run, whose weights were already loaded from `folder`.
 
-    Returns the number of processes with saved random generators; those of others are unchanged. Raises
-    `SnugfitError` if the checkpoint is another model's or another optimizer's.
+    Returns the number of processes with saved random generators; generators of further processes keep their
+    state. Raises `SnugfitError` if the checkpoint is another model's or another optimizer's.
     """
     import torch
 
@@ -355,7 +360,7 @@ def restore(state: TrainState, folder: Path) -> int:
 
 
 def restore_frozen(model: torch.nn.Module, folder: Path) -> None:
-    """Set which parameters are trainable as in the checkpoint, and load nothing else."""
+    """Set `requires_grad` of each parameter as in the checkpoint, and load nothing else."""
     with as_written(folder):
         frozen = dict(_read(folder)[0][PAIRS])["frozen"]
     set_frozen(model, frozen)
@@ -374,7 +379,7 @@ def restore_rng(folder: Path, device: torch.device, rank: int = 0) -> None:
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Read the saved state in `folder`: return the tree and the tensors that `unpack` takes."""
+    """Read the saved state in `folder`: return its JSON tree and its tensors, the arguments of `unpack`."""
     from safetensors.torch import load_file
 
     return json.loads((folder / STATE).read_text(encoding="utf-8")), load_file(folder / TENSORS)

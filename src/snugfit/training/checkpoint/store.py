@@ -47,7 +47,7 @@ _HIDDEN = re.compile(rf"\.(draft|gone|replaced)-{_STEP}-[0-9a-f]{{8}}")
 
 
 class AllBroken(SnugfitError):
-    """Error: no checkpoint in the folder is whole."""
+    """Error: every checkpoint in the folder is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +156,8 @@ class Store:
         return Checkpoint(folder=self._folder(step), step=step, files=files, about=about)
 
     def _show(self, draft: Path, step: int) -> None:
-        """Rename a finished draft of a checkpoint to its final name. A checkpoint with that name is kept
-        until then.
+        """Rename a finished draft of a checkpoint to its final name. An older checkpoint of that name exists
+        until the rename.
         """
         final, before = self._folder(step), self._hidden_name("replaced", step)
         if os.path.lexists(final):
@@ -176,9 +176,10 @@ class Store:
         _remove(before)
 
     def new_draft(self, step: int) -> Path:
-        """Create a hidden folder for files of this step that are made before the save.
+        """Create and return a hidden folder for files of this step that are written before the checkpoint's
+        save.
 
-        The next sweep removes it if it is left over.
+        The next `sweep` removes the folder if no save used it.
         """
         draft = self._hidden_name("draft", step)
         draft.mkdir()
@@ -187,9 +188,9 @@ class Store:
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, or None if there is none at all.
 
-        Newer broken ones are listed in `broken` and renamed. Raises `AllBroken` and then changes nothing, so
-        that the next start is refused as well. Raises `NewerCheckpoint`, and `SnugfitError` for a folder that
-        cannot be read.
+        Damaged newer checkpoints are renamed and listed in `broken`. Raises `AllBroken` and then changes
+        nothing, so that the next start is refused as well. Raises `NewerCheckpoint`, and `SnugfitError` for a
+        folder that cannot be read.
         """
         ignored: list[Broken] = []
         for step, folder in self._checkpoints():
@@ -217,16 +218,17 @@ class Store:
     def restart(self) -> list[Path]:
         """Rename every checkpoint for a run that begins anew; return the new paths.
 
-        The oldest goes first, so that an interrupted restart has not begun. Raises `SnugfitError` if the
-        system refuses, because the next start would resume from one of them.
+        The oldest is renamed first: after an interruption, the newest checkpoint of the old run is still
+        there. Raises `SnugfitError` if the system refuses, because the next start would resume from one of
+        them.
         """
         return self._rename_all_aside(self._checkpoints()[::-1], "before-restart")
 
     def set_aside_newer(self, step: int) -> list[Path]:
         """Rename the checkpoints after this step for a run that goes back to it; return the new paths.
 
-        The newest goes first: an interruption then leaves the beginning of one run. Raises the errors of
-        `restart`.
+        The newest is renamed first, so that the rest is the beginning of one run even after an interruption.
+        Raises the errors of `restart`.
         """
         newer = [(later, folder) for later, folder in self._checkpoints() if later > step]
         return self._rename_all_aside(newer, "superseded")
@@ -275,7 +277,7 @@ class Store:
     def _checkpoints(self) -> list[tuple[int, Path]]:
         """Return the steps and folders of all checkpoints, newest first.
 
-        A checkpoint whose replacement was interrupted comes after its replacement.
+        If a replacement was interrupted, the new checkpoint comes before the old one of the same step.
         """
         try:
             paths = list(self.root.iterdir())

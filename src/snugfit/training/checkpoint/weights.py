@@ -1,4 +1,5 @@
-"""A model's weights in a checkpoint: written in the libraries' form, and loaded into a live model.
+"""A model's weights in a checkpoint: written in the file format of transformers or peft, and loaded into an
+existing model.
 
 - `config.json`, `model.safetensors`: a model of transformers, for `from_pretrained`. Another module has its
   `state_dict` in `model.safetensors`.
@@ -67,7 +68,9 @@ class ModelWeights:
     """Function that joins both halves of a weight; None without residuals."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors; a tensor in several places comes several times."""
+        """Yield all tensors of the weights and the state; a tensor under several names is yielded several
+        times.
+        """
         for tensors in self.files.values():
             yield from tensors.values()
         yield from self.residuals.values()
@@ -91,8 +94,9 @@ class ModelWeights:
         return replace(self, files=files, residuals=residuals, state=self.state.with_copies(copy))
 
     def _tensors_to_write(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the one file in their saved dtype, by name. A tied weight stays one
-        tensor."""
+        """Return the tensors of `model.safetensors` by name, in their saved dtype. Tied weights stay one
+        tensor.
+        """
         weights = self.files[WEIGHTS]
         if self.join is None:
             return dict(weights)
@@ -126,8 +130,8 @@ class ModelWeights:
     def _write_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
         """Write a model of transformers, and the tensors that its files omit.
 
-        transformers writes some architectures under other names than they compute with. When those are
-        loaded, all get one dtype.
+        For some architectures transformers renames tensors in its files. When those are loaded, all tensors
+        get one dtype.
         """
         weights, written = self.files[WEIGHTS], self._tensors_to_write()
         with no_progress_bars():
@@ -190,8 +194,8 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def held_parts(optimizer: Any) -> Mapping[torch.Tensor, torch.Tensor]:
-    """Return the low halves of split fp32 weights, which the optimizer stores, by weight; empty if it stores
-    none.
+    """Return the low halves of split fp32 weights, which the optimizer stores, in a dict by weight; the dict
+    is empty for other optimizers.
     """
     parts: Mapping[torch.Tensor, torch.Tensor] = getattr(optimizer, "held_parts", dict)()
     return parts
@@ -227,7 +231,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of the libraries' files, by their names there, on the host."""
+    """Read all weights in a checkpoint's files of transformers or peft; return host tensors by their names in
+    the files.
+    """
     from safetensors.torch import load_file
 
     saved: dict[str, torch.Tensor] = {}
@@ -266,8 +272,9 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _load_module(model: torch.nn.Module, folder: Path) -> None:
-    """Load the weights of a module that is not of transformers; its extra state without tensors is in the
-    model's state."""
+    """Load the weights of a module that is not of transformers; extra state without tensors is loaded with
+    the model's state.
+    """
     from safetensors.torch import load_file
 
     # Extra state is missing from the file on purpose, so strictness is checked below.
@@ -280,8 +287,7 @@ def _load_module(model: torch.nn.Module, folder: Path) -> None:
 def _load_pretrained(model: Any, folder: Path) -> None:
     """Load a model of transformers, whose tied weights are saved once.
 
-    Some architectures are saved under other names than they compute with. These are loaded as a new model
-    first.
+    For architectures whose tensors are renamed in the files, a second model is loaded and copied.
     """
     saved = read_weights(folder)
     own = {name: value for name, value in model.state_dict().items() if hasattr(value, "data_ptr")}

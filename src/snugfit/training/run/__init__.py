@@ -1,1 +1,1 @@
-"""One training run: its session, its steps, and the work between them."""
+"""One training run: its setup, its steps, and the work between steps (evaluation, checkpoints, stops)."""

@@ -1,7 +1,7 @@
 """A run under one recipe: its model, optimizer and steps.
 
-A change of recipe opens the run again, from the boundary at which the previous one ended. No tensor of a
-recipe outlives its `ActiveRun`.
+A change of recipe builds the run again, in the state after the last finished step. No tensor of a recipe
+outlives its `ActiveRun`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMPARED = 16
 
 @final
 class ActiveRun:
-    """A run under one recipe, built from `checkpoint` or from the beginning.
+    """The model, optimizer and steps of a run under one recipe, in the state of `checkpoint` or new.
 
     Up to the step `sync_to`, each update waits for a check of the gradients.
     """
@@ -82,7 +82,8 @@ class ActiveRun:
             checkpoints.prepare(self.state)
 
     def close(self) -> None:
-        """Remove an engine's and a runner's hooks from the model, and free a runner's memory.
+        """Remove the hooks of DeepSpeed's engine and of the `StepRunner` from the model, and free the
+        runner's memory.
 
         No step follows.
         """
@@ -156,7 +157,9 @@ class ActiveRun:
             )
 
     def _count(self, updated: bool) -> None:
-        """Count a step. Raises `SnugfitError` after too many steps in a row without an update."""
+        """Count a step, as skipped unless it `updated` the weights. Raises `SnugfitError` after too many
+        steps in a row without an update.
+        """
         try:
             self.progress.count(updated, most_skipped=self._run.options.most_skipped_in_a_row)
         except SnugfitError as fault:
@@ -198,13 +201,13 @@ class ActiveRun:
         return self._is_ended or self.progress.step == self.steps
 
     def save_end(self) -> None:
-        """Save a checkpoint of the run's end, which has the whole model even of a sharded one."""
+        """Save the checkpoint of the run's end, with the whole model even if its weights are sharded."""
         if self._is_sharded and not self._keeps_whole() and self._has_stepped:
             self._is_ended, self._checkpoints.saved_step = True, None
         self.save()
 
     def save(self) -> None:
-        """Save a checkpoint of the state between two steps, unless there is one."""
+        """Save a checkpoint after the current step, unless this step has one."""
         if self._checkpoints.saved_step == self.progress.step:
             return
         self.check_weights()

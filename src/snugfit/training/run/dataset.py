@@ -84,7 +84,7 @@ def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, opti
 
 
 def _notes_on_cuts(samples: IndexedSamples) -> Iterator[str]:
-    """Yield notes for the user on truncated and omitted rows."""
+    """Yield notes for the user on dataset rows that were truncated or omitted."""
     if samples.cut:
         yield (
             f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} of their tokens were cut "
@@ -131,7 +131,9 @@ def _as_tensor(name: str, value: Any) -> Any:
 
 
 def _is_prepared(source: Source, job: Job) -> bool:
-    """Return True if the samples in memory are arguments of the model already, tensors of one shape."""
+    """Return True if the samples are in memory and are the model's inputs already: tensors of equal
+    shapes.
+    """
     if isinstance(source, str | os.PathLike | IndexedSamples):
         return False
     if job.task in (*INPUTS, Task.CUSTOM):
@@ -143,8 +145,9 @@ def _is_prepared(source: Source, job: Job) -> bool:
 
 
 def _map_style(source: Source) -> Sequence[Mapping[str, Any]]:
-    """Return samples in memory that need no reader: with a length and indices. Raises `UsageError` for
-    others."""
+    """Return `source` if it is a map-style dataset in memory, with a length and indices. Raises `UsageError`
+    otherwise.
+    """
     if isinstance(source, str | os.PathLike) or not all(
         hasattr(source, n) for n in ("__len__", "__getitem__")
     ):

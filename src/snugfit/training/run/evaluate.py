@@ -40,7 +40,7 @@ class Evaluated:
     """Share of correct predictions, from 0 to 1; None for a task without classes."""
 
     def metric(self, name: str) -> float:
-        """Return the evaluation's loss or accuracy by its name; NaN if it is None."""
+        """Return the loss or the accuracy by its name; NaN if the evaluation has no accuracy."""
         value = self.loss if name == "loss" else self.accuracy
         return math.nan if value is None else value
 
@@ -60,8 +60,8 @@ def evaluate(
     """Return the model's loss and accuracy over host batches, each with True if it counts.
 
     Several processes sum over the batches of all. `raise_if_stopping` is called before each batch and may
-    abandon the evaluation. Each call of the model runs in the context `within(batch)`, which may cut the
-    batch to a part.
+    abandon the evaluation. Each call of the model runs in the context `within(batch)`, which may reduce the
+    batch to this process's part.
     """
     import torch
 
@@ -100,7 +100,7 @@ def in_order(
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yield host batches of at most `size` samples in the dataset's order, each with True if its samples
     count. Each of several processes yields its own part. A process without remaining samples yields a batch
-    that does not count. The number of loader workers is that of the training.
+    that does not count. The loader has as many workers as in training.
     """
     order = SampleOrder(
         len(data.samples),

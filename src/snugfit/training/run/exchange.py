@@ -50,7 +50,7 @@ class StepExchange:
     def forward_ends(self) -> None:
         """Record the time at which a micro-batch's forward pass ended, on the CPU.
 
-        There a backward pass that exchanges gradients is over when its call returns.
+        On a CPU, a backward pass that exchanges gradients is over when its call returns.
         """
         self._forwarded = time.perf_counter()
 

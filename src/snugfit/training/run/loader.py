@@ -46,7 +46,7 @@ REPORTED_WITHIN = 2.0
 
 
 def collate_for(job: Job, setup: Setup, collate: Collate) -> Collate:
-    """Return `collate`, followed by a cast to the weights' dtype if no autocast casts inputs.
+    """Return a collate function that also casts inputs to the weights' dtype, unless autocast casts them.
 
     Pictures and sound are made in fp32, and a model with all weights in bfloat16 takes only bfloat16.
     """
@@ -111,7 +111,7 @@ class Prefetcher(Generic[Fetched]):
         """Seconds that the last fetch took."""
 
     def fetch(self) -> None:
-        """Create the next batches and store them, unless they are ready.
+        """Load the next step's batches and store them, unless they are stored already.
 
         An error is stored too and raised by `take`, because the current step has not caused it.
         """
@@ -134,7 +134,7 @@ class Prefetcher(Generic[Fetched]):
 
 
 def _epoch_keys(order: SampleOrder, start: int, stop: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield the (epoch, sample) pairs of one micro-batch after the other, for the DataLoader."""
+    """Yield the (epoch, sample) index pairs of each micro-batch in order, as keys for the DataLoader."""
     for step in range(start, stop):
         epoch = order.epoch(step)
         for piece in order.with_stand_ins(step):
@@ -146,7 +146,7 @@ class _EpochDataset:
     """A dataset of whole batches by epoch and index. Masks differ between epochs, and the same workers serve
     all epochs.
 
-    Our own errors, such as for a broken picture, are returned in the batch's place. An error raised in a
+    Errors of snugfit, such as for a damaged picture, are returned in place of a batch. An error raised in a
     worker would have the worker's traceback in its message.
     """
 
@@ -186,7 +186,9 @@ def _next(batches: Iterator[Any]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def report_worker_death(workers: Sequence[BaseProcess] = ()) -> Iterator[None]:
-    """Context that raises `SnugfitError` for a dead worker, or `OutOfMemory` if the system killed it."""
+    """Context that turns the death of a loader's worker into a `SnugfitError`, or `OutOfMemory` if the system
+    killed it.
+    """
     try:
         yield
     except (RuntimeError, ConnectionError, EOFError) as fault:
@@ -235,8 +237,9 @@ def _signal_of(workers: Sequence[BaseProcess]) -> str | None:
 def _ignore_signals_of_others(worker: int) -> None:
     """Ignore signals to the whole process group in a worker, such as Ctrl-C or a scheduler's SIGTERM.
 
-    They are for the loop, which stops at a step's end and needs this worker's batches until then. The worker
-    ends on its parent's signal, or after its parent's end, which torch checks every few seconds.
+    The training loop handles these signals: it stops at a step's end and needs this worker's batches until
+    then. The worker ends on its parent's signal, or after its parent's end, which torch checks every few
+    seconds.
     """
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):

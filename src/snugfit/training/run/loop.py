@@ -74,7 +74,9 @@ class StepRejected(SnugfitError):
         self.loss, self.norm = loss, norm
 
     def write(self, folder: Path, step: int, micro_batches: Sequence[Sequence[int]]) -> Path:
-        """Write the indices of the samples of each micro-batch; return the file even if writing fails."""
+        """Write the indices of the samples of each micro-batch to a file. Return its path even if writing
+        fails.
+        """
         file = folder / f"{self.name}-step-{step}.json"
         document = {
             "step": step,
@@ -103,7 +105,7 @@ class WeightsNonFinite(SnugfitError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The mean loss of one optimizer step, and a flag for its update of the weights."""
+    """The mean loss of one optimizer step, and a flag that is True if it updated the weights."""
 
     loss: float
     """Mean over the global batch."""
@@ -164,8 +166,8 @@ class TrainingStep(PlainStep):
         """True if the device was still busy in the last step when the host had done its own work."""
 
     def start_runner(self) -> None:
-        """Let a `StepRunner` run the following steps. Updates within the backward pass wait only for the norm
-        of a clip.
+        """Run the following steps with a `StepRunner` (such as CUDA graphs), if the Setup has one. An update
+        in the backward pass waits only for the norm of gradient clipping.
         """
         super().start_runner()
         if self.runner is not None and self.runner.updates_within and not self.job.clip:
@@ -179,7 +181,7 @@ class TrainingStep(PlainStep):
     ) -> StepResult | Exhausted:
         """Take a training step; return `Exhausted` in place of an out-of-memory error.
 
-        The traceback of an exception would keep the step's tensors alive.
+        An exception is not passed on, because its traceback would keep the step's tensors alive.
         """
         exhausted = None
         try:
@@ -229,7 +231,9 @@ class TrainingStep(PlainStep):
         return StepResult(loss=loss, updated=updated)
 
     def _read_loss(self, state: TrainState, *, has_one: bool = True) -> float:
-        """Return the loss of a step whose passes are launched. Raises `StepRejected` for an invalid one."""
+        """Return the loss of a step whose forward and backward passes are launched. Raises `StepRejected` for
+        an invalid loss.
+        """
         self.phases.phase("clip")
         # The last norm is read here, where the loss is waited for anyway.
         self.read_norm(state)
@@ -247,7 +251,9 @@ class TrainingStep(PlainStep):
         return loss
 
     def needs_norm(self) -> bool:
-        """Return True if the job clips, or each update waits for the gradients."""
+        """Return True if a step must compute the gradients' norm: for clipping, or as a check before each
+        update.
+        """
         return super().needs_norm() or self.sync_before_update
 
     def reads_gradients(self) -> bool:
@@ -284,8 +290,8 @@ class TrainingStep(PlainStep):
 
     def _weights_of(self, pieces: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
         """Return the factors of the micro-batches' losses: each one's fraction of the counted labels of all
-        processes. Labels of a micro-batch without counted ones are overwritten, because a mean over nothing
-        is NaN, even times 0.
+        processes. If no label of a micro-batch counts, its labels are overwritten: a mean over no labels is
+        NaN, even times 0.
         """
         if self._exchange is None or not self._exchange.ranks.are_many:
             return super()._weights_of(pieces)
@@ -305,7 +311,7 @@ class TrainingStep(PlainStep):
         self._asked_of_loss()
 
     def read_norm(self, state: TrainState) -> None:
-        """Read the last step's gradient norm from the device, if it is unread.
+        """Read the last step's gradient norm from the device, unless it was read before.
 
         Raises `WeightsNonFinite` if it is not finite: the update has then made NaN weights.
         """
@@ -318,7 +324,7 @@ class TrainingStep(PlainStep):
     def check_weights(self, state: TrainState) -> None:
         """Check the weights before they are saved or used elsewhere.
 
-        This reads the norm, or checks the weights themselves if no gradients were checked. Raises
+        It reads the last gradient norm, or checks the weights themselves if the norm was not computed. Raises
         `WeightsNonFinite`.
         """
         self.read_norm(state)
@@ -350,8 +356,8 @@ class TrainingStep(PlainStep):
     def _raise_if_non_finite(
         self, state: TrainState, trained: list[torch.nn.Parameter], loss: float, *, has_norm: bool
     ) -> None:
-        """Raise `NonFinite` if gradients contain NaN or infinity; wait for the gradients, or
-        for their norm.
+        """Raise `NonFinite` if gradients contain NaN or infinity; this waits until the device has computed
+        them, or their norm.
         """
         self.unread, length = False, self._check.norm() if has_norm else None
         # Without a clip, the norm is only that of the check, and is not logged.
@@ -366,8 +372,9 @@ class TrainingStep(PlainStep):
     def _update(
         self, state: TrainState, trained: list[torch.nn.Parameter], norm: torch.Tensor | None
     ) -> bool:
-        """Clip by `norm` and update the weights. Return True if there was an update: a scaler skips steps
-        that overflow."""
+        """Clip by `norm` and update the weights. Return False if the gradient scaler skipped the update after
+        an overflow.
+        """
         if norm is not None:
             scale(trained, self.job.clip or 0.0, norm, state.optimizer)
         self.phases.phase("update")
@@ -398,7 +405,9 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 class FiniteCheck:
-    """Copies the loss and gradient norm of each step to the host, with as little waiting as possible."""
+    """Copies the loss and gradient norm of each step to the host, without waiting for the device where
+    possible.
+    """
 
     def __init__(self, device: torch.device) -> None:
         import torch

@@ -43,8 +43,7 @@ def open_run(
     checkpoint: Checkpoint | None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> TrainState:
-    """Build model, optimizer and schedule of the run under `setup`, which takes `steps` optimizer steps in
-    total.
+    """Build the run's model, optimizer and schedule under `setup`, for `steps` optimizer steps in total.
 
     The run is at its beginning, or in the state of `checkpoint`. `tell` receives notes, such as the newly
     initialized weights. Raises `SnugfitError` if the checkpoint does not fit the model.
@@ -90,7 +89,9 @@ def not_built(run: Run, recipe: Recipe, cause: str) -> OutOfMemory:
 
 
 def _set_rates(scheduler: Any) -> None:
-    """Set the learning rates of the current step by this schedule, in place of those from a checkpoint."""
+    """Set the optimizer's learning rates to the schedule's for the current step, in place of a
+    checkpoint's.
+    """
     step = scheduler.last_epoch
     scheduler._last_lr = [
         rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -102,10 +103,10 @@ def _set_rates(scheduler: Any) -> None:
 def _model(
     run: Run, setup: Setup, checkpoint: Checkpoint | None, tell: Callable[[str], None]
 ) -> torch.nn.Module:
-    """Build the model with its weights: a transformers model from its files, any other by filling it
-    afterwards.
+    """Build the model with its weights: a transformers model from its files, any other is built first and
+    then gets its weights.
 
-    A model for an engine has all its weights before the engine partitions it, on the host.
+    A model for DeepSpeed's engine gets its weights on the host, before the engine partitions them.
     """
     stays = engine_of(setup) is not None
     parts = state_parts()

@@ -141,9 +141,9 @@ class SampleOrder:
 
     def with_stand_ins(self, step: int) -> MicroBatchIndices:
         """Return this process's micro-batches. Each empty one gets one sample of the step, so that all
-        processes run the same passes.
+        processes run equally many passes.
 
-        A process computes there too, because the others wait for it, and its result does not count.
+        The other processes wait for these passes, and their results do not count.
         """
         return tuple(piece or self.batch(step)[:1] for piece in self.step(step))
 
@@ -177,8 +177,9 @@ def _epoch(order: SampleOrder, epoch: int) -> np.ndarray:
 
 
 def _by_length(samples: np.ndarray, lengths: np.ndarray, window: int) -> np.ndarray:
-    """Return sample indices (n,) sorted by length within each window, the longest first; `lengths` are those
-    of all samples."""
+    """Return the `samples` (n,), sorted by length within each `window` of indices, longest first. `lengths`
+    has the length of every sample of the dataset.
+    """
     import numpy as np
 
     windows = np.arange(len(samples)) // window

@@ -74,7 +74,7 @@ class Data:
     """Notes for the user who trains on this dataset."""
 
     def fingerprint(self) -> str:
-        """Return a checksum of the number of samples and of some of them."""
+        """Return a checksum of the dataset: of its number of samples and of some samples."""
         count = len(self.samples)
         read = min(FINGERPRINT_SAMPLES, count)
         digest = hashlib.sha256(f"{count}".encode())
@@ -84,7 +84,7 @@ class Data:
 
 
 def _sample_bytes(samples: Any, index: int) -> bytes:
-    """Return bytes that identify a sample; those of a picture's file, to avoid decoding."""
+    """Return bytes that identify a sample; a picture is identified by its file, to avoid decoding."""
     if hasattr(samples, "checksum"):
         checksum: bytes = samples.checksum(index)
         return checksum
@@ -109,7 +109,7 @@ def _raw_bytes(value: Any) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The description of a run: job, recipe, options, data and folder."""
+    """A training run before it starts: its job, recipe, options, data and folder."""
 
     job: Job
     recipe: Recipe
@@ -137,7 +137,7 @@ class Run:
     def recipe_after(self, about: Mapping[str, Any]) -> Recipe:
         """Return the recipe to resume with, from the description in a checkpoint.
 
-        It is the run's last one, with the present distribution over GPUs.
+        It is the last recipe of the saved run, with this run's distribution over GPUs.
         """
         return _shared_as(Recipe.parse(about["recipe"]), self.recipe)
 
@@ -199,7 +199,7 @@ class Run:
 
 
 def depends_on_length(schedule: str, warmup_steps: float) -> bool:
-    """Return True if the learning rate of a step depends on the number of steps.
+    """Return True if the learning rate of a step depends on the run's total number of steps.
 
     `schedule` is transformers' name. A warm-up below 1 is a share of the steps.
     """
@@ -266,7 +266,7 @@ def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, An
     """Return a checkpoint's description of its run, changed to this run's distribution over GPUs, and the
     changes.
 
-    The mathematics are the same on other GPUs.
+    Another distribution computes the same numbers, up to rounding.
     """
     try:
         recipe = Recipe.parse(before["asked"])
@@ -306,9 +306,10 @@ def _shared_as(recipe: Recipe, other: Recipe) -> Recipe:
 
 
 def moved_model(before: Mapping[str, Any], run: Run) -> str:
-    """Return a sentence if the model's folder has moved since the checkpoint with the same content.
+    """Return a sentence if the model's folder has another path than in the checkpoint and the same content,
+    else an empty text.
 
-    The initial weights are compared by their files.
+    The content is compared by the files of the initial weights.
     """
     return _folder_change(
         before.get("job", {}).get("model", {}), json.loads(json.dumps(run.job.to_json()["model"]))

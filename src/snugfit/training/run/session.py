@@ -51,7 +51,7 @@ TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpo
 
 
 class Session:
-    """Runs one training run in this process, through changes of its recipe."""
+    """Executes one training run in this process, also across changes of its recipe."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Session:
     def train(self, checkpoint: Checkpoint | None, ran_out: Any = None) -> Trained:
         """Train to the end of the run, from `checkpoint` or from the beginning.
 
-        `ran_out` is the record of exhausted memory that ended all processes of the previous run.
+        `ran_out` is set if lack of memory ended all processes of the previous start: the record of it.
         """
         run = self._run
         if ran_out is None:
@@ -163,8 +163,8 @@ class Session:
         return after
 
     def _cuts_alone(self) -> bool:
-        """Return True if this process may change its number of micro-batches by itself, because no other
-        process waits for it.
+        """Return True if this process may change its number of micro-batches alone, because no other process
+        waits for it.
         """
         active = self._active
         return active.order.micro_batches > 1 and active.step.passes is None and not self._run.ranks.are_many
@@ -183,10 +183,10 @@ class Session:
                 self._replay()
 
     def _replay(self) -> None:
-        """Restore the last state with correct weights, and repeat the steps up to the one with wrong
-        gradients.
+        """After NaN gradients were found too late, restore the last correct state and repeat the steps since
+        then.
 
-        That step then stops before its update.
+        The step with those gradients then stops before its update.
         """
         step = self._progress.step
         # A pending checkpoint may be the newest one.
@@ -232,7 +232,9 @@ class Session:
         return self._active.progress
 
     def _take_steps(self) -> str | Exhausted:
-        """Take training steps until the run's end, a signal to stop, or a lack of memory."""
+        """Take training steps until the run ends, stops, or lacks memory; return its outcome or the memory
+        record.
+        """
         active = self._active
         # The evaluation that a signal abandoned comes first.
         if outcome := self._at_boundary() if self._progress.unevaluated else self._outcome():
@@ -306,7 +308,8 @@ class Session:
         prefetcher.fetch()
 
     def _at_boundary(self) -> str | None:
-        """Evaluate, save and stop between two steps; return the result of the run if it ends here.
+        """Evaluate, save and stop between two steps; return the outcome of the run if it ends here, else
+        None.
 
         An evaluation that a signal abandons is repeated when the run is resumed.
         """

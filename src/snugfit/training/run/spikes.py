@@ -36,7 +36,7 @@ class LossSpike(StepRejected):
 
 @final
 class Spikes:
-    """Detects spikes by comparing each loss of a run with the previous ones."""
+    """Detects spikes: a loss that is far above the previous losses of the run."""
 
     def __init__(self, options: TrainOptions, journal: Journal) -> None:
         self._rtol, self._policy = options.loss_spike_rtol, options.on_loss_spike

@@ -64,7 +64,8 @@ def train(
 
     `restart` begins anew and renames the old checkpoints. `resume_from` goes back to one of the folder's
     checkpoints, and later ones are renamed. `replan` chooses another recipe when memory runs out, `compare`
-    checks a cut of the batch, and `predict` predicts a recipe. `watch` receives every event.
+    compares gradients of micro-batches with the whole batch's, and `predict` predicts bytes and seconds.
+    `watch` receives every event.
 
     Raises `UsageError` for a run that cannot start or resume, and `OutOfMemory` if no recipe is left. Raises
     `SnugfitError` for a NaN loss, or if the last checkpoint could not be saved.
@@ -124,8 +125,8 @@ def _forget_memory_record(run: Run) -> None:
 def _start(
     run: Run, checkpoints: CheckpointManager, journal: Journal, named: Path | None, restart: bool
 ) -> Checkpoint | None:
-    """Return the checkpoint to resume from, or None for a new run, and rename existing files that would be
-    overwritten.
+    """Return the checkpoint to resume from, or None for a new run, and rename old checkpoints that a new run
+    would overwrite.
 
     Raises `UsageError` for another run's checkpoint.
     """

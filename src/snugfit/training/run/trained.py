@@ -1,4 +1,4 @@
-"""The outcome of a run."""
+"""The result that a training run returns, and the error for a last checkpoint that could not be saved."""
 
 from __future__ import annotations
 

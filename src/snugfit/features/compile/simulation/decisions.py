@@ -35,7 +35,7 @@ class Reuse:
 
 @dataclass
 class Decisions:
-    """Inductor's memory estimates and decisions while it compiled a program."""
+    """Inductor's memory estimates and decisions while it compiled one program (graph)."""
 
     orders: list[list[int]] = field(default_factory=list)
     """Estimated bytes after each kernel, for each order of the kernels."""
@@ -45,7 +45,8 @@ class Decisions:
 
     def are_alike(self, deeper: Decisions, periods: int) -> bool:
         """Return True if Inductor would decide the same for a model with `periods` more repetitions of its
-        layers. The estimates follow from those here and in `deeper`, a model with one repetition more.
+        layers. They are extrapolated from this object and `deeper`, the decisions for a model with one
+        repetition more.
         """
         return _same_order(self, deeper, periods) and _same_reuses(self, deeper, periods)
 
@@ -128,7 +129,7 @@ def _lowest(peaks: Sequence[int]) -> int:
 
 def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> int | None:
     """Extrapolate Inductor's estimated memory peaks from two models of few layers to one of many. Return None
-    if they do not allow it.
+    if the two do not determine the peaks.
     """
     few, more = _changes(shallow), _changes(deeper)
     # Sizes with an entry per layer (the seeds of all dropouts) differ between the depths.

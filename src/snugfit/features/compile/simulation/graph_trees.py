@@ -51,7 +51,9 @@ Place = tuple[int, int]
 
 @dataclass(eq=False)
 class _Node:
-    """A recorded program, as a child of the program that ran before it in its step."""
+    """A program recorded as a CUDA graph: a node of the tree of programs, below the one that ran
+    before it.
+    """
 
     function: GraphFunction
     inputs: tuple[Any, ...] = ()
@@ -86,12 +88,12 @@ class GraphTrees:
         self._generator: list[torch.Tensor] = []
 
     def begin_call(self) -> None:
-        """Count a call of compiled code, by which a new step is recognized."""
+        """Count a call of compiled code, so that the beginning of a new step can be detected."""
         self._calls += 1
 
     def call(self, function: GraphFunction, arguments: list[Any]) -> Any:
-        """Run a compiled program: with kernels the first time, then recorded as a CUDA graph, then as a
-        replay.
+        """Run a compiled program: the first time as kernels, then recorded as a CUDA graph, then as a replay.
+        Return its outputs.
         """
         self._start()
         out = self._run(function, arguments)
@@ -153,14 +155,16 @@ class GraphTrees:
         self._path, self._state = [], _State.NOTHING
 
     def _live(self) -> Iterator[tuple[Place, Any]]:
-        """Yield the live outputs of the compiled programs of this step, with their positions."""
+        """Yield the live outputs of the compiled programs of this step, with their positions (program and
+        output index).
+        """
         for depth, node in enumerate(self._path):
             for number, reference in enumerate(node.outputs):
                 if reference is not None and (storage := reference()) is not None:
                     yield (depth, number), storage
 
     def _places(self, function: GraphFunction, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the origin of each input of a compiled program: a live output of another program, or an
+        """Return where each input of a compiled program comes from: a live output of another program, or an
         address.
 
         A static input that is no weight is assumed to have the same address in each step.
@@ -229,8 +233,8 @@ class GraphTrees:
         return out
 
     def _copy_inputs(self, node: _Node, arguments: list[Any]) -> list[Any]:
-        """Return a CUDA graph's inputs, with those of changing addresses copied to the recorded addresses.
-        Empty the given list.
+        """Return a CUDA graph's inputs, where inputs with changed addresses are copied to the recorded
+        addresses. The given list is emptied.
         """
         import torch
 

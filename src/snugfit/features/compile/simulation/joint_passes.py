@@ -48,8 +48,8 @@ def joint_passes_for(
     """Context in which Inductor's passes run with tensors on the CPU and decisions for the simulated device.
 
     The passes ignore patterns and constants on `meta`. Autograd, with which they trace, needs a GPU for
-    tensors on `cuda`. `doubt` is called with assumptions, and `times` with the products that a GPU would
-    benchmark.
+    tensors on `cuda`. `doubt` is called with each assumption (a text), and `times` with the matrix products
+    that a GPU would benchmark.
     """
     import torch
     from torch._inductor import compile_fx as fx
@@ -84,7 +84,9 @@ def _decisions_of(
     may_replace: Callable[[Any], bool] = fuse_attention._sfdp_params_check
 
     def may_replace_on_cuda(match: Any) -> bool:
-        """Return True if torch allows the replacement and the fused kernel multiplies in tf32."""
+        """Return True if Inductor may replace a matched attention by a fused kernel: torch allows it, and the
+        kernel multiplies in tf32.
+        """
         in_fp32 = match.kwargs["query"].meta["val"].dtype == torch.float32
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         # On CUDA, torch fuses attention in fp32 only with tf32.
@@ -113,11 +115,10 @@ def _decisions_of(
 
 
 def pays_to_pad(match: Any, first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if this product, (m, k) by (k, n), is assumed to be faster with padding.
+    """Return True if this matrix product, (m, k) by (k, n), is assumed to be faster with padded operands.
 
-    It is in 16 bits, and its operands are written padded or its inner dimension needs no padding. The rule
-    fits the six products of one attention. Those of an attention in tf32, over 373 positions, were not
-    padded.
+    The rule: it is in 16 bits, and its operands are written padded or its inner dimension needs no padding.
+    It fits the six measured products of one attention. Products in tf32, over 373 positions, were not padded.
     """
     from torch._inductor.fx_passes import pad_mm
 

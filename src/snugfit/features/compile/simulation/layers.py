@@ -67,7 +67,7 @@ _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward
 
 @dataclass
 class _Program:
-    """One of the programs that torch.compile generates from a graph."""
+    """One of the programs (forward or backward code) that Inductor generates from a traced graph."""
 
     call: Callable[[list[Any]], Any]
     strides: list[tuple[int, ...] | None]
@@ -169,7 +169,9 @@ class Compiler:
 
     @contextlib.contextmanager
     def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
-        """Context in which the kernels of a compiled program are recorded for this simulation."""
+        """Context in which kernels are recorded as those of a compiled program; `attention` names its
+        attention kernels.
+        """
         import torch
 
         # A program inside an operator's dispatch does not count: there Dynamo compiles torch's own Python.
@@ -229,7 +231,7 @@ class Compiler:
     def compiled_graph(self, graph: Any, inputs: Sequence[Any], records: bool, budget: float) -> Any:
         """Return a function that runs a graph from Dynamo; it is cached for the process.
 
-        A program that `records` CUDA graphs is created each time.
+        With `records` (as CUDA graphs), the function is not cached.
         """
         with self._sizes.ask(inputs) as any_sizes:
             key = self._policy, budget, graph.code, _surroundings(), any_sizes, _shape_of(inputs)
@@ -296,7 +298,9 @@ def _inputs_given_back(graph: Any) -> frozenset[int]:
 
 
 def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[PaddedProduct]) -> Run:
-    """Return a function that runs a program of Inductor, after benchmarks of the `timed` products."""
+    """Return a function that runs a program of Inductor, after the simulated benchmarks of the matrix
+    products `timed`.
+    """
     call, again, attention = program.call, program.again, program.attention
 
     def run(arguments: list[Any]) -> Any:
@@ -314,7 +318,9 @@ def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[Pad
 
 
 def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
-    """Return the warning about a kernel outside of the programs, with Dynamo's reasons for graph breaks."""
+    """Return a warning that a kernel runs outside of compiled code, with Dynamo's reasons for graph
+    breaks.
+    """
     reasons = [str(reason).strip().splitlines()[0] for reason in breaks]
     where = f" in {kernel.module}" if kernel.module else ""
     why = f" (torch broke the graph: {reasons[-1]})" if reasons else ""
@@ -339,8 +345,9 @@ _NOW: list[Compiler] = []
 
 @functools.cache
 def _backend_of(records: bool, budget: float, autocast: str) -> Callable[[Any, Sequence[Any]], Any]:
-    """Return the backend for all simulations with these settings, one object, because Dynamo's cache uses it
-    as a key."""
+    """Return the `torch.compile` backend for these settings. It is cached: Dynamo's cache has the backend
+    object in its keys.
+    """
 
     def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
         with compiling.autocast_begins(autocast):
@@ -365,8 +372,8 @@ def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Ten
 
 
 def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
-    """Simulate the memory of Triton's benchmark of a generated kernel's configurations, once per process, at
-    its first launch.
+    """At a generated kernel's first launch in a process, simulate the memory of Triton's benchmark of its
+    configurations.
     """
     now = _NOW[-1]
     if source not in now._chosen:
@@ -391,7 +398,7 @@ def _surroundings() -> tuple[Any, ...]:
 def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> Iterator[None]:
     """Context in which a Setup's compiled layers are compiled for the simulated device.
 
-    Their programs and kernels go to the recorder.
+    The recorder receives their memory and kernels.
     """
     import torch
     import torch._dynamo
@@ -430,11 +437,11 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
 
 
 def _where_numbers_are_drawn(get_device: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Return the device whose random state a compiled program saves for recomputed operators, such as
-    attention.
+    """Return a replacement of `get_device`: it returns the device whose random state compiled code saves for
+    recomputation.
 
-    Either state is on the host, and only the host's exists without a GPU. torch's own function returns `meta`
-    for tensors on `meta`, and None before 2.13.
+    That is the host, because the state of a GPU's generator is on the host too, and no GPU exists. torch's
+    own function returns `meta` for tensors on `meta`, and None before 2.13.
     """
 
     def device_of(args: Any, kwargs: Any) -> str | None:
@@ -461,7 +468,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _strides(outputs: Any) -> Iterator[tuple[int, ...] | None]:
-    """Yield the strides of a compiled graph's outputs; None for an output that is no tensor."""
+    """Yield the strides of each output of a compiled graph; None for an output that is no tensor."""
     from torch._inductor.ir import IRNode
 
     for out in outputs or ():

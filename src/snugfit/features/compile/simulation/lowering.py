@@ -84,7 +84,7 @@ def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
 
     Inputs of a backward program have the strides of its forward program's outputs. Those of a convolution are
     channels last, although the graph was traced otherwise. Gradients of a fused attention that replaced an
-    explicit one have its kernel's strides. Copies that changed strides before are then redundant.
+    explicit one have its kernel's strides. Copies that only changed strides are then redundant.
     """
     import torch
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -105,7 +105,7 @@ def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
 
 
 def computed_again(graph: Any) -> Counter[int]:
-    """Return the contractions that this backward graph recomputes from the forward pass, counted by FLOPs."""
+    """Count the matrix products that this backward graph recomputes from the forward pass, by their FLOPs."""
     import torch
 
     from snugfit.rehearsal.record.kernels import CONTRACTIONS, flops_of, group_of
@@ -152,8 +152,8 @@ def _device(value: Any, device: torch.device) -> Any:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """Return a copy of a fake tensor with this device as attribute. It shares the storage, because graph
-    passes compare storages.
+    """Return a copy of a fake tensor whose attribute `device` is this device. It shares the storage, because
+    graph passes compare storages.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
@@ -168,7 +168,7 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def _init_patterns() -> None:
-    """Trace Inductor's patterns, which happens once, while the current device is the CPU."""
+    """Trace Inductor's patterns, while the current device is the CPU. Inductor traces them once."""
     from torch._inductor.fx_passes import post_grad
 
     post_grad.lazy_init()

@@ -52,7 +52,9 @@ def attention_in(text: str) -> tuple[str, ...]:
 
 
 def as_boxed(run: Run) -> Run:
-    """Return the program marked for AOTAutograd as one that empties its list of inputs."""
+    """Return the function with AOTAutograd's mark (`_boxed_call`) for functions that empty their list of
+    inputs.
+    """
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -164,7 +166,7 @@ _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_tensor_me
 
 
 def _namespace() -> dict[str, Any]:
-    """Return the global names with which a compiled program runs on tensors on `meta`."""
+    """Return the globals for a compiled program's code, so that it runs on tensors on `meta`."""
     import math
     import random
 
@@ -198,7 +200,7 @@ def _namespace() -> dict[str, Any]:
 
 
 class _Library:
-    """Replacement for Inductor's library kernels, by torch's operators of the same names."""
+    """Replacement for Inductor's `extern_kernels` (library kernels): torch's operators of the same names."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -207,7 +209,7 @@ class _Library:
 
 
 class _Torch:
-    """Replacement for the module torch, as on a machine with the GPU."""
+    """Replacement for the module `torch` in compiled code, which behaves as on a machine with the GPU."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -239,7 +241,7 @@ class _WithRandomState:
 
     @staticmethod
     def run_with_rng_state(state: Any, operator: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Return the operator's output, computed again from a random state."""
+        """Return the operator's output, recomputed from a saved random state."""
         return operator(*arguments, **keywords)
 
 

@@ -31,7 +31,7 @@ class Operand(NamedTuple):
 
 
 class PaddedProduct(NamedTuple):
-    """A matrix product that Inductor benchmarks with and without padding."""
+    """A matrix product, with its operands' layouts, that Inductor benchmarks with and without padding."""
 
     key: str
     """Key of Inductor's decision in its cache."""
@@ -65,7 +65,9 @@ def product_of(
 
 
 def time_padding(policy: Policy, products: Iterable[PaddedProduct], timed: set[str]) -> None:
-    """Allocate and free the memory of these products' benchmarks on this GPU, except for `timed` ones."""
+    """Allocate and free the memory of these products' benchmarks on this GPU, except products in `timed`,
+    which were benchmarked before.
+    """
     import torch
 
     flushed = getattr(policy, "cache_bytes", 0)
@@ -81,7 +83,9 @@ def time_padding(policy: Policy, products: Iterable[PaddedProduct], timed: set[s
 
 
 def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
-    """Allocate and free as `_should_pad` does, in its order: operands, padded ones, and both products."""
+    """Allocate and free memory as Inductor's `_should_pad` does, in its order: operands, padded operands,
+    both products.
+    """
     first, second = _make(product.first), _make(product.second)
     added = None if product.added is None or not as_it_is else _make(product.added)
     rows, inner, columns = _padding(first, second)
@@ -152,7 +156,9 @@ def _pad(matrix: torch.Tensor, below: int, beside: int) -> torch.Tensor:
 
 
 def _pad_sum(added: torch.Tensor, below: int, beside: int) -> torch.Tensor:
-    """Return an added tensor after padding; one dimension is a row (`pad_dim` of `pad_addmm`)."""
+    """Return the tensor added to a padded product, padded too. A tensor of one dimension is a row (as in
+    `pad_addmm`).
+    """
     import torch
 
     widths = {added.dim() - 1: beside, added.dim() - 2: below}

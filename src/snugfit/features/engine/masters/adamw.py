@@ -69,8 +69,8 @@ class Numbers(NamedTuple):
 
 
 class MasterAdamW(OwnAdamW):
-    """AdamW over bfloat16 weights, with the low half of each master weight among its states; also over fp32
-    weights.
+    """AdamW over bfloat16 weights, with the low half of each 32-bit master weight among its states. It also
+    accepts fp32 weights.
     """
 
     clips_inside: ClassVar = True
@@ -98,7 +98,7 @@ class MasterAdamW(OwnAdamW):
         return {weight: state[RESIDUAL] for weight, state in self.state.items() if RESIDUAL in state}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, and take over the low halves of its weights."""
+        """Add a parameter group, and move the low halves of its weights into the optimizer's states."""
         # A new group changes addresses, so the kernels' tables are written again.
         super().add_param_group(param_group)
         self._tables = None
@@ -140,8 +140,9 @@ class MasterAdamW(OwnAdamW):
 
     @torch.no_grad()
     def find_gradients(self) -> None:
-        """Create the states of weights with their first gradient, and write all addresses to the kernels'
-        tables."""
+        """Create the states of weights with their first gradient, and write all gradient addresses to the
+        tables that the kernels read.
+        """
         for weight in self._new_weights():
             if weight.grad is not None:
                 self.make_states(weight)
@@ -225,8 +226,8 @@ class MasterAdamW(OwnAdamW):
         return self._without_states
 
     def _states_are_as_before(self) -> bool:
-        """Return True if the optimizer's states are still the same objects; loading a checkpoint replaces
-        them.
+        """Return False if the optimizer's state tensors were replaced by others, as by loading a
+        checkpoint.
         """
         return len(self.state) == len(self._known) and all(map(is_, self.state.values(), self._known))
 
@@ -263,7 +264,7 @@ class MasterAdamW(OwnAdamW):
         return residual
 
     def _make_tables(self) -> None:
-        """Create the tables of memory addresses for the update kernels: one table per dtype of the
+        """Create the tables of memory addresses that the update kernels read: one per device and dtype of the
         weights.
         """
         # A kernel updates weights of one dtype.
@@ -319,14 +320,14 @@ class MasterAdamW(OwnAdamW):
 
 
 def is_refused(norm: torch.Tensor | None) -> bool:
-    """Return True if an update must be skipped because the gradient norm is not finite. Kernels check it
-    themselves; on `meta` it is False.
+    """Return True if an update must be skipped because the gradient norm is not finite. Kernels check the
+    norm themselves. For a norm on `meta` it returns False.
     """
     return norm is not None and not norm.is_meta and not bool(norm.isfinite())
 
 
 def widen(slope: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
-    """Return gradients in 32 bits, multiplied by the clipping factor if there is one."""
+    """Return gradients in fp32, multiplied by the clipping factor `coefficient` if there is one."""
     return slope.to(torch.float32) if coefficient is None else slope.to(torch.float32) * coefficient
 
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class LaunchSettings(NamedTuple):
-    """Launch settings of the kernel that updates weights by AdamW. Results are the same with all of them,
-    except for `exact`.
+    """Launch settings of the kernel that updates weights by AdamW. Only `exact` changes its results; the
+    others change its speed.
     """
 
     block: int = 1024
@@ -52,7 +52,9 @@ NUMBERS = 8
 
 
 class LaunchTable(NamedTuple):
-    """The arguments of a kernel launch that updates the weights in a table of addresses (`table.py`)."""
+    """The arguments of a kernel launch that updates all weights in a table of memory addresses
+    (`table.py`).
+    """
 
     places: torch.Tensor
     """Records of addresses on the device (N, length of a record), int64."""

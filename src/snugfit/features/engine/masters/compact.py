@@ -57,8 +57,8 @@ def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
 
 def draws(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:
     """Return random integers from 0 to 255, int32, to round the same elements' weights in this step. They are
-    the highest bits of the hash times the golden ratio. Neither half of the hash, the moments' chances,
-    determines them alone.
+    the highest bits of the hash times the golden ratio. So they are not determined by the random numbers of
+    one moment alone.
     """
     bits = _hash(begin, count, step, device)
     return bits.mul_(STRIDE).bitwise_and_(_ALL).bitwise_right_shift_(32 - DRAW_BITS).to(torch.int32)
@@ -137,7 +137,9 @@ def narrow_second(
 
 
 def _shares(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return each element divided by the largest of its group, which is written as the group's scale."""
+    """Return each element divided by the largest of its group, and write that largest as the
+    group's scale.
+    """
     largest = sizes.amax(1)
     scales.copy_(largest)
     # A smaller scale has no reciprocal in 32 bits, and means zeros.

@@ -27,7 +27,9 @@ SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 
 
 class CompactTable(WeightTable):
-    """A table of addresses for update kernels whose records end with the scales of both 8-bit moments."""
+    """A table of memory addresses for update kernels; each weight's record also has the scales of both 8-bit
+    moments.
+    """
 
     record = 9
     group = compact.GROUP
@@ -56,8 +58,9 @@ class CompactAdamW(MasterAdamW):
         *,
         master_bits: Literal[32, 24] = 32,
     ) -> None:
-        """Set torch's default hyperparameters, repeated because optimizers are built from the signature
-        (`wishes/optimizer.py`). `master_bits` is the size of master weights in two halves.
+        """Create the optimizer, with torch's default hyperparameters. They are repeated because snugfit
+        builds optimizers from the signature (`wishes/optimizer.py`). `master_bits` is the size of master
+        weights in two halves.
         """
         # 24 bits are a bfloat16 and 8 more.
         self.residual_dtype = torch.int16 if master_bits == 32 else torch.int8

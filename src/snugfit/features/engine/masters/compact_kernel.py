@@ -34,7 +34,9 @@ FIRST_MIX, SECOND_MIX = tl.constexpr(MIXES[0]), tl.constexpr(MIXES[1])
 
 @triton.jit
 def hash_of(at, step):  # type: ignore[no-untyped-def]
-    """Return a 32-bit random hash for each element in this step (`compact.chances`)."""
+    """Return a 32-bit random hash for each element of a weight in this optimizer step (as in
+    `compact.chances`).
+    """
     bits = at.to(tl.uint32) + step.to(tl.uint32) * STEP_STRIDE
     bits ^= bits >> 16
     bits *= FIRST_MIX
@@ -53,7 +55,7 @@ def reciprocal(largest):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of(number, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the square root, rounded to the nearest or as the hardware computes it."""
+    """Return the square root, rounded to the nearest if `EXACT`, else as the hardware approximates it."""
     # A root that is off by a unit may give a neighbouring code, between which chance decides anyway.
     return tl.sqrt_rn(number) if EXACT else tl.sqrt(number)
 
@@ -119,8 +121,8 @@ def update_compact(  # type: ignore[no-untyped-def]
     CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update `BLOCK` elements by AdamW from `begin` at these addresses, one group per row; with `MASKED`,
-    only the first `left`.
+    """Update `BLOCK` elements by AdamW from `begin` at these addresses, one quantization group per row. With
+    `MASKED`, update only the first `left` elements.
     """
     rows = tl.arange(0, BLOCK // GROUP)
     at = rows[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -32,7 +32,7 @@ class DeviceCopy:
         self._turn = 0
 
     def write(self, rows: Sequence[object]) -> None:
-        """Copy rows of the host buffer to the device tensor, on the current stream; later rows keep their
+        """Copy rows of the host buffer to the device tensor, on the current stream; further rows keep their
         values.
         """
         self._turn = turn = (self._turn + 1) % len(self._buffers)

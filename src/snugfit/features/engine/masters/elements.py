@@ -30,7 +30,7 @@ def join_halves(upper, lower):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def upper_half(exact):  # type: ignore[no-untyped-def]
-    """Return the upper 16 bits of a number, and the remaining difference as the lower half."""
+    """Return the nearest bfloat16 of an fp32 number, and the remaining difference as 16 bits."""
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
     # Halfway cases go away from zero: 16 bits could not distinguish an even rule's cases.
@@ -40,8 +40,8 @@ def upper_half(exact):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def split_by_chance(exact, draws):  # type: ignore[no-untyped-def]
-    """Return the upper half of a number in 24 bits, and 8 bits of the lower one (`halves.split_by_chance`).
-    The number is rounded by draws from 0 to 255.
+    """Return the bfloat16 half of an fp32 number and 8 further bits (`halves.split_by_chance`). The number is
+    rounded stochastically to 24 bits, by random integers `draws` from 0 to 255.
     """
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
@@ -59,8 +59,9 @@ def pointer(address, element, ALIGNED: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator]
 def adamw(exact, slope, first, second, own, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return new weights and moments in fp32, from a row of scalars, in the order of operations of
-    `adamw.update`."""
+    """Return weights and moments after an AdamW step in fp32, in the order of operations of `adamw.update`.
+    `own` is the step's row of scalars.
+    """
     keep, first_share, second_keep = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     second_share, root = tl.load(own + 3), tl.load(own + 4)
     eps, rate = tl.load(own + 5), tl.load(own + 6)

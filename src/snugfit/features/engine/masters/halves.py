@@ -80,8 +80,8 @@ def split_by_chance(
 
 
 def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the low half of master weights converted to int16 or int8. In 8 bits it is the nearest, but
-    never beyond the middle between two bfloat16s. So the first half does not change.
+    """Return the low half of master weights converted to int16 or int8. In 8 bits it is the nearest value
+    that leaves the bfloat16 half unchanged.
     """
     if residual.dtype is dtype:
         return residual
@@ -99,7 +99,9 @@ def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def halves_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight's two halves as new tensors with its strides. A weight in 16 bits is a whole master."""
+    """Return a weight's two halves as new tensors with its strides. The low half of a bfloat16 weight is
+    zero.
+    """
     high = torch.empty_like(weight, dtype=torch.bfloat16, memory_format=torch.preserve_format)
     low = torch.empty_like(weight, dtype=torch.int16, memory_format=torch.preserve_format)
     for exact, first, second in pieces(flat(weight), flat(high), flat(low)):
@@ -137,7 +139,9 @@ def _kept_in_fp32(model: Any) -> set[str]:
 
 
 def take_residual(weight: torch.Tensor) -> torch.Tensor | None:
-    """Remove and return the low half that is stored at a weight without an optimizer."""
+    """Remove and return the low half that a weight has as an attribute until an optimizer takes it; None
+    without one.
+    """
     residual: torch.Tensor | None = vars(weight).pop(RESIDUAL, None)
     return residual
 

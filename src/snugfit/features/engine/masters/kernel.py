@@ -40,8 +40,8 @@ def update_part(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Update `BLOCK` elements by AdamW from `begin` at these addresses; with `MASKED`, only the
-    first `left`.
+    """Update `BLOCK` elements by AdamW from `begin` at these memory addresses. With `MASKED`, update only the
+    first `left` elements.
     """
     at = tl.arange(0, BLOCK)
     # Whole blocks need no mask.
@@ -157,7 +157,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
     places, owners, sums, blocks, HALVES: tl.constexpr, BLOCK: tl.constexpr, RECORD: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: sum the squares of the gradients in a program's blocks, in fp32."""
+    """Triton kernel: sum the squares of the gradients in the blocks of one Triton program, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     # A fixed number of programs adds in one order on all devices.
@@ -177,7 +177,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Triton kernel: write the square root of the total of all these sums, a scalar."""
+    """Triton kernel: write the square root of the total of `sums`: the gradient norm, a scalar."""
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
     # Correctly rounded, as torch's root.
@@ -190,8 +190,8 @@ def launch_update(
     norm: torch.Tensor | None,
     most: float,
 ) -> None:
-    """Launch AdamW's update of all weights in this table, with scalars in rows (N, 8). With a norm, a scalar
-    in fp32, gradients are clipped to the norm `most`.
+    """Launch AdamW's update of all weights in this table, with the scalars of the step in rows (N, 8). With a
+    norm, a scalar in fp32, gradients are clipped to the norm `most`.
     """
     settings, aligned = table.settings, table.is_aligned
     update_weights[(table.blocks,)](
@@ -207,8 +207,8 @@ def launch_update(
 
 
 def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
-    """Launch the kernel that writes sums of squares of this table's gradients, in fp32: one for
-    each program.
+    """Launch the kernel that writes sums of squares of this table's gradients, in fp32: one sum for each
+    Triton program.
     """
     sum_squares[(sums.numel(),)](
         table.places, table.owners, sums, table.blocks, HALVES=table.lower_bits > 0,
@@ -251,7 +251,7 @@ def update_one(  # type: ignore[no-untyped-def]
 def add_squares(  # type: ignore[no-untyped-def]
     gradient, sums, count, HALVES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Triton kernel: add the squares of a gradient's blocks to the program's sum, in fp32."""
+    """Triton kernel: add the squares of a gradient's blocks to the sum of its Triton program, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
@@ -298,8 +298,8 @@ def launch_update_of_one(
 
 
 def launch_squares_of_one(gradient: torch.Tensor, sums: torch.Tensor) -> None:
-    """Launch the kernel that adds the squares of a gradient to sums (programs,) in fp32. Program after
-    program takes a block.
+    """Launch the kernel that adds the squares of a gradient to sums (programs,) in fp32. The Triton programs
+    take its blocks in turn.
     """
     address, count, block = gradient.data_ptr(), gradient.numel(), SETTINGS.block
     add_squares[(min(sums.numel(), -(-count // block)),)](

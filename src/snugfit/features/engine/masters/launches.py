@@ -45,7 +45,9 @@ for _name in ("adamw_of_weights", "adamw_with_8_bit_states", "squares_of_gradien
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return True if Triton kernels update this tensor: on a GPU, or in a simulation of one."""
+    """Return True if Triton kernels update this tensor: it is on a GPU, or on `meta` in a
+    simulation of one.
+    """
     return tensor.is_cuda or (tensor.is_meta and _KERNEL_ON_META)
 
 
@@ -124,7 +126,7 @@ def new_sums(tables: Sequence[WeightTable]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def triton_named() -> Iterator[None]:
-    """Context for importing Triton kernels. Raises `RecipeError` with Triton's name where it is missing."""
+    """Context for importing Triton kernels: if Triton is missing, it raises a `RecipeError` that names it."""
     try:
         yield
     except ImportError as fault:

@@ -35,8 +35,8 @@ for _name in ("adamw_of_weight", "squares_of_gradient"):
 
 
 class MasterUpdates:
-    """Updates one weight at a time, and computes the gradient norm, for AdamW over master weights
-    (`updates/one_weight.py`).
+    """Updates one weight at a time, and computes the gradient norm, for AdamW over master weights (subclass
+    of `WeightUpdates`).
     """
 
     can_be_recorded: ClassVar = True

@@ -69,7 +69,7 @@ class WeightTable:
 
     @property
     def places(self) -> torch.Tensor:
-        """Return the table's rows of addresses on the device (N, `record`), int64."""
+        """Return the table's rows of memory addresses (N, `record`), an int64 tensor on the device."""
         return self._places.value
 
     def as_launched(self) -> LaunchTable:
@@ -124,7 +124,9 @@ class WeightTable:
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
     def forget_copies(self) -> None:
-        """Drop copies of gradients with another memory layout than their weights, which kernels have read."""
+        """Free copies of gradients, after the kernels have read them. A gradient is copied if its memory
+        layout differs from its weight's.
+        """
         self._copies = []
 
     def number_rows(self, rows: list[int]) -> None:

@@ -23,8 +23,8 @@ result."""
 
 
 def layout_of(batch: Mapping[str, Any]) -> Hashable:
-    """Return a key for the CUDA graphs that a batch can use: names, shapes and dtypes of tensors, and other
-    values.
+    """Return the key of a batch's layout: names, shapes and dtypes of tensors, and other values. Batches of
+    one key share CUDA graphs.
     """
     import torch
 
@@ -40,8 +40,9 @@ def layout_of(batch: Mapping[str, Any]) -> Hashable:
 
 
 def longest_sequence(job: Job) -> int | None:
-    """Return the largest number of positions of the job's model, in tokens; None if it is unlimited or
-    unknown."""
+    """Return the longest sequence that the job's model accepts, in tokens; None if it is unlimited or
+    unknown.
+    """
     module = job.model.module
     config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
     if not hasattr(config, "to_dict"):
@@ -61,9 +62,9 @@ def is_packed(pieces: Sequence[Mapping[str, Any]]) -> bool:
 def fill_up(
     pieces: Sequence[Mapping[str, Any]], multiple: int, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """Pad micro-batches (B, S) to one length S, the least sufficient multiple of `multiple`, so that few
-    lengths occur. S exceeds `most` only if the longest batch does. Added tokens are outside of the attention
-    and have no counted labels. Micro-batches without a mask are not changed.
+    """Pad micro-batches (B, S) to one length S, the least sufficient multiple of `multiple`, so that CUDA
+    graphs are recorded for few lengths. S exceeds `most` only if the longest batch does. Added tokens are
+    outside of the attention and have no counted labels. Micro-batches without a mask are not changed.
     """
     # Only a batch with a mask can be made longer and mean the same.
     if not all(FILLED_UP in piece and "input_ids" in piece for piece in pieces):
@@ -119,4 +120,6 @@ def _has_values(tensor: Any = None) -> bool:
 
 
 def _not_packed(position_ids: Any) -> None:
-    """Return None, in place of transformers' check for several sequences in a row."""
+    """Return None (no packed sequences), in place of transformers' check that reads `position_ids` from the
+    device.
+    """

@@ -89,8 +89,9 @@ class CudaGraphs(Graphs):
             torch._C._cuda_releasePool(self._number, self._pool.id)
 
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
-        """Record `work` while other threads may run, such as the one that copies batches to page-locked
-        memory. The garbage collector is off, since it may free memory of another graph."""
+        """Record `work` as a CUDA graph and return a function that replays it. Other threads may run
+        meanwhile. The garbage collector is off, since it may free memory of another graph.
+        """
         import torch
 
         graph, fault = torch.cuda.CUDAGraph(), None

@@ -29,8 +29,8 @@ dropout argument."""
 def generators_left_alone(*, attention_is_kept: bool = False) -> Iterator[None]:
     """Context in which torch's activation checkpointing neither saves nor restores the GPU's random state.
 
-    Raises `NotRecorded` for a layer that draws random numbers when it is recomputed; kept attention draws
-    none.
+    Raises `NotRecorded` for a layer that draws random numbers when it is recomputed; with
+    `attention_is_kept`, attention is not recomputed and draws none.
     """
     fork = torch.random.fork_rng
 
@@ -49,11 +49,10 @@ def _no_states(*arguments: Any) -> tuple[list[int], list[torch.Tensor]]:
 
 
 class DrawsNothing(TorchFunctionMode):
-    """A function mode that refuses torch functions which draw random numbers on a device. Raises
-    `NotRecorded`.
+    """A `TorchFunctionMode` that raises `NotRecorded` for torch functions that draw random numbers on a
+    device.
 
-    The mode checks functions and not operators. Under a mode for operators autograd does not add gradients in
-    place, which would take memory.
+    It is no `TorchDispatchMode`, because autograd would then not add gradients in place, which takes memory.
     """
 
     def __init__(self, attention_is_kept: bool = False) -> None:

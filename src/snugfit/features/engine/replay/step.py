@@ -93,8 +93,8 @@ class CapturedStep(StepRunner):
         weights: Sequence[float | None],
         hooked: HookedPass | None = None,
     ) -> torch.Tensor | None:
-        """Compute the gradients of these host micro-batches by replayed CUDA graphs, and return their losses'
-        sum where losses are kept. With `hooked`, run a pass whose hooks take the gradients.
+        """Compute the gradients of these host micro-batches by replayed CUDA graphs, and return the sum of
+        their losses; None if losses are not kept. With `hooked`, run a pass whose hooks take the gradients.
         """
         self._played = self.norm = None
         # A job that reads gradients on the host cannot leave them to graphs.

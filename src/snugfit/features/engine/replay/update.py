@@ -43,20 +43,24 @@ class RecordableUpdate:
         return self._is_ours
 
     def locate(self) -> None:
-        """Copy the current addresses of the gradients to the device, for the update's kernels."""
+        """Copy the current memory addresses of the gradients to the device, where the update's kernels read
+        them.
+        """
         if self._is_ours:
             self._optimizer.find_gradients()
 
     def has_moved(self) -> bool:
-        """Return True if the optimizer's tensors have moved since the last call, which makes recorded CUDA
-        graphs invalid.
+        """Return True if the optimizer's tensors have moved since the last call, so that recorded CUDA graphs
+        are invalid.
         """
         before, self._generation = self._generation, getattr(self._optimizer, "generation", 0)
         return before != self._generation
 
     @property
     def can_be_recorded(self) -> bool:
-        """Return True if this optimizer has its states and updates without computing on the host."""
+        """Return True if a CUDA graph can contain this optimizer's update: its states exist, and nothing is
+        computed on the host.
+        """
         # Without states, the update would allocate them inside of the graph.
         return (self._is_ours or self._is_torchs) and bool(self._optimizer.state)
 
@@ -77,7 +81,7 @@ class RecordableUpdate:
             self._optimizer.step()
 
     def run(self) -> None:
-        """Run the optimizer's update without a CUDA graph."""
+        """Run the optimizer's update once, without a CUDA graph."""
         if self._is_torchs:
             self._count_on_device()
             self.prepare()
@@ -86,7 +90,9 @@ class RecordableUpdate:
             self._optimizer.step()
 
     def _count_on_device(self) -> None:
-        """Move step counts from the host, as after loading a checkpoint, to the device."""
+        """Move the optimizer's step counts to the device, if they are on the host as after loading a
+        checkpoint.
+        """
         for weight, state in self._optimizer.state.items():
             step = state.get("step")
             # A checkpoint restores step counts on the host.

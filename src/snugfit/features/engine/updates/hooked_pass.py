@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HookedPass:
-    """A backward pass in which a hook of each weight takes its gradient at once, for a norm or an update, and
-    frees it.
+    """A backward pass in which a hook of each weight consumes its gradient at once (for the norm or an
+    update) and frees it.
     """
 
     name: str

@@ -34,15 +34,17 @@ class WeightUpdates(Protocol):
         """Return the norm of all added gradients: a scalar on their device."""
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare an optimizer step that updates weights one by one; with a norm, gradients are clipped to
-        `most`.
+        """Prepare an optimizer step that updates weights one by one. With a gradient `norm`, gradients are
+        clipped to the norm `most`.
         """
 
     def has_states(self, weight: torch.Tensor) -> bool:
         """Return True if this weight has optimizer states, so that its update creates none."""
 
     def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Create, where possible, the optimizer states that these weights' first updates would create."""
+        """Create the optimizer states of these weights before their first updates, if the optimizer permits
+        it.
+        """
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Update one weight by its gradient, with the optimizer."""
@@ -96,8 +98,8 @@ class TorchUpdates:
         return norm
 
     def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare an optimizer step that updates weights one by one; with a norm, gradients are clipped to
-        `most`.
+        """Prepare an optimizer step that updates weights one by one. With a gradient `norm`, gradients are
+        clipped to the norm `most`.
         """
         from snugfit.features.engine.masters.adamw import clip_coefficient
 

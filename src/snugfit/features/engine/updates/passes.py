@@ -50,8 +50,8 @@ class ReleasedPasses(StepRunner):
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
     ) -> torch.Tensor | None:
-        """Run forward and backward of the step's only host micro-batch, and return their loss where losses
-        are kept. Afterwards `norm` is set, or all weights are updated.
+        """Run forward and backward of the step's only host micro-batch, and return its loss, or None if
+        losses are not kept. Afterwards all weights are updated, or `norm` is set if the job clips.
         """
         if len(pieces) > 1:
             raise UsageError(
@@ -135,8 +135,8 @@ class ReleasedPasses(StepRunner):
         self._run_updating(HookedPass("again", self._update, again=True), *passes)
 
     def _update_on_gradient(self, weight: torch.Tensor) -> None:
-        """Use up a weight's gradient as soon as it exists. Raises `UsageError` for a second one in the same
-        backward pass.
+        """Use a weight's gradient, for the norm or an update, as soon as it exists, and free it. Raises
+        `UsageError` for a second one in the same backward pass.
         """
         import torch
 
@@ -166,7 +166,7 @@ class ReleasedPasses(StepRunner):
 
 
 def _versions(model: Any) -> dict[str, tuple[int, int]]:
-    """Return, by name, the identity of each buffer's tensor and its number of writes."""
+    """Return the `id` and version counter of each buffer of the model, by name, to detect changes."""
     return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 

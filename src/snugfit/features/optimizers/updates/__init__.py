@@ -1,1 +1,1 @@
-"""The update steps of these optimizers."""
+"""Update steps (`torch.optim.Optimizer` classes) of the optimizers of this feature."""

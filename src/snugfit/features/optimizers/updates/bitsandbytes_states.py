@@ -1,4 +1,5 @@
-"""Shared parts of bitsandbytes' optimizers: states in 8 bits, paged states, and a step on meta tensors.
+"""Shared parts of bitsandbytes' optimizers: states in 8 bits, paged states, and a simulated step on meta
+tensors.
 
 State in 8 bits: a byte an element and 4 bytes a block of 256, for each moment. Parameters of fewer than 4,096
 elements (biases, norms) keep 32 bits. One code book of 1 KiB for each moment is shared by all.
@@ -59,9 +60,9 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
 
 
 def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
-    """Move the restored moments of a weight into pages where they were in pages before.
+    """Move the restored moments of a weight into managed memory if they were there before.
 
-    torch restores them as tensors of the host, which a kernel could not reach.
+    torch restores them as ordinary host tensors, which a kernel cannot read.
     """
     import torch
 
@@ -81,7 +82,9 @@ def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
 
 
 def doubt_about_pages(optimizer: Any) -> str:
-    """Return a warning about states that the driver moves between host and GPU; empty without any."""
+    """Return a warning about states that the driver moves between host and GPU; empty if the optimizer has
+    none.
+    """
     states = optimizer.state.values() if optimizer is not None else ()
     # Only paged tensors have this attribute.
     if not any(hasattr(value, "is_paged") for state in states for value in state.values()):
@@ -138,7 +141,7 @@ def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def _prefetch(page: torch.Tensor) -> None:
-    """Report the prefetch of a paged tensor to the observer of copies; nothing moves."""
+    """Report the prefetch of a paged tensor to a simulation's observer of copies; nothing is copied."""
     MetaLink.observer.prefetch(page.nbytes)
 
 

@@ -67,7 +67,9 @@ class GaloreWithAdamW(ProjectedAndAdamW):
 
 
 def _singular_vectors(gradient: torch.Tensor, rank: int, side: str) -> dict[str, torch.Tensor]:
-    """Return the first singular vectors for this `side`: `left` (m x r), `right` (r x n)."""
+    """Return the first `rank` singular vectors of a gradient for this `side`: `left` (m x r), `right` (r x
+    n).
+    """
     wide = gradient.shape[0] < gradient.shape[1]
     shorter, longer = ("left", "right") if wide else ("right", "left")
     sides = {"std": (shorter,), "reverse_std": (longer,), "full": ("left", "right")}.get(side, (side,))

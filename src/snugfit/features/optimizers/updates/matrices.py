@@ -36,7 +36,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         return weight.dim() == 2 and not getattr(weight, BY_ADAMW, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with the positions of its matrices."""
+        """Add a parameter group, with the indices of the parameters that are updated as matrices."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         # Positions are stored in the group, so that a checkpoint contains them.
@@ -58,8 +58,8 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         optimizer.step()
 
     def _shares(self, *, of_matrices: bool) -> list[dict[str, Any]]:
-        """Return the parameter groups with only their matrices, or with only their other parameters; empty
-        groups are left out.
+        """Return the parameter groups with only their matrices, or with only their other parameters, without
+        empty groups.
         """
         shares = []
         for group in self.param_groups:
@@ -70,7 +70,9 @@ class MatricesAndAdamW(OwnAdamW, ABC):
 
 
 class ProjectedAndAdamW(MatricesAndAdamW):
-    """Base class: projected gradients of `rank` dimensions for larger matrices, and AdamW for the rest."""
+    """Base class of optimizers that project gradients of larger matrices to `rank` dimensions, and use AdamW
+    for the rest.
+    """
 
     @abstractmethod
     def update_matrix(

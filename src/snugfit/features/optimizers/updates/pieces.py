@@ -37,7 +37,9 @@ class WeightRows(NamedTuple):
 
 
 class FusedAdamW(OwnAdamW, ABC):
-    """Base class of AdamW variants that run torch's fused kernel on copies."""
+    """Base class of AdamW variants that run torch's fused AdamW kernel on copies of some weights at
+    a time.
+    """
 
     @abstractmethod
     def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
@@ -60,8 +62,9 @@ def refuse_closure(optimizer: torch.optim.Optimizer, closure: Any) -> None:
 
 
 def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor], group: Any) -> None:
-    """Update lists of weights by torch's fused AdamW, from gradients and both moments; `steps` count those
-    before this one."""
+    """Update lists of weights by torch's fused AdamW, from gradients and both moments; `steps` has the number
+    of finished steps.
+    """
     weights, gradients, firsts, seconds = tensors
     # The empty list is for `amsgrad`, which is off.
     adamw(
@@ -109,7 +112,7 @@ class AdamWInPieces(FusedAdamW):
         """Store both fp32 moments of these rows, in their smaller format, in the weights' states."""
 
     def write(self, weights: list[torch.Tensor], exact: torch.Tensor) -> None:
-        """Store the new fp32 values in the weights."""
+        """Store the new fp32 values in the weights, in the weights' dtype."""
         scatter(exact, weights)
 
     def update_weights(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
@@ -169,7 +172,7 @@ def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy the values of one flat tensor into these tensors, one after the other."""
+    """Copy consecutive values of one flat tensor into these tensors, in order."""
     torch._foreach_copy_(list(parts), _views(flat, parts))
 
 
