@@ -158,7 +158,9 @@ def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> N
 
 
 def _gpu(name: str | None, predict_only: bool) -> Gpu:
-    """Return the GPU to predict for. Unless `predict_only`, this machine must have it, for the measurements."""
+    """Return the GPU to predict for. Unless `predict_only`, this machine must have it, for the
+    measurements.
+    """
     from snugfit.job.gpu import find_gpu
 
     of_this_machine = gpu_here()

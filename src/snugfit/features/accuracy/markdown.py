@@ -1,4 +1,6 @@
-"""The Markdown page of `snugfit accuracy --show`: a summary, a histogram of prediction errors, and all runs."""
+"""The Markdown page of `snugfit accuracy --show`: a summary, a histogram of prediction errors, and all
+runs.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ Gpus = Annotated[
 
 
 def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
-    """Measure hardware rates of this GPU and its host in a minute or two. Later predictions for it use them."""
+    """Measure hardware rates of this GPU and its host in a minute or two. Later predictions for it use
+    them.
+    """
     name = gpu_here()
     if name is None:
         raise GpuError("This machine has no GPU to calibrate. Use a machine with a GPU.")

@@ -47,7 +47,9 @@ def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tup
 
 
 def _foreign_bytes(ledger: Ledger) -> int:
-    """Return the bytes of GPU memory beyond PyTorch's allocator and an ordinary CUDA context of this process."""
+    """Return the bytes of GPU memory beyond PyTorch's allocator and an ordinary CUDA context of this
+    process.
+    """
     if ledger.others_bytes is not None and ledger.process_bytes is not None:
         # Without reserved bytes, no part of this process counts as foreign.
         own = max(0, ledger.process_bytes - (ledger.reserved_bytes or ledger.process_bytes) - CONTEXT)

@@ -1,4 +1,6 @@
-"""Search for the tensor of a failed allocation: by size in a predicted step, or guessed from the size alone."""
+"""Search for the tensor of a failed allocation: by size in a predicted step, or guessed from the size
+alone.
+"""
 
 from __future__ import annotations
 

@@ -72,7 +72,9 @@ def _about_place(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _ledger_table(ledger: Ledger) -> PlainTable:
-    """Return a table of GPU memory by owner (such as other processes) at the failure, as far as it is known."""
+    """Return a table of GPU memory by owner (such as other processes) at the failure, as far as it is
+    known.
+    """
     outside = ledger.outside_bytes
     own = None
     if ledger.process_bytes is not None and ledger.reserved_bytes is not None:
@@ -143,7 +145,9 @@ def _about_segments(use: SegmentUse) -> str:
 
 
 def _changes(changes: Sequence[SuggestedChange], ways_out: Sequence[str]) -> list[RenderableType]:
-    """Return lines on the changes with which the predicted step fits into memory, or else on general changes."""
+    """Return lines on the changes with which the predicted step fits into memory, or else on general
+    changes.
+    """
     if ways_out:
         return [Text(), *(words(sentence) for sentence in ways_out)]
     if not changes:

@@ -181,7 +181,9 @@ def _places(text: str, word: str) -> Iterator[int]:
 
 
 def _matches(sign: Sign, text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches of a sign's regular expression, searched only in lines that contain one of its words."""
+    """Yield the matches of a sign's regular expression, searched only in lines that contain one of its
+    words.
+    """
     lines: set[tuple[int, int]] = set()
     for word in sign.words:
         at = text.find(word)

@@ -78,7 +78,9 @@ def is_argument(name: str) -> bool:
 
 
 def argument_names() -> set[str]:
-    """Return the names of the arguments for which `is_argument` is true, except those matched by a pattern."""
+    """Return the names of the arguments for which `is_argument` is true, except those matched by a
+    pattern.
+    """
     named = (key for kind in roster.techniques() for one in kind.counterparts for key in one.arguments)
     return {*dialect("script").words(), *named, "per_device_train_batch_size"}
 

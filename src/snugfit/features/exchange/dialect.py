@@ -135,7 +135,9 @@ class Dialect:
         return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:
-        """Return every exact key of the table, from which a misspelt key is corrected. Patterns are left out."""
+        """Return every exact key of the table, from which a misspelt key is corrected. Patterns are left
+        out.
+        """
         lists = [*self.ignored.values(), *(one["keys"] for one in self.refused), list(self.becomes)]
         return sorted({key for keys in lists for key in keys if "*" not in key})
 

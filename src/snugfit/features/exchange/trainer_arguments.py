@@ -83,7 +83,9 @@ EACH_MEAN_ALIKE = (
 
 
 def divides_by_labels(job: Job) -> bool:
-    """Return True if the code of this job's model passes the whole batch's label count to its loss function."""
+    """Return True if the code of this job's model passes the whole batch's label count to its loss
+    function.
+    """
     model = class_of(job.task, job.transformers_config())
     # transformers' `loss_function` takes `num_items_in_batch`, which the Trainer counts.
     return "loss_function(" in inspect.getsource(model.forward)

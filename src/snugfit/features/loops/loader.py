@@ -50,7 +50,9 @@ class BatchMark(NamedTuple):
     fingerprint: str
 
     def to_json(self) -> list[Any]:
-        """Return the random states and the batch's fingerprint as JSON values, which `mark_from_json` reads."""
+        """Return the random states and the batch's fingerprint as JSON values, which `mark_from_json`
+        reads.
+        """
         return [self.before.to_json(), self.fingerprint]
 
 
@@ -332,7 +334,9 @@ class DataPosition:
 
 
 def position_of(saved: Mapping[str, Any], rows: int, *, more: Fraction = ONCE) -> tuple[int, int]:
-    """Return the epoch in a checkpoint, and its number of trained batches of `rows` samples in each process."""
+    """Return the epoch in a checkpoint, and its number of trained batches of `rows` samples in each
+    process.
+    """
     # If the batches have another size now, a partly trained one counts as trained.
     return saved["epoch"], math.ceil(saved["place"] * saved["rows"] * more / rows)
 

@@ -1,4 +1,4 @@
-"""The chart of bytes by category during a step, with its phases and micro-batches."""
+"""The chart of memory by category (such as activations) during a step, with its phases and micro-batches."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def memory_over_step(
     micro_batches: int = 1,
     moment: Moment | None = None,
 ) -> Chart:
-    """Return the chart of bytes by category during a step, of reserved bytes, and of the memory limit.
+    """Return the chart of memory by category (such as activations) during a step, reserved memory, and the
+    memory limit.
 
-    `moment` is that of the whole run's peak. It names the curve's peak if both are in the same phase.
+    `moment` is the peak of the whole run. If it is in the same phase as the curve's peak, its module is added
+    to the label.
     """
     stacks = [{str(Kind.CONTEXT): context_bytes, **point.kinds} for point in curve]
     present = [str(kind) for kind in KINDS if any(stack.get(kind) for stack in stacks)]

@@ -263,7 +263,9 @@ class _Meaning:
         )
 
     def _facts(self) -> str:
-        """Return a sentence with the model that the script loads, for error messages; empty without a model."""
+        """Return a sentence with the model that the script loads, for error messages; empty without a
+        model.
+        """
         names = [
             call.positional[0]
             for call in self.calls
@@ -633,7 +635,9 @@ class _Meaning:
             arguments.setdefault("gradient_accumulation_steps", of_loss[0])
 
     def _casts(self) -> None:
-        """Store the argument for float32 adapters if the script casts adapters, as TRL's example scripts do."""
+        """Store the argument for float32 adapters if the script casts adapters, as TRL's example scripts
+        do.
+        """
         widened = any(
             one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
             for one in self.done.assignments
@@ -649,7 +653,9 @@ class _Meaning:
             self.script.arguments[key] = number
 
     def _lengths(self) -> None:
-        """Store the sequence length of the script's tokenizer calls, unless the training arguments have one."""
+        """Store the sequence length of the script's tokenizer calls, unless the training arguments have
+        one.
+        """
         arguments = self.script.arguments
         if {"job.sequence_length", "max_length", "max_seq_length"} & set(arguments):
             return

@@ -441,7 +441,9 @@ class EvaluationWatch:
         checkpoints.journal.tell("warning", text=text)
 
     def _is_as_the_step_left_it(self) -> bool:
-        """Return True if sampled model values and the optimizer's settings are unchanged since the last step."""
+        """Return True if sampled model values and the optimizer's settings are unchanged since the last
+        step.
+        """
         import torch
 
         numbers, settings = self._left

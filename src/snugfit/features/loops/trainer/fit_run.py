@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class FitRun:
-    """The checkpoints, out-of-memory recovery, training log and data position of one running `train()` call."""
+    """The checkpoints, out-of-memory recovery, training log and data position of one running `train()`
+    call.
+    """
 
     checkpoints: TrainerCheckpoints
     logger: StepLogger

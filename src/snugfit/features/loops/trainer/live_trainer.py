@@ -77,7 +77,9 @@ def replace_model(trainer: Any, model: Any) -> None:
 
 
 def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
-    """Change `TrainingArguments` of an existing trainer, and the values that the trainer derived from them."""
+    """Change `TrainingArguments` of an existing trainer, and the values that the trainer derived from
+    them.
+    """
     args = trainer.args
     if "bf16" in changes:
         _set_precision(trainer, "bf16" if changes["bf16"] else "fp16" if changes["fp16"] else "no")

@@ -75,7 +75,9 @@ def _counting(trainer: Any) -> dict[str, Any]:
 
 
 def weigh_among_all(trainer: Any, step: StepState, ranks: Ranks) -> None:
-    """At the start of a step, set the weight of each micro-batch's loss relative to those of all processes."""
+    """At the start of a step, set the weight of each micro-batch's loss relative to those of all
+    processes.
+    """
     if ranks.are_many:
         step.shares = shares_of_all(step.batches, trainer.args.device, ranks, **_counting(trainer))
 

@@ -93,6 +93,8 @@ class TrainerParts:
 
 
 def trainer_parts(trainer: Any) -> TrainerParts:
-    """Return the operations on model and checkpoints that suit this trainer's sharding (none, DDP or FSDP2)."""
+    """Return the operations on model and checkpoints that suit this trainer's sharding (none, DDP or
+    FSDP2).
+    """
     parts: TrainerParts = state_parts().of_trainer(trainer) or TrainerParts(trainer)
     return parts

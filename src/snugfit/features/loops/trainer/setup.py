@@ -135,7 +135,9 @@ def change_recipe(trainer: Any, recipe: Recipe) -> None:
 
 
 def rewrap(trainer: Any, recipe: Recipe) -> None:
-    """Change the activation checkpointing of the trainer's model as this recipe requires, and nothing else."""
+    """Change the activation checkpointing of the trainer's model as this recipe requires, and nothing
+    else.
+    """
     live = live_of(trainer, recipe)
     set_arguments(trainer, _own_switch_off(trainer.args))
     change_live(live, recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})

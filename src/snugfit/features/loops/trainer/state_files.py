@@ -183,7 +183,9 @@ class StateFiles:
         return data
 
     def note_generators(self) -> None:
-        """Store the current random states, for a resumed run to restore instead of those in the checkpoint."""
+        """Store the current random states, for a resumed run to restore instead of those in the
+        checkpoint.
+        """
         self._generators = all_rng_states(self._device)
 
     def restore_generators(self, folder: Path) -> None:

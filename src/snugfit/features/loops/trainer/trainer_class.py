@@ -227,7 +227,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return (loss[0] * share, *loss[1:]) if isinstance(loss, tuple) else loss * share
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the Trainer's own FLOP count of these inputs. The model's parameters are counted only once."""
+        """Return the Trainer's own FLOP count of these inputs. The model's parameters are counted only
+        once.
+        """
         if self.snugfit_run is None:
             return int(super().floating_point_ops(inputs))
         with self.snugfit_run.tree_of(self.model).answering("num_parameters"):
@@ -317,7 +319,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def repeat_boundary(self, *, save: bool, ignored_keys: list[str] | None) -> None:
-        """Run the evaluation that was skipped at the end of a step. With `save`, save a checkpoint after it."""
+        """Run the evaluation that was skipped at the end of a step. With `save`, save a checkpoint after
+        it.
+        """
         self.control.should_log, self.control.should_evaluate, self.control.should_save = False, True, save
         super()._maybe_log_save_evaluate(
             self._tr_loss, None, self.model_wrapped, None, self.state.epoch, ignored_keys, time.time()

@@ -119,7 +119,9 @@ class UsersFiles:
         return CollectedFiles(**collected)
 
     def write_own(self) -> None:
-        """Write snugfit's checkpoint files, once, when the user's method calls `super()._save_checkpoint()`."""
+        """Write snugfit's checkpoint files, once, when the user's method calls
+        `super()._save_checkpoint()`.
+        """
         write, self._write = self._write, None
         if write is not None:
             write()
