@@ -212,9 +212,7 @@ def _llamafactory_attention(recipe: Recipe) -> str:
 
 
 def llamafactory_config(job: Job, recipe: Recipe) -> str:
-    """Return a YAML file for `llamafactory-cli train`. Raises `RecipeError` for a technique that
-    LLaMA-Factory does not support.
-    """
+    """Return a YAML file for `llamafactory-cli train`. Raises `RecipeError` for unsupported techniques."""
     arguments = _trainer_arguments(job, recipe, "llamafactory")
     _refuse_other_layers(arguments, job, recipe, "llamafactory")
     arguments.pop("gradient_checkpointing_kwargs", None)

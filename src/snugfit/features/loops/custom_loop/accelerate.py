@@ -85,10 +85,9 @@ def accelerate(
     tensors (B, ...); `batch_dims` names another dimension, as in `Model.from_module`. `scheduler` steps with
     the optimizer: a torch schedule, or a function that creates one from an optimizer. `loss(model, batch)`
     replaces the model's own loss. It is a mean over as many items as `items(batch)` returns, by default the
-    counted labels or the samples. `clip` is the maximum global norm of gradients. Checkpoints and the log of
-    steps are written to `output_dir`. A run resumes only with unchanged code unless `compare_code` is False.
-    `watch` is called with every event. By default a line is printed every `logging_steps`, and for
-    checkpoints and warnings.
+    counted labels or the samples. `clip` is the maximum global norm of gradients. Checkpoints and a log are
+    written to `output_dir`. A run resumes only with unchanged code unless `compare_code` is False. `watch`
+    receives every event; its default prints a line every `logging_steps`.
 
     Raises `UsageError` for unsupported arguments, `RecipeError` with the name of an unsupported setting, and
     `NothingFits` for a plan without a fitting recipe. Nothing has changed then.

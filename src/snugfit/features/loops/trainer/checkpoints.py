@@ -439,7 +439,7 @@ def _finished_run(
 
 
 def _is_newest_requested(root: Path, resume_from: str | bool | None) -> bool:
-    """Return True if `resume_from` requests the folder's newest state. By default this holds only in a new
+    """Return True if `resume_from` requests the folder's newest state. The default requests it only in a new
     process.
     """
     from transformers.trainer_utils import get_last_checkpoint

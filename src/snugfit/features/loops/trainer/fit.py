@@ -59,12 +59,12 @@ def fit(
 ) -> Any:
     """Prepare `trainer`, a `transformers.Trainer` or a subclass's, to train under `recipe`, and return it.
 
-    `recipe` may be text. By default it is planned: the fastest that is as exact as the trainer's arguments
-    and `fidelity` require. The plan is for the named `gpu`, or this machine's; without any GPU, the trainer
-    keeps its settings. `batch_dims` names the dimension of the samples for tensors that do not start with it,
-    as in `Model.from_module`. A run resumes only with unchanged code (collator, loss, forward passes), unless
-    `compare_code` is False. `watch` is called with every event of the training log, and every change; events
-    for the user have a `text`.
+    `recipe` may be text. The default is a plan: the fastest recipe that is as exact as the trainer's
+    arguments and `fidelity` require. The plan is for the named `gpu`, or this machine's; without any GPU, the
+    trainer keeps its settings. `batch_dims` names the dimension of the samples for tensors that do not start
+    with it, as in `Model.from_module`. A run resumes only with unchanged code (collator, loss, forward
+    passes), unless `compare_code` is False. `watch` is called with every event of the training log, and every
+    change; events for the user have a `text`.
 
     Raises `UsageError` for an unsupported trainer or recipe, by name, and `NothingFits` if no recipe fits.
     Nothing has changed then.

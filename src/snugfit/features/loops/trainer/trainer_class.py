@@ -178,8 +178,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return losses if before is not None or given is None else losses - given
 
     def _losses(self, model: Any, batches: list[Any], *arguments: Any, **keywords: Any) -> Any:
-        """Run the forward and backward pass of these micro-batches, split further if the recipe says so.
-        Return the sum of their weighted losses.
+        """Run the forward and backward pass of these micro-batches, split further if the recipe has more
+        micro-batches. Return the sum of their weighted losses.
 
         A micro-batch without counted items is skipped, because the mean over nothing is NaN.
         """
