@@ -1,9 +1,8 @@
-"""The guide's backends of `torch.compile` for inference in the installed torch, and its six categories of GPU
-memory.
+"""Predictions of the guide's `torch.compile` backends for inference, and of its six categories of GPU memory.
 
-The backends are predicted on an evaluation of the guide's own job. The kinds of memory are those of a
-training step of that job, and of text generation with one beam and with several. The cache and the logits of
-the generation are the guide's functionality-specific memory.
+The backends are predicted on an evaluation of the guide's own job. The memory categories are those of a
+training step of that job, and of text generation with one beam and with several. The key-value cache and the
+logits of the generation are the guide's "functionality-specific memory".
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BackendRow:
-    """One backend of `torch.compile` from the guide: its state in the installed torch, and the prediction of
-    its recipe.
+    """One `torch.compile` backend from the guide: its availability in the installed torch, and its predicted
+    memory and time.
     """
 
     name: str
@@ -100,7 +99,9 @@ class InferenceGuide(JsonDocument):
 def run_inference(
     gpu: Gpu, *, workers: int = 1, tell: Callable[[str], None] = lambda line: None
 ) -> InferenceGuide:
-    """Return the backends and the categories of memory, predicted for this GPU by `workers` processes."""
+    """Predict the guide's `torch.compile` backends and memory categories for this GPU, in `workers`
+    processes.
+    """
     facts = inference()
     vanilla = next(one for one in suite() if one.name == VANILLA)
     job = replace(vanilla.job(), phase=Phase.EVALUATE)
@@ -142,7 +143,9 @@ def run_inference(
 
 
 def _known_recipe(line: Mapping[str, str]) -> str:
-    """Return the recipe of a backend; empty without one, or if its technique belongs to a missing feature."""
+    """Return the recipe that uses a backend; empty if there is none, or if its technique belongs to a missing
+    feature.
+    """
     try:
         Recipe.parse(recipe := line.get("recipe", ""))
     except RecipeError:
@@ -151,7 +154,7 @@ def _known_recipe(line: Mapping[str, str]) -> str:
 
 
 def _backends(lines: list[dict[str, Any]], answers: Mapping[str, Prediction | str]) -> Iterator[BackendRow]:
-    """Yield a row for each backend of the guide's data."""
+    """Yield a row with the prediction for each `torch.compile` backend in the guide's data."""
     import torch._dynamo
 
     registered = torch._dynamo.list_backends(None)

@@ -1,4 +1,4 @@
-"""The `torch.compile` backends and the categories of memory of the guide as tables."""
+"""Tables of the guide's `torch.compile` backends and memory categories."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from snugfit.report.text.page import Page, Sentence
 
 
 def render(result: InferenceGuide) -> Page:
-    """Return both tables and the first uncertainty for a terminal."""
+    """Return the tables of backends and memory categories for a terminal, with the first warning."""
     doubts = result.doubts[:1]
     return Page(_grids(result), (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in doubts))
 
 
 def markdown(result: InferenceGuide, *, plot: str = "") -> str:
-    """Return both tables as Markdown; `plot` is the picture's file name in the same folder."""
+    """Return the tables of backends and memory categories as Markdown. `plot` is the picture's file name in
+    the same folder.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     title = f"## The guide's backends for inference on {escape(result.gpu)}"
     picture = f"![Kinds of memory and speed of backends]({plot})\n" if plot else ""
