@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KvCache(Technique):
-    """Selects another type of key-value cache than the job's default."""
+    """Selects the type of key-value cache for text generation, in place of the job's."""
 
     title: ClassVar = "cache of keys and values"
     fidelity: ClassVar = Fidelity.ROUNDS
