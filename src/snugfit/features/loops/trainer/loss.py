@@ -164,7 +164,7 @@ def problem_of_model_loss(
     trainer: Any, step: StepState, model: Any, inputs: Mapping[str, Any], items: Any
 ) -> str:
     """Return a sentence on the error that transformers makes with this model's loss; empty without an error.
-    Snugfit corrects it.
+    The weights of micro-batches correct this error.
 
     The model is tested once. Weights cannot correct a loss that is no mean over the counted items.
     """
