@@ -1,1 +1,1 @@
-"""The feature `accuracy`: recipes of jobs, predicted and measured, and the best recipes of a plan."""
+"""The feature `accuracy`: predicted and measured memory and step time of training recipes."""

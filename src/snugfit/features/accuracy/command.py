@@ -1,9 +1,8 @@
-"""The command `snugfit accuracy`: recipes of your jobs, predicted and measured, and later work on such
-results.
+"""The command `snugfit accuracy`: memory and step time of training recipes, predicted and measured.
 
-It takes several recipes of each job (drawn ones, or the best of the job's plan). It also continues a result
-that was only predicted or was interrupted, predicts one again with today's code, or shows results. Options
-that exclude each other are refused before the work begins.
+It takes several recipes of each training job: random ones, or the best of the job's plan. It also continues a
+result that was only predicted or was interrupted, predicts one again with today's code, or shows results.
+Options that exclude each other are refused before the work begins.
 """
 
 from __future__ import annotations
@@ -92,7 +91,9 @@ def accuracy(
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> None:
-    """Predict and measure several recipes of your jobs, and show the errors."""
+    """Predict and measure several training recipes of each job, and print the relative errors of the
+    predictions.
+    """
     form = "json" if as_json else form
     modes = {"within-job": within_job, "top": top, "measure": measure, "rescore": rescore, "show": show}
     chosen = [mode for mode, value in modes.items() if value is not None]
@@ -146,7 +147,7 @@ def _refuse(modes: list[str], rates: Path | None, jobs: list[Path] | None) -> No
 
 
 def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> None:
-    """Raise `UsageError` for options of new runs if there are no new runs."""
+    """Raise `UsageError` for options that only apply to new measurements, if this call starts none."""
     for mode in {"show", "measure", "rescore"}.intersection(modes):
         used = ("output", "workers") if mode == "rescore" else ()
         for option, is_given in given_options.items():
@@ -157,7 +158,9 @@ def _refuse_idle(modes: Collection[str], given_options: Mapping[str, bool]) -> N
 
 
 def _gpu(name: str | None, predict_only: bool) -> Gpu:
-    """Return the GPU to predict for; measuring needs one in this machine."""
+    """Return the GPU to predict for. Unless `predict_only`, this machine must have it, for the
+    measurements.
+    """
     from snugfit.job.gpu import find_gpu
 
     of_this_machine = gpu_here()
@@ -178,8 +181,8 @@ def _compare(
     *,
     measured: bool,
 ) -> tuple[Accuracy, Path]:
-    """Compare `recipes` recipes of each job, drawn by a seed or the best of its plan. Return the result and
-    its file.
+    """Predict and measure `recipes` training recipes of each job, and return the result with its file. The
+    recipes are drawn by `seed`, or are the best of the job's plan.
     """
     from snugfit.cli.progress import show_progress
     from snugfit.features.accuracy.score import RunWriter, accuracy_of_best, accuracy_within_jobs
@@ -200,7 +203,7 @@ def _compare(
 def rank_by_plan(
     gpu: Gpu, count: int, workers: int, tell: Callable[[str], None]
 ) -> Callable[[Job], list[PlannedRecipe]]:
-    """Return a function from a job to the best recipes of its plan."""
+    """Return a function that plans a job and returns its `count` fastest recipes."""
     from snugfit.features.accuracy.predict_runs import PlannedRecipe
     from snugfit.planning.search.search import plan
 
@@ -226,7 +229,7 @@ def _job(file: Path) -> Job:
 
 
 def _measure(file: Path) -> tuple[Accuracy, Path]:
-    """Return a result that was only predicted, or partly measured, after measuring the rest here."""
+    """Read a result from a file and measure its unmeasured runs on this machine. Return it with its file."""
     from snugfit.cli.progress import show_progress
     from snugfit.features.accuracy.files import read
     from snugfit.features.accuracy.score import measure_rest
@@ -245,7 +248,7 @@ def _measure(file: Path) -> tuple[Accuracy, Path]:
 
 
 def _rescore(source: Path, rates_file: Path | None, output: Path, workers: int) -> tuple[Accuracy, Path]:
-    """Predict a file's runs again with today's code, and return them with the new file."""
+    """Predict the runs of a result file again with today's code. Return the result and its new file."""
     from snugfit.cli.progress import show_progress
     from snugfit.features.accuracy.files import read, read_rates
     from snugfit.features.accuracy.score import rescore
@@ -261,7 +264,7 @@ def _rescore(source: Path, rates_file: Path | None, output: Path, workers: int) 
 
 
 def _print(results: list[Accuracy], form: str, plot: Path | None) -> None:
-    """Print the results, and draw the requested plot."""
+    """Print accuracy results in the format `form`, and write the plot of their errors to `plot` if given."""
     from snugfit.features.accuracy.tables import render
     from snugfit.report.text.page import print_as
 
@@ -280,7 +283,7 @@ def _print(results: list[Accuracy], form: str, plot: Path | None) -> None:
 
 
 def _read(path: Path) -> list[Accuracy]:
-    """Return the results in a file, or in a folder's `accuracy-*.json`."""
+    """Return the accuracy results in a file, or in the files `accuracy-*.json` of a folder."""
     from snugfit.features.accuracy.files import read
 
     files = sorted(path.glob("accuracy-*.json")) if path.is_dir() else [path]

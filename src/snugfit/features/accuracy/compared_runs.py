@@ -1,4 +1,4 @@
-"""Runs with a prediction and a measurement, the results of a random draw of recipes, and allowed errors."""
+"""Training runs with a predicted and a measured memory and step time, and the allowed errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAND: Mapping[str, float] = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun(JsonFields):
-    """One job and recipe, with its prediction and its measurement where they exist."""
+    """One training job and recipe, with its predicted and measured memory and step time where they exist."""
 
     number: int
     """Position in the draw, from 0."""
@@ -95,13 +95,13 @@ class ComparedRun(JsonFields):
 
     @property
     def job_id(self) -> str:
-        """A hash shared by the runs of one job."""
+        """A hash of the training job; runs of one job have the same."""
         text = json.dumps(self.job.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def seconds(self) -> tuple[float, float] | None:
-        """Predicted and measured seconds of a step; None when the run died or one is not known."""
+        """Predicted and measured seconds of a step; None when the run died or one of the two is missing."""
         if self.outcome != "ok" or not self.predicted_step_seconds or not self.step_seconds:
             return None
         return self.predicted_step_seconds, self.step_seconds
@@ -115,15 +115,15 @@ class ComparedRun(JsonFields):
         return (*error_lines(self.predicted, self.measured), *([seconds] if seconds else []))
 
     def error(self, figure: str) -> float | None:
-        """Return the relative error of one predicted figure, such as the step time; None when it is not
-        known.
+        """Return the relative error of one predicted quantity, such as the step time; None when it is
+        missing.
         """
         return next((line.error for line in self.lines if line.figure == figure), None)
 
     @property
     def complaint(self) -> str | None:
-        """Sentence on the run's error if it exceeds the allowed one; None for a run inside the bounds or
-        without a measurement.
+        """Sentence on a prediction error that exceeds the allowed one, or on a failed run; None without
+        either.
         """
         if self.outcome is None:
             return f"not predicted: {self.refused}" if self.refused else None
@@ -154,7 +154,7 @@ class ComparedRun(JsonFields):
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(JsonDocument):
-    """Result of `snugfit accuracy`: all its runs with predictions and measurements."""
+    """Result of `snugfit accuracy`: all its runs, with predicted and measured memory and step time."""
 
     what: ClassVar = "accuracy"
     schema: ClassVar = SCHEMA
@@ -189,12 +189,12 @@ class Accuracy(JsonDocument):
         return tuple(run for run in self.runs if run.complaint)
 
     def errors(self, figure: str) -> list[float]:
-        """Return the absolute relative errors of one figure, the smallest first."""
+        """Return the absolute relative errors of one quantity, such as the step time, the smallest first."""
         errors = (run.error(figure) for run in self.runs)
         return sorted(abs(error) for error in errors if error is not None)
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the largest relative errors within the allowed ones."""
+        """Return the allowed relative error of each quantity, for the JSON document."""
         return {"band": dict(BAND)}
 
     @classmethod
@@ -204,7 +204,7 @@ class Accuracy(JsonDocument):
 
 
 def error_quantiles(errors: list[float]) -> Iterator[float | None]:
-    """Yield the smallest bounds on the errors of half, nine tenths and all of the runs; None without runs."""
+    """Yield the bounds that half, nine tenths and all of the errors do not exceed; None without errors."""
     import numpy as np
 
     for share in (0.5, 0.9, 1.0):

@@ -1,4 +1,4 @@
-"""Random recipes for one job, drawn from a seed.
+"""Random recipes (a training technique for each slot, such as the optimizer) for one job.
 
 A seed and a job give the same recipes on every machine. A recipe may still prove invalid when the model is
 built. For example, peft has no targets, or a layer returns more than its hidden state. The caller skips such
@@ -32,7 +32,7 @@ MAX_PROPOSALS = 2_000
 
 
 def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
-    """Yield random, distinct and valid recipes for this job, the plain one first.
+    """Yield random, distinct and valid recipes for this job, first the one without any technique.
 
     The seed and the job determine the recipes.
     """
@@ -49,7 +49,7 @@ def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
 
 
 def _divides(technique: Technique, gpus: int) -> bool:
-    """Return True if the number of GPUs is a multiple of the number that must share the same samples."""
+    """Return True if the number of GPUs is a multiple of the process group that this technique needs."""
     processes = processes_of(technique.alone)
     return processes is None or gpus % math.prod(processes.axes.values()) == 0
 

@@ -1,5 +1,5 @@
-"""Registration of the feature `accuracy`: recipes of jobs, predicted and measured, and the best recipes of a
-plan.
+"""Registration of the feature `accuracy`: the command `accuracy`, and the options of `plan` to measure
+recipes.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class AccuracyFeature(Feature):
         return (accuracy,)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the document of `snugfit accuracy`."""
+        """Return the class of the JSON document of `snugfit accuracy`."""
         from snugfit.features.accuracy.compared_runs import Accuracy
 
         return {"accuracy --json": Accuracy}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return the options of a plan whose best recipes are measured."""
+        """Return the options of `plan` that measure its best recipes; none for other commands."""
         from snugfit.features.accuracy.plan_command import options
 
         return options() if command == "plan" else ()
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return the request for a plan with `--verify`: it plans for this machine's GPU and measures
-        afterwards.
+        """Return the command's parsed options, checked for `plan --verify`. Such a plan is for this machine's
+        GPU, and its recipes are measured.
         """
         from snugfit.features.accuracy.plan_command import prepare
 

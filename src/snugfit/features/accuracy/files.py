@@ -1,4 +1,4 @@
-"""Files with results of `snugfit accuracy`, and files with the rates by which they are predicted again."""
+"""Reading and writing of result files of `snugfit accuracy`, and reading of calibrated hardware rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MAX_BYTES = 64 << 20
 
 
 def read(file: Path) -> Accuracy:
-    """Read a result from a file. Raises `UsageError` for a missing, damaged or different file."""
+    """Read the result of `snugfit accuracy` from a file. Raises `UsageError` for a missing, damaged or other
+    file.
+    """
     try:
         document = read_document(file, limit=MAX_BYTES)
     except FileNotFoundError:
@@ -39,7 +41,9 @@ def read(file: Path) -> Accuracy:
 
 
 def write(result: Accuracy, file: Path) -> None:
-    """Write the result atomically. Raises `SnugfitError` when the file cannot be written."""
+    """Write the result of `snugfit accuracy` to a file atomically. Raises `SnugfitError` when the file cannot
+    be written.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_document(file, result.to_json())
@@ -48,7 +52,9 @@ def write(result: Accuracy, file: Path) -> None:
 
 
 def read_rates(file: Path, gpu: Gpu) -> Rates:
-    """Read the rates of a calibration file. Raises `UsageError` without rates, or for another GPU's."""
+    """Read the hardware rates (such as bytes per second) of a calibration file. Raises `UsageError` if the
+    file has none, or those of another GPU.
+    """
     try:
         document = read_document(file)
         rates = Rates.from_json(document["rates"])

@@ -1,5 +1,6 @@
-"""The Markdown page of `snugfit accuracy --show`: a summary, the method, a histogram of errors, the worst
-runs, and all runs."""
+"""The Markdown page of `snugfit accuracy --show`: a summary, a histogram of prediction errors, and all
+runs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ measurement of a run is described in `dev/measuring.md`, the prediction of secon
 
 
 def document(results: Sequence[Accuracy]) -> str:
-    """Return the whole page as Markdown."""
+    """Return the accuracy results as one Markdown page."""
     band = ", ".join(f"{FIGURES[figure]} {100 * share:g} %" for figure, share in BAND.items())
     families = {run.family for result in results if result.kind == "drawn" for run in result.runs}
     parts = [_HEAD.format(band=band, families=len(families))]
@@ -59,7 +60,7 @@ def document(results: Sequence[Accuracy]) -> str:
 
 
 def _together(results: Sequence[Accuracy]) -> str:
-    """Return the summary of all results for the page: a few sentences on their errors."""
+    """Return a few sentences that summarise the prediction errors of all results."""
     runs = [run for result in results for run in result.runs]
     errors = sorted(abs(run.error("step_seconds") or 0.0) for run in runs if run.seconds)
     median, nine, largest = (per_cent(error, digits=1, signed=False) for error in error_quantiles(errors))
@@ -74,7 +75,7 @@ def _together(results: Sequence[Accuracy]) -> str:
 
 
 def histogram(runs: Sequence[ComparedRun]) -> str:
-    """Return a histogram of the errors of seconds as text."""
+    """Return a histogram of the relative errors of predicted step times as text."""
     errors = [run.error("step_seconds") or 0.0 for run in runs]
     lower, upper = (None, *EDGES), (*EDGES, None)
     counts = [
@@ -100,7 +101,7 @@ def _edge(share: float) -> str:
 
 
 def worst_grid(runs: Sequence[ComparedRun]) -> Grid:
-    """Return a table of the largest errors of seconds, with their causes where available."""
+    """Return a table of the runs with the largest errors of predicted step time, with their causes."""
     worst = sorted(runs, key=lambda run: -abs(run.error("step_seconds") or 0.0))[:WORST]
     rows = tuple(
         (job_words(run), str(run.recipe), *seconds_cells(run), run.bound or "", "; ".join(causes(run)))
@@ -111,7 +112,7 @@ def worst_grid(runs: Sequence[ComparedRun]) -> Grid:
 
 
 def causes(run: ComparedRun) -> Iterator[str]:
-    """Yield the causes of a run's error: the recorded cause, and signs in the run's own values."""
+    """Yield the causes of a run's prediction error: the recorded cause, and signs in the run's own values."""
     if run.cause:
         yield run.cause
     if run.contaminated:
@@ -128,8 +129,8 @@ def causes(run: ComparedRun) -> Iterator[str]:
 
 
 def _origin(result: Accuracy) -> Iterator[str]:
-    """Yield sentences on the package versions and rates with which predictions were made. A prediction made
-    after the measurements is marked.
+    """Yield sentences on the package versions and hardware rates of the predictions. They mark a prediction
+    made after the measurements.
     """
     yield f"Predicted with {_packages(result.versions)}{f'; rates {result.rates}' if result.rates else ''}."
     if result.rescored:

@@ -1,6 +1,4 @@
-"""Table of a job's recipes with predicted and measured values, their order, and the slowdown of the predicted
-best.
-"""
+"""Table of a job's recipes by predicted and measured step time, and sentences on their order."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ HEADS = (
 
 
 def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Grid:
-    """Return a table with one row for each recipe. Errors are the shares by which predictions are too high;
-    ranks are those of seconds."""
+    """Return a table with one row for each recipe. Errors are relative to the measurement; ranks are by step
+    time.
+    """
     predicted = _ranks((run.number, run.predicted_step_seconds) for run in runs)
     measured = _ranks((run.number, run.step_seconds) for run in runs if run.outcome == "ok")
     rows = tuple(
@@ -38,8 +37,9 @@ def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Gri
 
 
 def bytes_cells(run: ComparedRun) -> Iterator[str]:
-    """Yield table cells: predicted and measured NVML MiB (or the run's cause of death), and the errors of all
-    bytes in per cent."""
+    """Yield table cells for memory: predicted and measured MiB by NVML, or the cause of death, then the
+    errors in per cent.
+    """
     yield _mib(run.predicted.nvml_bytes if run.predicted else None)
     if run.outcome not in (None, "ok"):
         yield str(run.outcome)
@@ -49,22 +49,23 @@ def bytes_cells(run: ComparedRun) -> Iterator[str]:
 
 
 def seconds_cells(run: ComparedRun) -> Iterator[str]:
-    """Yield table cells: predicted and measured milliseconds of a step, and the error in per cent."""
+    """Yield table cells for step time: predicted and measured milliseconds, and the error in per cent."""
     for seconds in (run.predicted_step_seconds, run.step_seconds if run.outcome == "ok" else None):
         yield "" if seconds is None else f"{seconds * 1e3:,.1f}"
     yield per_cent(run.error("step_seconds"), digits=1)
 
 
 def per_cent(share: float | None, *, digits: int = 2, signed: bool = True) -> str:
-    """Return a fraction as per cent, `+0.12`; empty for None."""
+    """Return a fraction as text in per cent, such as `+0.12`; empty for None."""
     if share is None:
         return ""
     return f"{100 * share:+.{digits}f}" if signed else f"{100 * share:.{digits}f}"
 
 
 def order_line(runs: Sequence[ComparedRun]) -> str:
-    """Return a sentence on the agreement of predicted and measured order within each job; empty without an
-    order."""
+    """Return a sentence on the agreement between predicted and measured order of recipes. Return an empty
+    text without two recipes to compare.
+    """
     order, clear = pooled_agreement(runs), pooled_agreement(runs, apart=APART)
     if order.tau is None:
         return ""
@@ -78,8 +79,9 @@ def order_line(runs: Sequence[ComparedRun]) -> str:
 
 
 def gap_line(runs: Sequence[ComparedRun]) -> str:
-    """Return a sentence on the slowdown of a job's first choice against the fastest measured recipe; empty
-    without both."""
+    """Return a sentence on the slowdown of a job's predicted fastest recipe against the measured fastest.
+    Return an empty text without both.
+    """
     slower = gap(runs)
     if slower is None:
         return ""
@@ -90,7 +92,7 @@ def gap_line(runs: Sequence[ComparedRun]) -> str:
 
 
 def _ranks(seconds: Iterable[tuple[int, float | None]]) -> dict[int, str]:
-    """Return the rank of each number of seconds, 1 for the fastest."""
+    """Return the rank of each run as text by its number, 1 for the fewest seconds."""
     known = sorted((duration, number) for number, duration in seconds if duration)
     return {number: str(rank) for rank, (_, number) in enumerate(known, 1)}
 

@@ -49,7 +49,7 @@ class PeerRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Measurements of the plain Trainer, or the reason for their absence."""
+    """Measurements of the plain Trainer, or the reason why there are none."""
 
     runs: tuple[PeerRun, ...] = ()
     why_none: str = ""
@@ -57,7 +57,7 @@ class Peers:
 
     @property
     def best(self) -> PeerRun | None:
-        """The fastest finished run; None without one."""
+        """The fastest finished run of the plain Trainer; None if none finished."""
         ran = [peer for peer in self.runs if peer.run.outcome == "ok" and peer.run.step_seconds]
         return min(ran, key=lambda peer: peer.run.step_seconds or 0.0, default=None)
 
@@ -113,9 +113,8 @@ def _run_before_measuring(predicted: Prediction, number: int, *, compiled: bool)
 def _first_that_fits(
     job: Job, gpu: Gpu, chosen: Recipe, kept_slots: Collection[Slot], memory_bytes: int | None
 ) -> Prediction:
-    """Predict the recipes up to the first that fits; return its prediction, or the last one.
-
-    Raises `SnugfitError` where a prediction fails.
+    """Predict the recipes in order up to the first that fits into GPU memory. Return its prediction, or the
+    last one.
     """
     for recipe in _recipes(job, gpu, chosen, kept_slots):
         predicted = predict(job, recipe, gpu=gpu, memory_bytes=memory_bytes, loop=LOOP)
@@ -125,8 +124,9 @@ def _first_that_fits(
 
 
 def _recipes(job: Job, gpu: Gpu, chosen: Recipe, kept_slots: Collection[Slot]) -> Iterator[Recipe]:
-    """Yield a user's successive attempts: the whole batch, then recomputed layers, then ever more
-    micro-batches."""
+    """Yield recipes of the plain Trainer, each with less memory: the whole batch, then checkpointing, then
+    more micro-batches.
+    """
     as_kept = {
         technique.slot: technique for technique in chosen if technique.slot in {*kept_slots, Slot.ADAPTERS}
     }

@@ -1,6 +1,6 @@
 """The option `snugfit plan --verify K`: the plan's best recipes are measured on the GPU of this machine.
 
-A request that cannot be verified is refused before any search: a search takes a minute.
+Options that exclude `--verify` are refused before the search for recipes, which takes a minute.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def options() -> list[inspect.Parameter]:
 
 
 def prepare(request: Request) -> Request:
-    """Return the request for a plan on the GPU of this machine, whose best recipes are then measured.
+    """Return the plan's parsed options for the GPU of this machine, on which the best recipes are then
+    measured.
 
-    Raises `GpuError` when there is none, or another was named, and `UsageError` for options that exclude
-    `--verify`.
+    Raises `GpuError` without a GPU or for another one, and `UsageError` for options that exclude `--verify`.
     """
     from snugfit.job.gpu import find_gpu
 
@@ -70,10 +70,11 @@ def prepare(request: Request) -> Request:
 
 
 def verify_plan(plan: Plan, form: str, *, peers: bool = True) -> None:
-    """Measure the plan's listed recipes here, and print them below the plan; as JSON both are one document.
+    """Measure the plan's listed recipes on this machine, and print them below the plan. As JSON, plan and
+    measurements are one document.
 
-    With `peers`, the recipes of a user of the plain Trainer are measured too. Raises `OutsideBand` when a
-    run's bytes differ from the prediction by more than `snugfit accuracy` allows.
+    With `peers`, the plain Trainer is measured too. Raises `OutsideBand` when a run's bytes differ from the
+    prediction by more than `snugfit accuracy` allows.
     """
     from snugfit.cli.progress import show_progress
     from snugfit.features.accuracy.predict_runs import PlannedRecipe

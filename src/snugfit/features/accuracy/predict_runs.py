@@ -1,7 +1,7 @@
-"""Prediction of drawn recipes, and conversion of drawn and planned ones to runs that can be measured.
+"""Prediction of randomly drawn recipes, and conversion of recipes to runs that can be measured.
 
-A failed prediction gives a run with the reason. A recipe that the model does not support is skipped, and the
-next run names it.
+A failed prediction gives a run with the reason for the failure. A recipe that the model does not support is
+skipped, and the next run names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_PREDICTED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRecipe:
-    """A recipe with the figures that a plan predicts for it."""
+    """A training recipe with the memory and step time that a plan predicts for it."""
 
     recipe: Recipe
     footprint: Footprint
@@ -41,7 +41,7 @@ class PlannedRecipe:
 
     @classmethod
     def of(cls, choice: Choice, memory_bytes: int | None = None) -> Self:
-        """Return a recipe of a plan, with its predicted figures, as the prediction of a run."""
+        """Convert an entry of a plan to a `PlannedRecipe` with its predicted memory and step time."""
         footprint = Footprint(
             requested_bytes=choice.requested_bytes,
             allocated_bytes=choice.allocated_bytes,
@@ -57,7 +57,9 @@ class PlannedRecipe:
         )
 
     def run(self, job: Job, number: int) -> ComparedRun:
-        """Return a `ComparedRun` of this job with the predicted figures, and without a measurement."""
+        """Return a `ComparedRun` of this job with the predicted memory and step time, and without a
+        measurement.
+        """
         return ComparedRun(
             number=number,
             family=job.model.architecture,
@@ -70,10 +72,7 @@ class PlannedRecipe:
 
 
 def predict_recipes(seed: int, gpu: Gpu, recipes: int, numbered: tuple[int, Job]) -> list[ComparedRun]:
-    """Predict a job under drawn recipes that all need different bytes.
-
-    Return fewer than `recipes` runs when the job has no more.
-    """
+    """Predict a job under random recipes, each with a different number of bytes."""
     number, job = numbered
     first, runs, sizes = number * recipes, list[ComparedRun](), set[int | None]()
     candidates = (
@@ -92,7 +91,7 @@ def predict_recipes(seed: int, gpu: Gpu, recipes: int, numbered: tuple[int, Job]
 
 
 def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRun:
-    """Predict the run again; the first prediction and the measurement stay in it."""
+    """Predict the run again with the current code. Keep its first prediction and its measurement."""
     blank = replace(
         run,
         predicted=None,
@@ -111,7 +110,7 @@ def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRu
 
 
 def predict_each(candidates: Iterable[ComparedRun], gpu: Gpu) -> Iterator[ComparedRun]:
-    """Yield the candidates with predictions.
+    """Yield each unpredicted run with its predicted memory and step time.
 
     Recipes that the model does not support are skipped; the next run names them.
     """
@@ -129,7 +128,7 @@ def predict_each(candidates: Iterable[ComparedRun], gpu: Gpu) -> Iterator[Compar
 
 
 def _predict(run: ComparedRun, gpu: Gpu, rates: Rates | None = None) -> ComparedRun:
-    """Return the run with its prediction, or with the reason for a failed one."""
+    """Return the run with its prediction, or with the reason why the prediction failed."""
     began = time.monotonic()
     prediction = predict(run.job, run.recipe, gpu=gpu, gpus=run.gpus, rates=rates)
     return replace(

@@ -1,14 +1,16 @@
 """Compare the order of recipes by predicted seconds with their order by measured seconds.
 
-A plan chooses a recipe, so the order of its seconds counts more than their size. Two figures describe the
-order of one job's runs.
+A plan chooses the fastest recipe, so the order of step times counts more than their size. Two numbers
+describe the order of one job's runs.
 
 - *Kendall's tau* is the share of concordant pairs minus the share of discordant ones. It is 1 when every pair
-  is in order, 0 for a coin. Source: Biometrika 30, 1938; form b, which allows for ties: Biometrika 33, 1945.
+  is in order, 0 for a random order. Source: Biometrika 30, 1938; form b, which allows for ties: Biometrika
+  33, 1945.
 - The *gap* is the slowdown of the predicted fastest recipe against the fastest measured one.
 
-The pairs are counted here instead of by scipy. Close ones are left out (`apart`), and counts of several jobs
-are summed. Runs that died, or that lack predicted or measured seconds, have no rank.
+The pairs are counted here instead of by scipy. This allows leaving out pairs with nearly equal seconds
+(`apart`), and summing counts over jobs. Runs that died, or that lack predicted or measured seconds, have no
+rank.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ Steps vary by some per cent from process to process.
 
 @dataclass(frozen=True, kw_only=True)
 class RankAgreement:
-    """Counts of pairs of runs by predicted and measured order; Kendall's tau is computed from them."""
+    """Counts of pairs of runs in equal and opposite predicted and measured order. Kendall's tau is computed
+    from them.
+    """
 
     concordant: int = 0
     """Pairs whose predicted order is the measured one."""
@@ -51,12 +55,12 @@ class RankAgreement:
 
     @property
     def pairs(self) -> int:
-        """Number of pairs with different measured seconds."""
+        """Number of pairs of runs with different measured seconds."""
         return self.concordant + self.discordant + self.tied_predicted
 
     @property
     def tau(self) -> float | None:
-        """Kendall's tau-b, from -1 to 1; None without a pair that differs in both."""
+        """Kendall's tau-b of predicted and measured order, from -1 to 1. None if no pair differs in both."""
         untied = self.concordant + self.discordant
         comparable = (untied + self.tied_predicted) * (untied + self.tied_measured)
         return (self.concordant - self.discordant) / math.sqrt(comparable) if comparable else None
@@ -80,7 +84,9 @@ def agreement_of_pairs(seconds: Iterable[tuple[float, float]], *, apart: float =
 
 
 def rank_agreement(runs: Iterable[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
-    """Count the pairs of one job's runs by their order."""
+    """Count the pairs of one job's runs whose predicted and measured step times have the same or opposite
+    order.
+    """
     return agreement_of_pairs([run.seconds for run in runs if run.seconds], apart=apart)
 
 
@@ -106,5 +112,5 @@ def group_by_job(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def pooled_agreement(runs: Sequence[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
-    """Sum the counts within each job; no pair crosses two jobs."""
+    """Sum the counts of pairs over jobs. Runs of different jobs form no pair."""
     return sum((rank_agreement(job, apart=apart) for job in group_by_job(runs)), RankAgreement())

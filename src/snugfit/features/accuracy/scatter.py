@@ -1,4 +1,6 @@
-"""The plot of an accuracy result: predicted against measured seconds, and a histogram of the errors."""
+"""The plot of an accuracy result: predicted against measured step time, and a histogram of the relative
+errors.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ FARTHEST = 50
 
 
 def draw(results: Sequence[Accuracy], form: str) -> bytes:
-    """Return the plot as the bytes of a `png` or an `svg` file. Raises `UsageError` when no run has
-    seconds."""
+    """Draw predicted against measured step time. Return the bytes of a `png` or an `svg` file. Raises
+    `UsageError` when no run has a step time.
+    """
     groups: dict[str, list[ComparedRun]] = {}
     for run in (run for result in results for run in result.runs if run.seconds):
         groups.setdefault("host" if run.bound == "host" else "device", []).append(run)

@@ -1,12 +1,12 @@
 """Accuracy of predictions: several recipes of each job are predicted, measured and compared.
 
-Worker processes predict. Measurements run one after the other in processes of their own, while later runs are
-still being predicted. The result contains every run: a failed prediction or a dead run stays in it with the
-reason. The whole document is rewritten after every run, so an interrupted session loses nothing.
-`measure_rest` continues such a session, or measures on one machine the predictions of another.
+Worker processes predict. Meanwhile measurements run one after the other, each in its own process. The result
+contains every run: a failed prediction or a dead run stays in it with the reason. The result file is
+rewritten after every run, so an interruption loses nothing. `measure_rest` measures the remaining runs, also
+on another machine than the predictions.
 
-There are two kinds of results. Drawn recipes of each job test the predicted order. The best recipes of each
-job's plan test its first choice. Developers draw jobs as well (`lab/draw_runs.py`).
+There are two kinds of results. Random recipes test the predicted order. The best recipes of a plan test its
+first choice. Developers draw jobs as well (`lab/draw_runs.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ because this module may not import the planner.
 
 
 class RunWriter(NamedTuple):
-    """Writes compared runs to a file, and measures each one if requested."""
+    """Writes runs to a result file after their prediction, and measures each one if requested."""
 
     file: Path
     """The result file, which always contains all finished runs."""
@@ -54,7 +54,8 @@ class RunWriter(NamedTuple):
     """Callback for progress messages."""
 
     def record(self, result: Accuracy, predicted: Iterable[ComparedRun], total: int) -> Accuracy:
-        """Append these `total` predicted runs to the result and return it.
+        """Append these `total` predicted runs to the result, measure them if requested, and return the
+        result.
 
         Raises `SnugfitError` when the file cannot be written.
         """
@@ -73,7 +74,9 @@ class RunWriter(NamedTuple):
 def accuracy_within_jobs(
     seed: int, jobs: Sequence[Job], recipes: int, gpu: Gpu, writer: RunWriter, *, workers: int = 1
 ) -> Accuracy:
-    """Predict each job under `recipes` recipes drawn with `seed`, and record the runs."""
+    """Predict each job under `recipes` random recipes, drawn with `seed`. Write the runs to a file, and
+    return the result.
+    """
     writer.tell("predicting the first job")
     groups = map_in_processes(
         partial(predict_recipes, seed, gpu, recipes), list(enumerate(jobs)), workers=workers
@@ -85,7 +88,9 @@ def accuracy_within_jobs(
 def accuracy_of_best(
     jobs: Sequence[Job], count: int, ranked: Ranked, gpu: Gpu, writer: RunWriter, *, seed: int | None
 ) -> Accuracy:
-    """Record the best `count` recipes of each job's plan; a failed plan gives one refused run."""
+    """Predict the best `count` recipes of each job's plan, and write the runs to a file. A failed plan gives
+    one run with the reason.
+    """
 
     # A generator, so that a job's runs are measured before the next job is planned.
     def plan_all() -> Iterator[ComparedRun]:
@@ -109,7 +114,7 @@ def accuracy_of_best(
 
 
 def measure_rest(result: Accuracy, *, file: Path, tell: Tell = lambda line: None) -> Accuracy:
-    """Measure the runs without a measurement on this machine; `file` always contains all runs."""
+    """Measure the runs without a measurement on this machine. Rewrite `file` with all runs after each one."""
     runs = list(result.runs)
     unmeasured = [index for index, run in enumerate(runs) if run.outcome is None]
     for done, index in enumerate(unmeasured):
@@ -129,10 +134,10 @@ def rescore(
     workers: int = 1,
     tell: Tell = lambda line: None,
 ) -> Accuracy:
-    """Predict the runs again with the current code, and with `rates` or the current rates.
+    """Predict the runs again with the current code, and with `rates` or the current hardware rates.
 
-    The measurements stay, and the first predictions are stored with the new ones. The document marks its
-    predictions as no forecasts.
+    The measurements and the first predictions stay. The result marks the new predictions as made after the
+    measurements.
     """
     runs: list[ComparedRun] = []
     for run in map_in_processes(partial(predict_again, gpu, rates), result.runs, workers=workers):
@@ -156,7 +161,7 @@ def rescore(
 
 
 def empty_result(gpu: Gpu, seed: int | None, kind: str, gpus: int = 1) -> Accuracy:
-    """Return a result without runs, for runs on `gpus` GPUs each."""
+    """Return an accuracy result without runs, for runs on `gpus` GPUs each."""
     return Accuracy(
         seed=seed,
         gpu=gpu.name,
@@ -169,7 +174,9 @@ def empty_result(gpu: Gpu, seed: int | None, kind: str, gpus: int = 1) -> Accura
 
 
 def _rates_source(gpu: Gpu, gpus: int = 1) -> str:
-    """Return the source of this GPU's rates while `gpus` GPUs work; empty without rates."""
+    """Return the source of this GPU's hardware rates for `gpus` GPUs at work. Return an empty text without
+    rates.
+    """
     try:
         return rates_for(gpu, gpus).source
     except GpuError:
@@ -181,7 +188,7 @@ def _describe(run: ComparedRun) -> str:
 
 
 class MeasuredRun(NamedTuple):
-    """A run after its measurement, and its device (None when the run was refused)."""
+    """A run with its measurement, and the measured device. The device is None when the run was refused."""
 
     run: ComparedRun
     device: str | None
@@ -190,7 +197,7 @@ class MeasuredRun(NamedTuple):
 def measure_run(
     run: ComparedRun, *, loop: str = "plain", trainer_arguments: Mapping[str, Any] | None = None
 ) -> MeasuredRun:
-    """Measure the run on this machine in this loop, in a process of its own."""
+    """Measure the run on this machine with this training loop, in its own process."""
     from snugfit.measurement.measure import measure
 
     try:

@@ -1,5 +1,5 @@
-"""Tables of `snugfit accuracy` for a terminal: every run with its errors, the order within jobs, and
-quantiles next to allowed errors.
+"""Tables of `snugfit accuracy` for a terminal: runs with their prediction errors, their order, and error
+quantiles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GAP = 0.05
 
 
 def render(result: Accuracy) -> Page:
-    """Return the terminal report of `snugfit accuracy`, with runs, errors and quantiles."""
+    """Return the terminal report of `snugfit accuracy`: runs, prediction errors and their quantiles."""
     complaints = (Sentence(f"Run {run.number}: {run.complaint}", "fault") for run in result.outside)
     return Page(
         [Sentence(title(result), "heading"), *grids(result)],
@@ -43,8 +43,8 @@ def render(result: Accuracy) -> Page:
 
 
 def grids(result: Accuracy) -> Iterator[Grid]:
-    """Yield tables of predicted and measured runs: one table, or one for each job where jobs have several
-    runs.
+    """Yield tables of predicted and measured runs. There is one table for each job with several runs, or one
+    for all.
     """
     if result.kind == "drawn":
         yield runs_grid(result)
@@ -89,7 +89,7 @@ def title(result: Accuracy) -> str:
 
 
 def job_words(run: ComparedRun) -> str:
-    """Return a job (model, task, batch) as text for one table cell."""
+    """Return a training job (model, task and batch size) as text for one table cell."""
     job = run.job
     what = f"{job.model.name}: {job.task}, {sizes(job)}"
     extras = [f"built on the {job.build_on}"] if job.build_on != "device" else []
@@ -99,8 +99,9 @@ def job_words(run: ComparedRun) -> str:
 
 
 def about_order(result: Accuracy) -> Iterator[str]:
-    """Yield sentences on the agreement of predicted and measured order in all jobs, and on slow first
-    choices."""
+    """Yield sentences on the agreement of predicted and measured order over all jobs, and on slow first
+    choices.
+    """
     if result.kind == "drawn":
         return
     if line := order_line(result.runs):
@@ -110,8 +111,8 @@ def about_order(result: Accuracy) -> Iterator[str]:
 
 
 def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
-    """Yield a sentence on how many jobs' predicted best recipe is nearly the fastest measured one, and on the
-    worst of them.
+    """Yield a sentence on the jobs whose predicted fastest recipe is nearly the measured fastest, and on the
+    worst job.
     """
     gaps = [gap(runs) for runs in jobs if any(run.outcome for run in runs)]
     known = [share for share in gaps if share is not None]
@@ -125,7 +126,9 @@ def gaps_line(jobs: Sequence[Sequence[ComparedRun]]) -> Iterator[str]:
 
 
 def summary_grid(result: Accuracy) -> Grid:
-    """Return a table with quantiles of the errors of bytes and seconds, next to the allowed errors."""
+    """Return a table with quantiles of the relative errors of memory and step time, next to the allowed
+    errors.
+    """
     rows = []
     for figure, name in FIGURES.items():
         errors = result.errors(figure)
@@ -155,8 +158,6 @@ def _verdict(result: Accuracy) -> str:
 
 
 def file_name(result: str, kind: str = "drawn", count: int = 0) -> str:
-    """Return the file name of a result of `snugfit accuracy`, made of its seed or its jobs' files, and the
-    type of the runs.
-    """
+    """Return the file name for a result of `snugfit accuracy`, from its kind and its seed or job files."""
     ending = {"drawn": "", "within-job": "-within-job", "top": f"-top{count}"}[kind]
     return f"accuracy-{result}{ending}.json"

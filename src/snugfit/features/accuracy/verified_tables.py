@@ -1,5 +1,4 @@
-"""A verified plan in a terminal and in Markdown: its best recipes, predicted and measured, with their
-order."""
+"""Report of a verified plan (its best recipes measured) for a terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -16,7 +15,9 @@ from snugfit.units import show_bytes, show_mib
 
 
 def render(verified: Verification) -> Page:
-    """Return the report of a verified plan: a table of predicted and measured recipes, with conclusions."""
+    """Return the terminal report of a verified plan: a table of predicted and measured recipes, with
+    conclusions.
+    """
     return Page(
         [grid(verified), *_peers_grid(verified)],
         conclusions(verified),
@@ -30,9 +31,7 @@ def document(plan: Plan, verified: Verification) -> dict[str, Any]:
 
 
 def grid(verified: Verification) -> Grid:
-    """Return a table of a verified plan's recipes, with one row for each, predicted and measured, in the
-    plan's order.
-    """
+    """Return a table of a plan's measured recipes in the plan's order, with predictions and measurements."""
     where = verified.device or "not measured"
     return recipes_grid(
         verified.runs, f"The plan's best, predicted for {verified.gpu} and measured on {where}"
@@ -69,8 +68,9 @@ def _peers_grid(verified: Verification) -> Iterator[Grid]:
 
 
 def peer_line(verified: Verification) -> str:
-    """Return a sentence that compares the plan's first choice with the best peer; empty if no peer was
-    requested."""
+    """Return a sentence that compares the plan's first choice with the fastest plain Trainer. Return an empty
+    text if the Trainer was not requested.
+    """
     if verified.peers.why_none:
         return f"The plain Trainer was not measured: {verified.peers.why_none}"
     peer, times = verified.peers.best, verified.faster_than_peer

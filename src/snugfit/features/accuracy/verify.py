@@ -1,8 +1,7 @@
-"""Verification of a plan: its best recipes are measured one after the other, each in its own process.
+"""Verification of a plan: measurement of its best recipes, one after the other, each in its own process.
 
-The result contains runs of one job, like those of `snugfit accuracy`. It gives predictions, measurements, the
-agreement of their order, and the gap between the plan's first choice and the fastest run. A run that died
-stays in the result.
+The result contains runs of one job, like those of `snugfit accuracy`. It also has the agreement of predicted
+and measured order, and the slowdown of the plan's first choice. A run that died stays in the result.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Verification(JsonDocument):
 
     @property
     def order(self) -> RankAgreement:
-        """Agreement of the order of recipes by predicted seconds with that by measured seconds."""
+        """Agreement between the order of recipes by predicted step time and that by measured step time."""
         return rank_agreement(self.runs)
 
     @property
@@ -52,7 +51,7 @@ class Verification(JsonDocument):
 
     @property
     def faster_than_peer(self) -> float | None:
-        """Speedup of the first choice over the best peer; None when either was not measured."""
+        """Speedup of the plan's first choice over the plain Trainer; None when either was not measured."""
         first, peer = self.runs[0] if self.runs else None, self.peers.best
         if first is None or peer is None or first.outcome != "ok" or not first.step_seconds:
             return None
@@ -64,7 +63,9 @@ class Verification(JsonDocument):
         return tuple(run for run in self.runs if run.complaint)
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the agreement of the orders, and the gaps to the fastest run and to the best peer."""
+        """Return the agreement of predicted and measured order, and the slowdowns against the fastest run and
+        the Trainer.
+        """
         return {"tau": self.order.tau, "gap": self.gap, "faster_than_peer": self.faster_than_peer}
 
 
@@ -76,7 +77,7 @@ def verify(
     versions: Mapping[str, str],
     tell: Tell = lambda line: None,
 ) -> Verification:
-    """Measure these recipes of a plan for `gpu` on this machine; `tell` receives progress messages."""
+    """Measure these recipes of a plan for `gpu` on this machine. `tell` receives progress messages."""
     runs: list[ComparedRun] = []
     device, began = None, time.monotonic()
     for number, planned in enumerate(recipes):

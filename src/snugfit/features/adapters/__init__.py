@@ -1,1 +1,1 @@
-"""The feature `adapters`: low-rank adapters on frozen weights, and frozen parts of a model."""
+"""The feature `adapters`: low-rank adapters on frozen weights, and freezing of parts of a model."""

@@ -1,8 +1,8 @@
 """Import the modules that simulations of adapters need, before a plan's worker processes are forked.
 
-A forked worker inherits them, so their import time of some seconds is spent once. Beside peft these are
-transformers' renaming patterns for older weights. There are a thousand; peft compiles them at first use,
-which takes as long again. peft imports bitsandbytes, which would make torch load its compiler for operators
+A forked worker inherits them, so their import time of some seconds is spent once. These are peft, and
+transformers' patterns for renaming older weights. peft compiles these thousand patterns at first use, which
+takes as long as the import. peft imports bitsandbytes, which would make torch load its compiler for operators
 that no simulation runs. Workers import bitsandbytes without the compiler.
 """
 
@@ -16,7 +16,7 @@ from snugfit.hub_kernels import import_peft
 
 
 def load() -> None:
-    """Import peft, and transformers' patterns for names of older weights if transformers has them."""
+    """Import peft, and compile transformers' patterns for names of older weights if it has them."""
     with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
         import_peft()
     with contextlib.suppress(ImportError):

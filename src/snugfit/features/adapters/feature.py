@@ -24,21 +24,20 @@ class Adapters(Feature):
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.ADAPTERS: ("frozen", "lora")}
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers that freeze parameters, and that put an adapted model in place of the built
-        one."""
+        """Return the handlers that freeze parameters, and that add adapters to a built model."""
         from snugfit.features.adapters.freezing import FreezeHandler
         from snugfit.features.adapters.handler import AdaptHandler
 
         return AdaptHandler(), FreezeHandler()
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return the number of layers after which the trained parameters repeat: all layers if the recipe
-        names some.
+        """Return the number of layers after which the trained parameters repeat. It is all layers if the
+        recipe names some by number.
         """
         return layers if names_layers(setup) else 1
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return False if layers differ in what trains."""
+        """Return True if each layer has the same trained parameters."""
         return not names_layers(setup)
 
 

@@ -1,4 +1,4 @@
-"""The fields of `Setup` that the feature `adapters` adds."""
+"""The fields that the feature `adapters` adds to `Setup` (a recipe's settings)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from snugfit.techniques.wish import Call, Wish
 
 @dataclass(frozen=True, kw_only=True)
 class FreezeWish:
-    """Value of the field `freeze`: the parameters that do not train."""
+    """Value of the field `freeze`: the names of frozen and of trained parameters."""
 
     parts: tuple[str, ...] = ()
     """Modules and parameters that freeze."""

@@ -1,4 +1,4 @@
-"""Freezing of parameters, by `requires_grad`, before an optimizer is made."""
+"""Freezing of parameters by `requires_grad`, before the optimizer is created."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class FreezeHandler(Handler):
     }
 
     def replace_model(self, value: FreezeWish | None, model: Any) -> Any:
-        """Freeze parameters of a built model, and return it."""
+        """Freeze parameters of a built model in place, and return the model."""
         if value is not None:
             freeze(model, value)
         return model
 
     def change(self, value: FreezeWish | None, live: LiveTraining) -> Iterator[str]:
-        """Freeze parameters of a live model, and yield a line about it."""
+        """Freeze parameters of the user's model in place, and yield a line of text about it."""
         self.replace_model(value, live.model)
         return iter(())
 
@@ -61,8 +61,9 @@ class FreezeHandler(Handler):
 
 
 def freeze(model: torch.nn.Module, wish: FreezeWish) -> None:
-    """Set `requires_grad` of the model's parameters. Raise `RecipeError` for a part that the model does not
-    have."""
+    """Set `requires_grad` of the model's parameters. Raises `RecipeError` for a name that no parameter
+    matches.
+    """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     names = [name for name, _ in named]
     prefix = getattr(model, "base_model_prefix", "")
@@ -93,7 +94,7 @@ def _matching(model: torch.nn.Module, names: Sequence[str], words: Sequence[str]
 
 
 def _about_tied(model: torch.nn.Module, expression: re.Pattern[str]) -> str:
-    """Return a sentence that names the shared weight whose other name matches; empty if there is none."""
+    """Return a sentence that names a tied weight whose other name matches; empty if there is none."""
     first_names: dict[int, str] = {}
     # `named_parameters` yields a tied weight under its first name alone by default.
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -104,7 +105,7 @@ def _about_tied(model: torch.nn.Module, expression: re.Pattern[str]) -> str:
 
 
 def _expression(word: str) -> str:
-    """Return the regular expression of the parameter names that a word of the recipe means."""
+    """Convert a word of the recipe (a name or quoted pattern) to a regular expression of parameter names."""
     if not is_word(word):
         return word
     inner = ".*".join(map(re.escape, word.split("*")))
@@ -112,7 +113,9 @@ def _expression(word: str) -> str:
 
 
 def _of_layers(model: Any, names: Sequence[str], last: int) -> set[str]:
-    """Return the names of the parameters of the last layers, or of the first ones for a number below 0."""
+    """Return the names of the parameters in the last layers. For a number below 0, return those in the first
+    layers.
+    """
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None else None
     layers = getattr(text, "num_hidden_layers", None)

@@ -1,10 +1,10 @@
-"""Frozen parts: their parameters get no gradients and no optimizer states, and the rest trains.
+"""Technique `frozen`: parameters of the named parts get no gradients and no optimizer states.
 
 Activations before the first trained part are not saved either, because no gradient passes there. A frozen
 part behind a trained one saves the activations that gradients of its inputs need.
 
-A name means a module or a parameter by the end of its name (`embeddings`, `encoder.layer.0`). `base_model` is
-all but the head. A quoted pattern is a regular expression of the beginning of parameters' names.
+A name means a module or a parameter by the end of its name (`embeddings`, `encoder.layer.0`). `base_model`
+means all but the head. A quoted pattern is a regular expression for the beginning of parameter names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen(Technique):
-    """Freezes parts of the model, and trains the rest."""
+    """Freezes parts of the model, and trains the other parts."""
 
     fidelity: ClassVar = Fidelity.LEARNS
     source: ClassVar = "torch: parameters without requires_grad"
@@ -61,11 +61,11 @@ class Frozen(Technique):
             raise RecipeError("frozen needs parts: frozen(parts=embeddings) or frozen(only=classifier).")
 
     def install(self, setup: Setup) -> Setup:
-        """Set the field `freeze` of the training settings to the parts that do not train."""
+        """Return the setup with the field `freeze` set to these parts."""
         wish = FreezeWish(parts=self.parts or (), only=self.only or (), last=self.last or 0)
         return setup.with_fields(freeze=wish)
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield no settings for plans: the user chooses the parts to freeze."""
+        """Yield no settings, so that plans do not freeze parts on their own."""
         return iter(())

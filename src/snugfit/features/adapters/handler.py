@@ -1,4 +1,4 @@
-"""Replacement of a built model by the same model with adapters."""
+"""Handler that adds adapters to a built model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AdaptHandler(Handler):
-    """Handler of the field `adapt`: adapters that are added to a frozen model."""
+    """Handler of the field `adapt`: it freezes a model and adds adapters."""
 
     wish, slot, stage = ADAPT.name, Slot.ADAPTERS, InstallStage.ADAPT
     refused: ClassVar[Mapping[str, str]] = {
@@ -27,16 +27,16 @@ class AdaptHandler(Handler):
     }
 
     def import_code(self, value: Call | None) -> None:
-        """Import peft once, before anything is timed or overridden."""
+        """Import peft once, before a simulation or a measurement starts."""
         if value is not None:
             import_peft()
 
     def replace_model(self, value: Call | None, model: Any) -> Any:
-        """Return the model with adapters, as the field's function creates it."""
+        """Return the model with adapters, which the field's function adds."""
         return value.run(model) if value is not None else model
 
     def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
-        """Replace a live model by one with adapters, and yield a line about it."""
+        """Add adapters to the user's model, and yield a line of text about it."""
         live.model = self.replace_model(value, live.model)
         return iter(())
 

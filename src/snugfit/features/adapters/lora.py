@@ -1,4 +1,6 @@
-"""LoRA through peft, on weights in their own dtype; `low_rank.py` describes the settings and their cost."""
+"""Technique `lora`: peft's LoRA on frozen weights in their own dtype. `low_rank.py` describes the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,14 @@ class Lora(LowRank):
     counterparts: ClassVar = (Counterpart(arguments={**ARGUMENTS}),)
 
     def install(self, setup: Setup) -> Setup:
-        """Set the Setup's field `adapt` to peft's LoRA."""
+        """Return the setup with the field `adapt` set to peft's LoRA."""
         return setup.with_fields(adapt=self.adapters())
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield common ranks on peft's default targets, and on every matrix, as QLoRA does (arXiv
-        2305.14314)."""
+        """Yield the technique with common ranks, on peft's default modules and on every linear layer, as
+        QLoRA does (arXiv 2305.14314).
+        """
         if has_default_targets(job.model):
             yield from (cls(r=rank) for rank in (8, 16, 64))
         yield from (cls(r=rank, targets=(ALL_LINEAR,)) for rank in (8, 64))

@@ -1,27 +1,28 @@
-"""Settings of peft's low-rank adapters: weights are frozen, and thin matrices added to some of them train.
+"""Settings of peft's low-rank adapters: the weights are frozen, and small matrices that are added to some of
+them are trained.
 
 W' = W + s B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Gradients and
 optimizer states exist for A and B only. The activations that the layers next to frozen weights need are saved
-as before. So memory falls by states and gradients and not by activations.
+as before. So memory falls by optimizer states and gradients, and not by activations.
 
-The scale s is alpha / r, and alpha / sqrt(r) with `rslora` (Kalajdzievski, arXiv 2312.03732). It is a number
-and costs nothing. `dora` (Liu et al., arXiv 2402.09353) trains the length of each row of W' apart from its
-direction. It builds the whole W' once more in each pass to compute the lengths of its rows, which takes time
-and memory.
+The scale s is alpha / r, and alpha / sqrt(r) with `rslora` (Kalajdzievski, arXiv 2312.03732). It is a
+constant and takes no time or memory. `dora` (Liu et al., arXiv 2402.09353) trains the length of each row of
+W' apart from its direction. It builds the whole W' once more in each pass to compute the lengths of its rows,
+which takes time and memory.
 
 Defaults are peft's own (`LoraConfig`): rank 8, alpha 8 and no dropout. The default modules of an architecture
 come from peft's table (BERT: query and value). An architecture that the table lacks gets all its linear
-layers. This module reads the table and passes the names to peft. peft itself looks an architecture up by its
-own name only. The table has Gemma 3 under the name of its text part. For models whose weights transformers
-stores in another shape (Mixtral's experts), peft renames modules and skips the lookup.
+layers. This module reads the table and passes the names to peft. peft itself finds only architectures under
+their own name, but the table has Gemma 3 under its text model's. For models whose weights transformers stores
+in another shape (Mixtral's experts), peft renames modules and does not use the table.
 
 Dropout saves two tensors for each adapted matrix: the input after dropout, and the mask. The backward pass of
 A needs both. Adapters of a model in half precision are fp32, as peft creates them (`autocast_adapter_dtype`).
 The heads of classification models train whole, as peft's task types define.
 
-Targets are ends of names of modules, or one regular expression in quotes for the whole name. `parameters` are
-weights of modules that are no linear layers, such as experts in one tensor. peft adds their whole update to
-the weight in each pass. `save` names modules that train whole: peft trains a copy of each.
+The adapted modules (targets) are given by suffixes of their names, or by one quoted regular expression.
+`parameters` are weights of modules that are no linear layers, such as experts in one tensor. peft adds their
+whole update to the weight in each pass. `save` names modules that train whole: peft trains a copy of each.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ refuses both."""
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Technique):
-    """Base class of techniques with peft's low-rank adapters: the settings, and the call that adds
-    adapters."""
+    """Base class of techniques with peft's low-rank adapters. It has the settings, and the call that adds
+    adapters.
+    """
 
     preloaded: ClassVar = "snugfit.features.adapters.ahead"
 
@@ -148,11 +150,11 @@ class LowRank(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against adapters in a job that does not train."""
+        """Return the reason against adapters in a job without training; empty for training."""
         return "" if job.trains else "nothing trains here, so adapters only add work"
 
     def adapters(self) -> Call:
-        """Return the call that wraps a model with peft and these settings."""
+        """Return the function call that wraps a model with peft and these settings, as a field of `Setup`."""
         arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
         more = {name: value for name in _MORE if (value := getattr(self, name))}
         more = {name: list(value) if isinstance(value, tuple) else value for name, value in more.items()}
@@ -278,8 +280,9 @@ def _peft_arguments(
 
 
 def _as_peft_takes(targets: str | Sequence[str]) -> str | Sequence[str]:
-    """Return targets in the form that peft takes: `all-linear` and a pattern as text, other targets as a
-    list."""
+    """Convert the adapted modules to peft's form: `all-linear` and a pattern as text, other names as a
+    list.
+    """
     if isinstance(targets, str):
         return targets
     is_text = list(targets) == [ALL_LINEAR] or (len(targets) == 1 and not is_word(targets[0]))
@@ -287,26 +290,27 @@ def _as_peft_takes(targets: str | Sequence[str]) -> str | Sequence[str]:
 
 
 def default_targets(model: Any) -> str | list[str]:
-    """Return the default targets of a built module or a `Model`.
+    """Return the default modules to adapt, for a built module or a `Model`.
 
-    They are the ends of the names of the modules to adapt, a regular expression, or `ALL_LINEAR`.
+    They are suffixes of module names, a regular expression, or `ALL_LINEAR`.
     """
     return _pefts_choice(model) or ALL_LINEAR
 
 
 def has_default_targets(model: Model) -> bool:
-    """Return True if peft's table has default targets for the model's architecture, or that of its text
-    part."""
+    """Return True if peft's table has default modules to adapt for the model's architecture, or for its text
+    model's.
+    """
     return _pefts_choice(model) is not None
 
 
 def chosen_by_peft(model: Model) -> bool:
-    """Return True if peft finds default targets for this architecture without any being passed."""
+    """Return True if peft itself finds the default modules to adapt for this architecture."""
     return model.architecture in pefts_table() and not any("expert" in key for key in model.config)
 
 
 def _pefts_choice(model: Any) -> str | list[str] | None:
-    """Return the default target modules in peft's table for a built module or for a `Model`; None without an
+    """Return the default modules to adapt in peft's table, for a built module or a `Model`; None without an
     entry.
     """
     # A `Model` has `facts`, and a module of torch has none.
@@ -327,8 +331,8 @@ def _names(architecture: str | None, part: str | None) -> Iterator[str]:
 
 @cache
 def pefts_table() -> Mapping[str, str | list[str]]:
-    """Return peft's default targets by architecture, read from its source, because importing peft imports
-    torch.
+    """Return peft's default modules to adapt by architecture, read from its source, because importing peft
+    imports torch.
 
     The table is empty where peft is missing or its source has another form.
     """

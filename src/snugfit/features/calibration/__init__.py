@@ -1,1 +1,3 @@
-"""The feature `calibration`: measured rates of this machine's GPU and host, for predictions."""
+"""The feature `calibration`: measured hardware rates of this machine's GPU and host, such as bytes per
+second.
+"""

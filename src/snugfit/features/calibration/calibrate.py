@@ -1,25 +1,25 @@
-"""Calibrate the rates of this GPU and this host with a handful of small training jobs.
+"""Calibrate the hardware rates of this GPU and its host (CPU) with a handful of small training jobs, the
+probes.
 
-Each probe is an ordinary experiment (`measure`: steady steps in a process of its own) that one resource
-bounds. The ratio of its measured and its predicted step corrects the rate of that resource. Calibration thus
-uses the predicted steps themselves and needs no separate benchmark. A probe that another resource bounds
-corrects nothing.
+Each probe is an ordinary measurement (`measure`) in its own process, whose time one resource determines. The
+ratio of its measured to its predicted step time corrects the rate of that resource. No separate benchmark is
+needed. If another resource proves slower, the probe corrects nothing.
 
 - Host: a small model in three recipes, with next to no work for the device.
-- Bandwidth: an update of many parameters, with next to no tokens.
+- Memory bandwidth: an optimizer update of many parameters, with next to no tokens.
 - Matrix products: a wide model in each precision of the GPU. bf16 also calibrates fp16, which runs on the
   same units, and fp8.
 - Several GPUs: the host while all of them work, sharded weights, and collectives.
 
 The order of correction matters: each probe is predicted with the rates that earlier probes corrected. The
-order of measurement differs. The update of many parameters is measured first, since its seconds are the
-device's alone. The probes are simulated meanwhile, and a simulation takes a core.
+order of measurement differs. The update of many parameters is measured first, since its time depends on the
+device alone. Meanwhile a CPU core simulates the other probes.
 
 One GPU is probed for the host, the bandwidth and matrix products. Several GPUs of a host are probed for the
 host while all of them work. Concurrent processes took up to 1.5 times as long to launch kernels as one alone.
 This was measured on shared hosts of two and four H200s (2026-11-26).
 
-The shortest host probe is omitted on several GPUs, because DDP's work once per step weighs in it. On two
+The shortest host probe is omitted on several GPUs, because DDP's fixed work per step dominates it. On two
 hosts of two H100s it took 1.3 and 1.6 times its prediction. The other two took 1.05 to 1.09 times theirs
 (results/h100-2026-11-26). Three more probes calibrate FSDP2's hooks, all-reduces of gradients, and
 all-gathers of weights with reduce-scatters of gradients.
@@ -80,7 +80,7 @@ ATTEMPTS = 3
 
 
 class ProbeSeconds(NamedTuple):
-    """Seconds of a probe's run."""
+    """Measured seconds of a probe (a small training job)."""
 
     step_seconds: float
     """Mean seconds of a measured step."""
@@ -97,7 +97,9 @@ runs on all GPUs of the calibration. Raises `SnugfitError` when the run dies."""
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReading:
-    """A probe with its measured seconds, and its seconds predicted with the rates known before it."""
+    """A probe (a small training job) with its measured step time, and the time predicted with the rates
+    before it.
+    """
 
     probe: Probe
     predicted_seconds: float
@@ -120,7 +122,7 @@ class ProbeReading:
     """Fields that `to_json` omits."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the reading as a JSON object of the calibration file."""
+        """Return this probe's measured and predicted seconds as a JSON object of the calibration file."""
         return {
             "corrects": self.probe.corrects,
             "recipe": self.probe.recipe,
@@ -134,7 +136,7 @@ class ProbeReading:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(JsonDocument):
-    """The measured rates of this GPU and its host."""
+    """The measured hardware rates of this GPU and its host, such as bytes per second."""
 
     what: ClassVar = "calibration"
 
@@ -155,10 +157,11 @@ def calibrate(
     measure_seconds: MeasureSeconds | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Return the rates of this GPU and its host while `gpus` GPUs work, and their readings.
+    """Measure the hardware rates of this GPU and its host while `gpus` GPUs work. Return them with each
+    probe's seconds.
 
-    The start is the package's rates, either measured or scaled by the data sheet. Raises `GpuError` when the
-    GPU table lacks the necessary figures.
+    The correction starts from the package's rates, measured or scaled from the data sheet. Raises `GpuError`
+    when the GPU table lacks the necessary values.
     """
     rates = replace(packaged_rates(gpu), gpus=gpus)
     runner = _ProbeRunner(gpu, rates, measure_seconds or _measure_on(gpus), tell)
@@ -183,7 +186,9 @@ class _ProbeRun(NamedTuple):
 
 
 class _ProbeRunner:
-    """Simulates and measures probes, both at once where neither disturbs the other."""
+    """Simulates and measures probes (small training jobs), both at once where one does not slow down the
+    other.
+    """
 
     def __init__(
         self, gpu: Gpu, rates: Rates, measure_seconds: MeasureSeconds, tell: Callable[[str], None]
@@ -216,8 +221,9 @@ class _ProbeRunner:
         return rehearse(job_of_rank(probe.job, setup), setup, policy_for(self._gpu, Software()))
 
     def _measure_or_reason(self, probe: Probe, steps: int) -> ProbeSeconds | str:
-        """Return the least disturbed of a few runs of a host probe, else the first run; the reason when it
-        died."""
+        """Measure a probe and return its seconds, or the reason why it died. A host probe runs a few times;
+        the least disturbed run counts.
+        """
         runs: list[ProbeSeconds] = []
         for _ in range(ATTEMPTS if probe.is_of_host else 1):
             try:
@@ -230,8 +236,8 @@ class _ProbeRunner:
 
 
 def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
-    """Return the measured and predicted seconds of a probe with the factor that corrects its rate, given the
-    rates corrected so far.
+    """Return the measured and predicted seconds of a probe with the factor that corrects a hardware rate.
+    `rates` are those corrected so far.
     """
     probe, trace, measured = run
     predicted = step_seconds(trace, gpu, batch_size=probe.job.batch_size, rates=rates)
@@ -264,7 +270,9 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
 
 
 def _read_exchange(reading: ProbeReading, predicted: StepSeconds, measured: ProbeSeconds) -> ProbeReading:
-    """Compute the factor of a collective: NCCL's kernels are timed alone, so no other error enters."""
+    """Return the reading with the correction factor of a collective. NCCL's kernels are timed alone, so no
+    other error enters.
+    """
     seconds = measured.exchange_seconds
     if not seconds or not predicted.communication_seconds:
         return replace(reading, why="its exchanges could not be timed")
@@ -311,7 +319,7 @@ def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepS
 
 
 def _measure_on(gpus: int) -> MeasureSeconds:
-    """Return a function that measures on one GPU, or on `gpus` for a recipe for several."""
+    """Return a function that measures a probe on one GPU, or on `gpus` for a recipe for several."""
     from snugfit.measurement.measure import measure
 
     def seconds(job: Job, recipe: Recipe, steps: int) -> ProbeSeconds:
@@ -335,8 +343,8 @@ def _measure_on(gpus: int) -> MeasureSeconds:
 
 
 def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
-    """Return the hardware rates corrected by the last probe; those of the host use the geometric mean of all
-    its probes.
+    """Return the hardware rates corrected by the last probe. Host rates use the geometric mean of all host
+    probes.
     """
     last = readings[-1]
     if last.factor is None:
@@ -408,12 +416,14 @@ class Probe:
 
     @property
     def is_of_host(self) -> bool:
-        """True when the probe corrects seconds of the host."""
+        """True when the probe corrects a rate of the host (the CPU)."""
         return self.corrects in (HOST, SHARDING)
 
 
 def probes(precisions: tuple[str, ...], gpus: int = 1) -> tuple[Probe, ...]:
-    """Return the probes for this number of GPUs with these precisions, in the order of correction."""
+    """Return the probes (small training jobs) for `gpus` GPUs and these precisions, in the order of
+    correction.
+    """
     # `small` has many short kernels, `table` nearly only parameters, `wide` large products.
     small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
     table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)

@@ -1,4 +1,6 @@
-"""The command `snugfit calibrate`: the achieved rates of this GPU and its host, stored for predictions."""
+"""The command `snugfit calibrate`: it measures hardware rates of this GPU and its host, and stores them for
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Gpus = Annotated[
 
 
 def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
-    """Measure this GPU and its host in a minute or two; later predictions for it use the result."""
+    """Measure hardware rates of this GPU and its host in a minute or two. Later predictions for it use
+    them.
+    """
     name = gpu_here()
     if name is None:
         raise GpuError("This machine has no GPU to calibrate. Use a machine with a GPU.")
@@ -56,7 +60,7 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
 
 
 def _write(file: Path, document: dict[str, Any]) -> None:
-    """Write a GPU's file, whole or not at all. Raises `SnugfitError` when it cannot be written."""
+    """Write a GPU's calibration file atomically. Raises `SnugfitError` when it cannot be written."""
     from snugfit.documents import write_document
 
     try:
@@ -69,7 +73,9 @@ def _write(file: Path, document: dict[str, Any]) -> None:
 
 
 def sentence_about_others(readings: Sequence[ProbeReading]) -> str:
-    """Return a sentence about other processes that used the host; empty if none did."""
+    """Return a sentence on other processes that used the CPU during the probes. Return an empty text if none
+    did.
+    """
     from snugfit.results.measurement import HIGH_DISTURBANCE
 
     shares = [reading.disturbed or 0.0 for reading in readings if reading.probe.is_of_host]
@@ -84,7 +90,9 @@ def sentence_about_others(readings: Sequence[ProbeReading]) -> str:
 
 
 def _table(rates: Rates, readings: Sequence[ProbeReading]) -> PlainTable:
-    """Return a table with one row a probe: predicted, measured, and the factor that corrects it."""
+    """Return a table with one row per probe: predicted and measured step time, and the factor that corrects
+    its rate.
+    """
     from snugfit.report.text.table import table
     from snugfit.units import show_seconds
 

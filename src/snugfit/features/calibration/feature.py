@@ -1,5 +1,5 @@
-"""Registration of the feature `calibration`: rates of a GPU and its host from small training jobs that run
-there.
+"""Registration of the feature `calibration`: hardware rates of a GPU and its host, measured by small training
+jobs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CalibrationFeature(Feature):
         return (calibrate,)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the document of `snugfit calibrate`."""
+        """Return the class of the JSON document of `snugfit calibrate`."""
         from snugfit.features.calibration.calibrate import Calibration
 
         return {"calibrate --json": Calibration}

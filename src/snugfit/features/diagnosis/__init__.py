@@ -1,1 +1,1 @@
-"""The feature `diagnosis`: the command `why-oom`, which explains a run without enough memory."""
+"""The feature `diagnosis`: the command `why-oom`, which explains a run that ended out of memory."""

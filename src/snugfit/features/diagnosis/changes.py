@@ -55,7 +55,7 @@ _GENERAL: dict[FailureKind, tuple[tuple[str, str], ...]] = {
 
 def general_changes(kind: FailureKind, *, expandable: bool = False) -> tuple[SuggestedChange, ...]:
     """Return general advice for a kind of out-of-memory failure, such as a fragmented allocator. With
-    `expandable`, segments grow in place already.
+    `expandable`, the allocator's `expandable_segments` is on already.
     """
     lines = _GENERAL[kind]
     lines = lines[1:] if expandable and kind is FailureKind.FRAGMENTATION else lines

@@ -1,4 +1,4 @@
-"""The command `snugfit why-oom`: the reason for a run without enough memory, from its log or a memory
+"""The command `snugfit why-oom`: it explains a run that ended out of memory, from its log or a memory
 snapshot.
 """
 
@@ -53,7 +53,7 @@ def _arguments(
     memory: given.Memory = None,
     as_json: given.AsJson = False,
 ) -> None:
-    """Arguments of the command, in addition to those of a job."""
+    """Declare the options of `why-oom`, as parameters, in addition to those of a training job."""
 
 
 def why_oom(**options: Any) -> int:
@@ -80,7 +80,9 @@ why_oom.__signature__ = inspect.Signature([*_OWN[:2], *_JOB, *_OWN[2:]])  # type
 
 
 def _request(options: Mapping[str, Any]) -> Request | None:
-    """Return the request about the job; None without a job. Raises `UsageError` for options that need one."""
+    """Return the training job to compare with, parsed from the options; None if they name none. Raises
+    `UsageError` for options that need a job.
+    """
     if options["for_model"] or options["job_file"] or any(options[name] for name in _OF_FEATURES):
         about_job = {name: value for name, value in options.items() if name not in ("log", "for_model")}
         return given.read_request(about_job | {"model": options["for_model"]}, "why_oom")
@@ -94,7 +96,9 @@ def _request(options: Mapping[str, Any]) -> Request | None:
 
 
 def _content(log: str | None) -> tuple[bytes, str]:
-    """Return the content of the log or snapshot, and its name in messages. Raises `UsageError`."""
+    """Return the content of the log or snapshot, and its name for messages. Raises `UsageError` if it cannot
+    be read.
+    """
     from snugfit.user_files import refuse_no_file, refuse_unreadable
 
     hint = ' Cut out the error: grep -B 40 -A 5 -m 1 "out of memory" LOG | snugfit why-oom -'

@@ -1,4 +1,4 @@
-"""Comparison of a failed run with the predicted step of its job."""
+"""Comparison of a run that ended out of memory with the predicted training step of its job."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ SIMILAR = 0.25
 def compare(
     diagnosis: Diagnosis, sizes: tuple[int, int] | None, request: Request
 ) -> tuple[Diagnosis, Prediction]:
-    """Return the diagnosis with the tensors that the request may have been for, from a predicted step, and
-    the prediction.
+    """Return the diagnosis with the tensors of the predicted step that match the failed allocation, and the
+    prediction.
 
-    Both have changes that fit the memory that other processes left. `sizes` are those of the request.
+    Both have suggested changes that fit into the memory that other processes left. `sizes` bounds the bytes
+    of the failed allocation's tensor.
     """
     from snugfit.deferred_imports import defer_imports
     from snugfit.prediction.predict import predict, rehearse_again
@@ -49,7 +50,7 @@ def compare(
 
 
 def _usable_bytes(ledger: Ledger) -> int | None:
-    """Return the memory of the GPU that other processes left; None where it is unknown."""
+    """Return the bytes of GPU memory that other processes left; None where they are unknown."""
     if ledger.total_bytes is None:
         return None
     return ledger.allowed_bytes or ledger.total_bytes - (ledger.others_bytes or 0)
@@ -66,14 +67,14 @@ def _further_bytes(diagnosis: Diagnosis, prediction: Prediction) -> int:
 
 
 def _is_similar(more: int, prediction: Prediction) -> bool:
-    """Return True if the failed run, which needed `more` bytes than predicted, can be a run of the given
-    job.
-    """
+    """Return True if the failed run may be the given job, although it needed `more` bytes than predicted."""
     return 0 < more <= SIMILAR * prediction.needed_bytes
 
 
 def _about_differences(prediction: Prediction, more: int, *, missed: bool) -> Iterator[str]:
-    """Yield sentences on differences between the failed run and the predicted step."""
+    """Yield sentences on possible differences between the failed run and the predicted step, which explain
+    `more` bytes.
+    """
     if missed:
         yield (
             "No tensor of the predicted step has this size. The run had another batch, length or "

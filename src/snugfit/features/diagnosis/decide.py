@@ -1,5 +1,5 @@
-"""Decision on the cause of a memory failure (such as fragmentation), from the size of the request and the
-GPU's memory at that moment.
+"""Decision on the cause of an out-of-memory error (such as fragmentation), from the allocation size and the
+memory state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MANY = 0.05
 
 
 def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tuple[str, ...]]:
-    """Return why a memory request failed, such as fragmentation, with a summary and notes."""
+    """Return the cause of a failed allocation, such as fragmentation, with a summary and notes."""
     if ledger is None or ledger.free_bytes is None:
         return FailureKind.UNCLEAR, _without_figures(requested, ledger), ()
     if ledger.allowed_bytes is not None and ledger.free_bytes >= requested:
@@ -47,7 +47,9 @@ def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tup
 
 
 def _foreign_bytes(ledger: Ledger) -> int:
-    """Return the bytes of the GPU that neither PyTorch nor an ordinary CUDA context of this process uses."""
+    """Return the bytes of GPU memory beyond PyTorch's allocator and an ordinary CUDA context of this
+    process.
+    """
     if ledger.others_bytes is not None and ledger.process_bytes is not None:
         # Without reserved bytes, no part of this process counts as foreign.
         own = max(0, ledger.process_bytes - (ledger.reserved_bytes or ledger.process_bytes) - CONTEXT)
@@ -67,8 +69,8 @@ def _without_figures(requested: int, ledger: Ledger | None) -> str:
 def _decide_within_limit(
     requested: int, ledger: Ledger, allowed: int
 ) -> tuple[FailureKind, str, tuple[str, ...]]:
-    """Return cause, summary and notes of a failure in a process that may use only `allowed` bytes of a GPU
-    with more free.
+    """Return cause, summary and notes of an allocation that failed at a limit of `allowed` bytes for the
+    process. The GPU had more free memory.
     """
     reserved = (ledger.allocated_bytes or 0) + (ledger.unallocated_bytes or 0)
     within = Ledger(

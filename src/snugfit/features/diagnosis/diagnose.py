@@ -1,4 +1,4 @@
-"""The diagnosis of a log or a snapshot."""
+"""The diagnosis of an out-of-memory error from the content of a log or a memory snapshot."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ ON_GPU = frozenset({
 
 
 def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | None]:
-    """Return the diagnosis of a log or snapshot, and the sizes that the requested tensor may have.
+    """Return the cause of the out-of-memory error in a log or snapshot, and bounds of the failed tensor's
+    bytes.
 
-    Raises `UsageError` for other content.
+    Raises `UsageError` for content that is neither.
     """
     # Pickles of protocol 2 to 5 begin with these bytes.
     if content[:1] == b"\x80" and content[1:2] in b"\x02\x03\x04\x05":
@@ -32,7 +33,7 @@ def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | N
 def decode(content: bytes) -> str:
     """Return the text of a log: UTF-8, or UTF-16 as PowerShell writes it. Other bytes are replaced.
 
-    Windows appends UTF-16 without its mark, which is ASCII with zero bytes.
+    Text appended by Windows may be UTF-16 without a byte order mark: ASCII characters with zero bytes.
     """
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return content.decode("utf-16", errors="replace")

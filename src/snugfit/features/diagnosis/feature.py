@@ -1,4 +1,4 @@
-"""Registration of the feature `diagnosis`: diagnosis of a run that ended because memory was short."""
+"""Registration of the feature `diagnosis`: the explanation of a run that ended out of memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DiagnosisFeature(Feature):
         return (why_oom,)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the document of `snugfit why-oom`."""
+        """Return the class of the JSON document of `snugfit why-oom`."""
         from snugfit.features.diagnosis.result import Diagnosis
 
         return {"why-oom --json": Diagnosis}

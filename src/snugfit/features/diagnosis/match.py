@@ -1,4 +1,6 @@
-"""Search for the tensor of a failed request: by size in a predicted step, or guessed from the size alone."""
+"""Search for the tensor of a failed allocation: by size in a predicted step, or guessed from the size
+alone.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ GUESS_FROM = 64 * MIB
 
 
 def tensor_sizes(least: int, most: int) -> tuple[int, int]:
-    """Return the smallest and the largest tensor, in bytes, for which the allocator requests a segment whose
-    size is in this range.
+    """Return bounds in bytes of the tensors for which the allocator requests a segment of `least` to `most`
+    bytes. A segment is a block from cudaMalloc.
     """
     if least <= SMALL_SEGMENT <= most:
         return 1, SMALL
@@ -50,8 +52,8 @@ def tensor_sizes(least: int, most: int) -> tuple[int, int]:
 
 
 def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) -> list[RequestedTensor]:
-    """Return the tensors of a predicted run that fit the failed request's size, the most likely first. The
-    most likely one was requested with nearly `live_bytes` alive, or else with the most.
+    """Return the tensors of a predicted step that match the failed allocation's size, the most likely first.
+    The most likely one was allocated with nearly `live_bytes` alive, or else with the most.
     """
     matches: dict[tuple[str, str, str, str, int], list[int]] = {}
     counts: Counter[tuple[str, str, str, str, int]] = Counter()
@@ -87,7 +89,9 @@ def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) ->
 
 
 def _shapes(trace: Trace) -> dict[tuple[str, str, str], str]:
-    """Return the input shapes of the operators in a simulated step, by module, operator and phase."""
+    """Return the input shapes of the operators in a simulated step, by module, operator and phase (such as
+    backward).
+    """
     shapes: dict[tuple[str, str, str], str] = {}
     for kernel in trace.kernels:
         key = (_fold(kernel.module), kernel.operator, kernel.phase)
@@ -101,8 +105,8 @@ def _fold(module: str) -> str:
 
 
 def guess(sizes: tuple[int, int]) -> list[RequestedTensor]:
-    """Return likely shapes for a failed request without a job: logits and attention scores of that size, the
-    roundest first.
+    """Return likely shapes for a failed allocation of an unknown job. They are logits and attention scores,
+    shapes with round numbers first.
     """
     if sizes[1] < GUESS_FROM:
         return []
@@ -111,7 +115,7 @@ def guess(sizes: tuple[int, int]) -> list[RequestedTensor]:
 
 
 def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
-    """Yield shapes of logits with this size in bytes for known vocabularies, with the roundness of their
+    """Yield logits with this size in bytes for known vocabularies. The first value is the roundness of the
     number of tokens.
     """
     for width, dtype in ((4, "fp32"), (2, "16 bits")):
@@ -125,7 +129,9 @@ def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
 
 
 def _scores(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
-    """Yield shapes of attention scores with this size in bytes, for the longest sequence that gives it."""
+    """Yield attention scores with this size in bytes, for the longest sequence that gives it. The first value
+    is the roundness of the shape.
+    """
     for length in (16_384, 8192, 4096, 2048, 1024):
         for width, dtype in ((4, "fp32"), (2, "16 bits")):
             heads = most // (length * length * width)
@@ -144,7 +150,7 @@ def _as_guess(name: str, nbytes: int, shape: str) -> RequestedTensor:
 
 
 def show_request(requested: int, *, from_text: bool) -> str:
-    """Return a sentence on the failed request, with the tensors that a segment of this size serves."""
+    """Return a sentence on the size of the failed allocation, and on the tensor sizes that lead to it."""
     if not from_text:
         return f"The request was for {show_bytes(requested)}."
     if requested == LARGE_SEGMENT:

@@ -1,9 +1,9 @@
 """A pickle of plain data, read without running any of its code.
 
 A snapshot has dicts, lists, tuples, text, bytes, numbers, booleans and None. The reader has only the
-instructions for these, so a pickle that names a class or a function is refused at that name. Instructions
-with an index into the memo table are refused too. With the interpreter's own C reader, one of nine bytes
-allocates gigabytes. `pickle.dump` writes none of them since Python 3.8.
+instructions for these. A pickle that names a class or a function is refused at that name. Instructions with
+an index into the memo table are refused too. In the interpreter's C reader, such an instruction of nine bytes
+can allocate gigabytes. `pickle.dump` writes none of them since Python 3.8.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class _PlainReader(_PYTHON_READER):  # type: ignore[misc]
 
 
 def read_plain_pickle(content: bytes, where: str) -> Any:
-    """Return the object in a pickle of plain data. Raises `UsageError` that begins with `where`."""
+    """Return the object in a pickle of plain data. Raises `UsageError`, with `where` as the file's name, for
+    any other pickle.
+    """
     try:
         return _PlainReader(io.BytesIO(content)).load()
     # The reader looks up each instruction in `dispatch`.

@@ -1,4 +1,6 @@
-"""The report of `why-oom` in a terminal: the reason, the memory of that moment, the request, and changes."""
+"""The report of `why-oom` in a terminal: the cause, the memory at the failure, the failed allocation, and
+suggested changes.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ _TITLES = {
 
 
 def render(diagnosis: Diagnosis, ways_out: Sequence[str] = ()) -> RenderableType:
-    """Return the whole report of one diagnosis, about one screen.
+    """Return the terminal report of one diagnosis, about one screen.
 
-    `ways_out` are sentences on changes with which the predicted step fits.
+    `ways_out` are sentences on changes with which the predicted step fits into memory.
     """
     parts: list[RenderableType] = [
         words(_TITLES[diagnosis.kind], "bold").append(" ").append(words(diagnosis.summary, "not bold"))
@@ -55,8 +57,8 @@ def render(diagnosis: Diagnosis, ways_out: Sequence[str] = ()) -> RenderableType
 
 
 def _about_place(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield a line on the position of the error in the log or snapshot, and one on the failing line of
-    code.
+    """Yield a line on the position of the error message in the log or snapshot, and one on the failing line
+    of code.
     """
     where = [f"line {diagnosis.line:,}"] if diagnosis.line is not None else []
     where += [f"rank {diagnosis.rank}"] if diagnosis.rank is not None else []
@@ -70,7 +72,9 @@ def _about_place(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _ledger_table(ledger: Ledger) -> PlainTable:
-    """Return a table of the GPU's memory by owner at the moment of the failure, as far as it is known."""
+    """Return a table of GPU memory by owner (such as other processes) at the failure, as far as it is
+    known.
+    """
     outside = ledger.outside_bytes
     own = None
     if ledger.process_bytes is not None and ledger.reserved_bytes is not None:
@@ -93,7 +97,7 @@ def _ledger_table(ledger: Ledger) -> PlainTable:
 
 
 def _about_request(diagnosis: Diagnosis) -> list[RenderableType]:
-    """Return a sentence on the request, and a table of the tensors that it may have been for."""
+    """Return a sentence on the failed allocation, and a table of the tensors that may have caused it."""
     if diagnosis.requested_bytes is None or diagnosis.kind is FailureKind.HOST:
         return []
     parts: list[RenderableType] = [
@@ -141,7 +145,9 @@ def _about_segments(use: SegmentUse) -> str:
 
 
 def _changes(changes: Sequence[SuggestedChange], ways_out: Sequence[str]) -> list[RenderableType]:
-    """Return lines on the changes with which the predicted step fits, or else on general ones."""
+    """Return lines on the changes with which the predicted step fits into memory, or else on general
+    changes.
+    """
     if ways_out:
         return [Text(), *(words(sentence) for sentence in ways_out)]
     if not changes:

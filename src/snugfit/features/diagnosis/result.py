@@ -1,5 +1,5 @@
-"""The diagnosis of a failed run: its cause, the GPU's memory at that moment, the request, and changes that
-help.
+"""The diagnosis of an out-of-memory run: its cause, the memory at the failure, the failed allocation, and
+changes to try.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FailureKind(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
     """Bytes of GPU memory at the moment of the failure by owner (this process, other processes, PyTorch's
-    allocator). A missing figure is null.
+    allocator). An unknown value is null.
     """
 
     total_bytes: int | None = None
@@ -58,14 +58,14 @@ class Ledger:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Bytes that PyTorch's allocator had reserved; None where a part of them is unknown."""
+        """Bytes that PyTorch's allocator had reserved; None if they are unknown."""
         if self.allocated_bytes is None or self.unallocated_bytes is None:
             return None
         return self.allocated_bytes + self.unallocated_bytes
 
     @property
     def outside_bytes(self) -> int | None:
-        """Used bytes of the GPU outside of PyTorch's allocator; None where a part of them is unknown."""
+        """Bytes of used GPU memory outside of PyTorch's allocator; None if they are unknown."""
         if self.total_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
             return None
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
@@ -73,7 +73,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedTensor:
-    """A tensor that the failed memory request may have been for."""
+    """A tensor whose allocation may have failed."""
 
     module: str
     """Dotted name of the module. Layers of one stack share a name. Empty for the training loop."""
@@ -97,7 +97,7 @@ class RequestedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveTensors:
-    """Live tensors of a snapshot that one line of code allocated."""
+    """Live tensors of a memory snapshot that one line of code allocated."""
 
     code: str
     """Function, file and line of the innermost frame outside of PyTorch."""
@@ -109,7 +109,7 @@ class LiveTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentUse:
-    """Use of the allocator's segments in a snapshot."""
+    """Use of the allocator's segments (blocks from cudaMalloc) in a memory snapshot."""
 
     segments: int
     """Number of all segments."""
@@ -125,7 +125,9 @@ class SegmentUse:
 
 @dataclass(frozen=True, kw_only=True)
 class SuggestedChange:
-    """A change that helps against failures of this kind. It was not checked for this run."""
+    """A change of settings that helps against this kind of out-of-memory error. It was not checked for this
+    run.
+    """
 
     change: str
     """The change, as text."""
@@ -135,7 +137,7 @@ class SuggestedChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis(JsonDocument):
-    """The reason for a failed run, and the changes that help."""
+    """The cause of an out-of-memory error, with its evidence and the changes that help."""
 
     what: ClassVar = "diagnosis"
 

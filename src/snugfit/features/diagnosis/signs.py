@@ -1,6 +1,6 @@
-"""Signs of an out-of-memory failure in the text of a log.
+"""Text patterns of out-of-memory errors in logs.
 
-Wordings are those of torch 1.8 to 2.15 for CUDA, HIP and XPU, of the libraries, of Linux and of SLURM. Each
+The messages are those of torch 1.8 to 2.15 for CUDA, HIP and XPU, of libraries, of Linux and of SLURM. Each
 pattern matches in linear time, because a log may have millions of characters.
 """
 

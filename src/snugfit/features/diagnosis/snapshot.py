@@ -1,7 +1,7 @@
 """Reading of a memory snapshot (`torch.cuda.memory._dump_snapshot`): live tensors and the use of segments.
 
-At an out-of-memory event of the trace, the live tensors are those of that moment. Otherwise they are those at
-the end of the snapshot.
+If the history has an out-of-memory event, the live tensors are those at the event. Otherwise they are those
+at the end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class SnapshotFacts(NamedTuple):
 
 
 def read_snapshot(content: bytes, where: str) -> SnapshotFacts:
-    """Return the state of the GPU that failed, or else of the fullest one. Raises `UsageError`."""
+    """Read a memory snapshot and return the state of the GPU that ran out of memory, or else of the fullest
+    one. Raises `UsageError` for other content.
+    """
     document = read_plain_pickle(content, where)
     segments, traces = _parts(document, where)
     try:
@@ -70,7 +72,7 @@ def read_snapshot(content: bytes, where: str) -> SnapshotFacts:
 
 def _parts(document: Any, where: str) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the segments and the event histories of a memory snapshot. Raises `UsageError` for another
-    pickle, and for too many parts.
+    pickle, and for too many entries.
     """
     segments = document if isinstance(document, list) else None
     traces: Any = []
@@ -149,7 +151,9 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
 
 
 def _alive(segments: Sequence[Any], places: _Places) -> dict[int, LiveBlock]:
-    """Return the live blocks at the end by address. A block that waits for another stream counts as live."""
+    """Return the live blocks at the end of the snapshot, by address. A freed block that waits for another
+    stream counts as live.
+    """
     return {
         address: LiveBlock(_size(block.get("requested_size") or block["size"]), places.of(_frames_of(block)))
         for part in segments
@@ -159,8 +163,8 @@ def _alive(segments: Sequence[Any], places: _Places) -> dict[int, LiveBlock]:
 
 
 def _blocks(segment: Any) -> Iterator[tuple[int, Any]]:
-    """Yield address and size of each memory block in a snapshot's segment. Early versions write no addresses
-    of blocks.
+    """Yield the address and the block of each entry in a snapshot's segment. Early versions of PyTorch write
+    no addresses of blocks.
     """
     address = segment["address"]
     for block in segment["blocks"]:
@@ -169,7 +173,7 @@ def _blocks(segment: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _frames_of(block: Any) -> Any:
-    """Return the frames of a block; torch 2.0 wrote them in its history."""
+    """Return the stack frames that allocated a block; torch 2.0 wrote them in the block's history."""
     history = block.get("history") or ()
     return block.get("frames") or (history[0].get("frames") if history else ())
 
@@ -202,12 +206,12 @@ UNKNOWN = "(no stack frames)"
 
 
 class _Places(dict[int, str]):
-    """Cache from stack frames, given by identity, to lines of code; blocks and events of a snapshot share
-    frames.
+    """Cache of the code line of each stack trace. Blocks and events of a snapshot share traces, so the key is
+    the object's identity.
     """
 
     def of(self, frames: Any) -> str:
-        """Return function, file and line of the innermost frame outside of PyTorch."""
+        """Return the function, file and line of the innermost stack frame outside of PyTorch."""
         if not isinstance(frames, list | tuple) or not frames:
             return UNKNOWN
         if id(frames) not in self:
@@ -233,7 +237,7 @@ def _place(frames: Sequence[Any]) -> str:
 
 
 def _size(value: Any) -> int:
-    """Return a number of bytes. Raises `TypeError` for any other value."""
+    """Return the value if it is a number of bytes. Raises `TypeError` for any other value."""
     if type(value) is not int or not 0 <= value < LARGEST:
         raise TypeError("not a number of bytes")
     return value

@@ -1,4 +1,4 @@
-"""Reading of a log: the error that ended the run, and the figures in its message."""
+"""Reading of a log: the out-of-memory error that ended the run, and the sizes in its message."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ RENAMED_PROCESS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedError:
-    """An out-of-memory error of a log, with the figures in its message."""
+    """An out-of-memory error of a log, with the sizes in its message."""
 
     sign: Sign
     wording: str
@@ -88,7 +88,7 @@ class LoggedError:
 
 
 def read_log(text: str) -> LoggedError:
-    """Return the first error of the lowest rank. Raises `UsageError` for a text without one."""
+    """Return the first out-of-memory error of the lowest rank. Raises `UsageError` for a log without one."""
     # Progress bars return to the beginning of a line; each of their states becomes a line.
     lines = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
     ranks, plain = _without_prefixes(lines)
@@ -123,8 +123,8 @@ def read_log(text: str) -> LoggedError:
 def _ending(
     errors: Sequence[tuple[Sign, re.Match[str], int]], lines: Sequence[str]
 ) -> tuple[Sign, re.Match[str], int]:
-    """Return the error that ended the run: the first one. An error that was raised replaces one that the
-    program only printed.
+    """Return the first out-of-memory error, which ended the run. A raised error takes precedence over one
+    that the program only printed.
     """
     first = errors[0]
     if first[1].re is not REQUEST or _RAISED.match(lines[first[2]]):
@@ -181,7 +181,9 @@ def _places(text: str, word: str) -> Iterator[int]:
 
 
 def _matches(sign: Sign, text: str) -> Iterator[re.Match[str]]:
-    """Yield the matches of a regular expression, searched only in lines that contain one of its words."""
+    """Yield the matches of a sign's regular expression, searched only in lines that contain one of its
+    words.
+    """
     lines: set[tuple[int, int]] = set()
     for word in sign.words:
         at = text.find(word)
@@ -195,7 +197,7 @@ def _matches(sign: Sign, text: str) -> Iterator[re.Match[str]]:
 
 
 def _refuse(text: str) -> None:
-    """Raise `UsageError` for a text without an error about the memory of PyTorch or the host."""
+    """Raise `UsageError` for a log without an out-of-memory error of PyTorch or the host."""
     if FOREIGN.search(text):
         raise UsageError(
             "This is an error of JAX or TensorFlow. snugfit reads errors of PyTorch and of the host only. "
@@ -232,9 +234,9 @@ def _with_figures(error: LoggedError, text: str, match: re.Match[str]) -> Logged
 
 
 def _message(text: str, match: re.Match[str]) -> str:
-    """Return the message of a request on one line, up to the next request.
+    """Return the text of an out-of-memory message as one line, up to the next message.
 
-    Messages of MPS and of `cudaMallocAsync` begin before it.
+    Messages of MPS and of `cudaMallocAsync` begin before the match.
     """
     before = max(0, match.start() - 200)
     start = max(text.rfind(head, before, match.start()) for head in _HEADS)
@@ -245,7 +247,7 @@ def _message(text: str, match: re.Match[str]) -> str:
 
 
 def _with_host_figures(error: LoggedError, text: str, match: re.Match[str]) -> LoggedError:
-    """Return the error with the host's bytes, where the message has them."""
+    """Return the error with the bytes of host memory, where the message has them."""
     message = text[match.start() : match.end() + 400]
     if request := CPU_REQUEST.search(message):
         return replace(error, requested=(int(request[1]),) * 2)
@@ -256,7 +258,7 @@ def _with_host_figures(error: LoggedError, text: str, match: re.Match[str]) -> L
 
 
 def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
-    """Return the GPU memory figures of a message on one line, and notes on them."""
+    """Return the GPU memory by owner from an error message on one line, and notes on the values."""
     figures = {name: _amount(pattern, message) for name, pattern in _FIELDS.items()}
     if all(one is None for one in figures.values()):
         return None, ()
@@ -271,7 +273,7 @@ def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
 
 
 def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple[str, ...]]:
-    """Return the figures of a log with the memory of its process and of other processes.
+    """Return the memory ledger with the bytes of this process and of other processes.
 
     If the message does not mark this process, it is the smallest one that has at least the reserved memory.
     """
@@ -298,7 +300,7 @@ def parse_amount(text: str) -> int:
 
 
 def span_of(text: str) -> tuple[int, int]:
-    """Return the least and the largest number of bytes that a rounded amount such as `20.00 MiB` can mean."""
+    """Return the smallest and largest number of bytes that round to an amount such as `20.00 MiB`."""
     number, unit, decimals = _number(text)
     if unit == 1:
         return int(number), int(number)
@@ -329,7 +331,9 @@ _PHASES = (
 
 
 def _with_traceback(error: LoggedError, lines: Sequence[str]) -> LoggedError:
-    """Return the error with the last line of code before it, and the phase of the step that it shows."""
+    """Return the error with the last line of code in the traceback before it. That line also gives the phase
+    of the step (such as backward).
+    """
     frames = _frames(lines[-TRACEBACK_LINES:])
     if not frames:
         return error
@@ -345,8 +349,8 @@ def _with_traceback(error: LoggedError, lines: Sequence[str]) -> LoggedError:
 
 
 def _frames(lines: Sequence[str]) -> list[tuple[str, str, str, str]]:
-    """Return file, line, function and code of each frame in a log's last traceback: Python's, or a
-    notebook's. Any prefix before Python's `File` is as long on the next line.
+    """Return file, line, function and code of each frame in a log's last traceback, Python's or a notebook's.
+    Both lines of a frame may have a prefix of equal length.
     """
     frames: list[tuple[str, str, str, str]] = []
     file, function = "", ""

@@ -1,6 +1,7 @@
 """A small data set that ships with snugfit: handwritten digits, 1,797 pictures of 8 x 8 grey levels.
 
-It shows that a recipe learns: tests train every recipe on it, and a first try of snugfit needs no other data.
+It shows that training reduces the loss under a recipe. Tests train every recipe on it, and a first try needs
+no other data.
 
 `digits.csv.gz` has the test set of the "Optical Recognition of Handwritten Digits" data, one picture per
 line. A line has 64 grey levels from 0 to 16, row after row, then the digit. Source: E. Alpaydin and C. Kaynak
@@ -28,7 +29,7 @@ Pictures = list[dict[str, Any]]
 
 
 def digits() -> tuple[Pictures, Pictures]:
-    """Return the 1,198 pictures for training, and the 599 for evaluation."""
+    """Return 1,198 pictures for training and 599 for evaluation."""
     import numpy as np
     import torch
 
@@ -44,12 +45,12 @@ def digits() -> tuple[Pictures, Pictures]:
 
 
 def digits_job(**more: Any) -> Job:
-    """Return a job with a ViT of two layers over the four quarters of a picture.
+    """Return a job that trains a ViT of two layers, with a picture as four patches.
 
-    It classifies 96 of 100 pictures correctly after 100 steps and two seconds of a CPU. It is small because
+    It classifies 96 of 100 pictures correctly after 100 steps, in two seconds on a CPU. It is small because
     half precision is slow on a CPU. Every matrix of its layers has 4,096 values, the fewest that an 8-bit
-    optimizer packs. It does not clip: with a common norm, two runs with different rounding diverge much
-    faster, as far as two seeds.
+    optimizer packs. Gradients are not clipped. Clipping by a common norm makes runs with different rounding
+    diverge faster, as far as two seeds.
     """
     from snugfit.job.job import Job, Task
     from snugfit.job.model import Model

@@ -6,4 +6,4 @@ from snugfit.techniques.feature import Feature
 
 
 class Digits(Feature):
-    """Ship the pictures of `snugfit.features.digits`; no command uses them."""
+    """The feature that ships the pictures of `snugfit.features.digits`. No command uses them."""

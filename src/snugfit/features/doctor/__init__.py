@@ -1,3 +1,3 @@
-"""The feature `doctor`: the command `snugfit doctor`, which examines packages, extras, driver and GPUs of a
+"""The feature `doctor`: the command `snugfit doctor`, which examines the packages, driver and GPUs of a
 machine.
 """

@@ -1,4 +1,4 @@
-"""The command `snugfit doctor`: the installed packages, and the missing ones with the reason."""
+"""The command `snugfit doctor`: it lists the installed packages, and the missing ones with the reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from snugfit.cli import arguments as given
 
 
 def doctor(as_json: given.AsJson = False) -> None:
-    """Examine this machine: versions, extras, GPU, NVML."""
+    """Report this machine's package versions, extras (optional packages), GPUs and NVML."""
     from snugfit.features.doctor.examine import examine
     from snugfit.features.doctor.tables import render
     from snugfit.report.text.terminal import show, show_json

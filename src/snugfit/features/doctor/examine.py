@@ -1,5 +1,4 @@
-"""Examination of the installation: packages, missing parts with their reasons, and the GPUs that the driver
-reports.
+"""Examination of the installation: packages, missing packages with the reason, and the GPUs of the driver.
 
 No function imports torch, which takes seconds. Versions come from the packages' metadata, torch's CUDA from
 its version file, GPUs from NVML.
@@ -68,7 +67,7 @@ class GpuStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(JsonDocument):
-    """The state of this machine: packages, extras, driver and GPUs."""
+    """The state of this machine: packages, extras (optional packages), driver and GPUs."""
 
     what: ClassVar = "doctor"
 
@@ -106,7 +105,9 @@ class Doctor(JsonDocument):
 
 
 def examine(*, library: Any | None = None, environment: Mapping[str, str] = os.environ) -> Doctor:
-    """Examine this machine. A missing part is reported and never raised."""
+    """Return the packages, extras, driver and GPUs of this machine. A missing package or driver is reported
+    and never raised.
+    """
     gpus: tuple[GpuStatus, ...] = ()
     driver = nvml_fault = None
     try:
@@ -158,7 +159,9 @@ def _status_of(card: Card) -> GpuStatus:
 def _why_no_cuda(
     build: str | None, nvml_fault: str | None, gpus: tuple[GpuStatus, ...], environment: Mapping[str, str]
 ) -> str | None:
-    """Return the reason why a measurement cannot run on a GPU, found without torch; None without one."""
+    """Return the reason why a measurement cannot run on a GPU, found without importing torch. Return None if
+    it can run.
+    """
     if version_of("torch") is None:
         return "torch is not installed"
     if build is None:
@@ -173,7 +176,7 @@ def _why_no_cuda(
 
 
 def _extras() -> tuple[Extra, ...]:
-    """Return each extra of the roster with the techniques that need it."""
+    """Return each extra (group of optional packages) with the techniques that need it."""
     from snugfit.techniques.roster import techniques
 
     needing: dict[str, list[Any]] = {}

@@ -18,7 +18,7 @@ class DoctorFeature(Feature):
         return (doctor,)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the document of `snugfit doctor`."""
+        """Return the class of the JSON document of `snugfit doctor`."""
         from snugfit.features.doctor.examine import Doctor
 
         return {"doctor --json": Doctor}

@@ -13,7 +13,9 @@ from snugfit.units import show_bytes
 
 
 def render(doctor: Doctor) -> RenderableType:
-    """Return tables of the packages, the extras, and the GPUs with their driver."""
+    """Return terminal tables of the packages, the extras (optional packages), and the GPUs with their
+    driver.
+    """
     packages = table(
         ("Package", "Version", ""),
         (

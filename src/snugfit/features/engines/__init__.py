@@ -1,1 +1,3 @@
-"""Engines that evaluate and generate without torch's eager kernels, such as ONNX Runtime (README.md)."""
+"""Inference engines for evaluation and text generation instead of torch's eager kernels, such as ONNX Runtime
+(README.md).
+"""

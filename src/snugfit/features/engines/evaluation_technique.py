@@ -1,4 +1,4 @@
-"""The base class of techniques that change evaluations and text generation alone."""
+"""The base class of techniques that change only evaluation and text generation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ ONLY_PLAIN = (Slot.ADAPTERS, Slot.ATTENTION, Slot.CACHE, Slot.MATMUL, Slot.BATCH
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTechnique(Technique):
-    """Runs the forward passes of an evaluation by other code than the model's own."""
+    """Runs a model's forward pass in evaluation by other code than the model's own."""
 
     fidelity: ClassVar = Fidelity.ROUNDS
     unplanned: ClassVar = "its memory is not simulated. Only snugfit measure runs it"
     searched: ClassVar = False
 
     def is_searched(self) -> bool:
-        """Return True, so that a plan which must keep this technique fails with the reason of its
-        simulation.
+        """Return True. A plan that must keep this technique then fails with the reason why it cannot be
+        simulated.
         """
         return True
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to training, autocast, models changed by other techniques, and unsupported ways to
-        generate.
+        """Yield the reasons against this technique: training, autocast, models changed by other techniques,
+        and unsupported text generation.
         """
         if job.trains:
             yield "it has no backward pass. Add --phase evaluate, or leave it out."
@@ -51,19 +51,19 @@ class EvaluationTechnique(Technique):
 
     @abstractmethod
     def objections_to_generation(self, job: Job) -> Iterator[str]:
-        """Yield objections to a job that generates text."""
+        """Yield the reasons why a job with text generation cannot use this technique."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportTechnique(EvaluationTechnique):
-    """Exports the model to a file, and runs the file in another library."""
+    """Exports the model to a file, and runs it in another library."""
 
     def install(self, setup: Setup) -> Setup:
-        """Set the library that runs the exported model."""
+        """Return the setup with the library that runs the exported model."""
         return setup.with_fields(**{RUNTIME.name: self.name})
 
     def objections_to_generation(self, job: Job) -> Iterator[str]:
-        """Yield objections to beams, other caches and encoder-decoder models."""
+        """Yield the reasons against text generation: beam search, other caches and encoder-decoder models."""
         settings = job.phase_settings
         if settings.get("beams", 1) != 1:
             yield "the exported model does not reorder its cache for beams. Leave --beams out."

@@ -1,8 +1,10 @@
-"""The export of a model in a process of its own: `python -m snugfit.features.engines.export REQUEST FOLDER`.
+"""Export of a model to a file, in a separate process: `python -m snugfit.features.engines.export REQUEST
+FOLDER`.
 
-An export needs more memory than the model. In another process it does not count in the measured peak.
-transformers' exporters write the files. A model that generates is exported once, as its decode step with a
-dynamic number of tokens. The prompt is such a step with an empty cache. So the weights are stored once.
+An export needs more memory than the model. In another process this memory does not count in the measured
+peak. transformers' exporters write the files. A model that generates is exported once, as its decode step
+with a dynamic number of tokens. The prompt is such a step with an empty cache. So the weights are stored
+once.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}
 
 
 def export(engine: str, loop: Any, folder: Path) -> Mapping[str, Any]:
-    """Export the model of a step into a folder, and return properties of the export by name.
+    """Export the model of a step (an evaluation or generation) into a folder, and return properties of the
+    export by name.
 
-    The weights are those of a build after the current seed. Raises `UsageError` for a model that transformers
+    The weights are random, drawn with the current seed. Raises `UsageError` for a model that transformers
     cannot export.
     """
     import torch
@@ -60,7 +63,7 @@ def export(engine: str, loop: Any, folder: Path) -> Mapping[str, Any]:
 
 
 def main() -> None:
-    """Export the requested model, and write the properties of the export beside it."""
+    """Export the model that the request file describes, and write properties of the export next to it."""
     import torch
 
     from snugfit.job.job import Job
@@ -82,7 +85,7 @@ def main() -> None:
 
 
 def write_export(form: str, job: Job, step: Any, folder: Path) -> dict[str, Any]:
-    """Write the exported model of a built step into a folder, and return properties of the export."""
+    """Write the exported model of a step into a folder, and return properties of the export by name."""
     import torch
     from transformers.exporters.auto import EXPORT_BACKENDS, get_exporter_class
 

@@ -1,4 +1,4 @@
-"""Encoder layers of transformers, such as BERT's, computed by one operator of torch."""
+"""Forward passes of transformers' encoder layers, such as BERT's, by one operator of torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ PADDING_MASK = 1
 
 
 def use_fast_layers(model: Any) -> int:
-    """Replace the forward pass of each encoder layer like BERT's, and return the number of such layers.
+    """Replace the forward pass of each encoder layer like BERT's by one operator. Return the number of
+    replaced layers.
 
-    The weights of query, key and value become views of one matrix, so that no bytes are added. Padding at the
-    end of samples is left out. The first layer makes a nested tensor of the samples, and the last one pads it
-    with zeros.
+    The weights of query, key and value become views of one matrix, so that they take no additional memory.
+    Padding at the end of samples is left out. The first layer makes a nested tensor of the samples, and the
+    last one pads it with zeros.
     """
     activation = getattr(model.config, "hidden_act", "")
     if activation not in ("gelu", "relu") or getattr(model.config, "is_decoder", False):
@@ -29,7 +30,7 @@ def use_fast_layers(model: Any) -> int:
 
 
 def _is_like_bert(module: Any) -> bool:
-    """Return True for a layer with the parts of `BertLayer`: attention, its output, and an MLP."""
+    """Return True if a layer has the parts of `BertLayer`: attention, its output, and an MLP."""
     names = (
         "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
         "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
@@ -99,7 +100,7 @@ def _join_weights(attention: Any, kind: str) -> torch.Tensor:
 
 
 def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return True for each padded key, from a mask of transformers with a row for each query; or None."""
+    """Convert transformers' attention mask to one with True for each padded key; None without a mask."""
     import torch
 
     if mask is None:

@@ -1,12 +1,12 @@
-"""torch's fast path of encoders: one C++ operator computes a whole layer of a BERT.
+"""torch's fast path of encoders: one C++ operator computes a whole encoder layer of a model such as BERT.
 
-`nn.TransformerEncoderLayer` has this path, and transformers' own layers do not. So the weights of each layer
-are handed to the operator (`torch._transformer_encoder_layer_fwd`). Query, key and value become one product.
-It is for layers like BERT's: norms after the attention and after the MLP, and GELU or ReLU between. Padding
-at the end of samples is not computed. Its hidden states are zeros.
+`nn.TransformerEncoderLayer` has this path, and transformers' own layers do not. So each layer's weights are
+passed to the operator (`torch._transformer_encoder_layer_fwd`). Query, key and value become one matrix
+product. The operator supports layers like BERT's: norms after the attention and after the MLP, and GELU or
+ReLU between. Padding at the end of samples is not computed. Its hidden states are zeros.
 
-The inner buffers of the operator are no tensors, so a simulation does not record them. No prediction has its
-bytes.
+The operator's inner buffers are no tensors, so a simulation cannot record them. Therefore its memory is not
+predicted.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FastPath(EvaluationTechnique):
-    """Computes each encoder layer of an evaluation by one operator of torch."""
+    """Computes each encoder layer in evaluation by one operator of torch."""
 
     source: ClassVar = "torch.nn.TransformerEncoderLayer (fast path); Better Transformer, PyTorch 1.12"
     elsewhere: ClassVar = ("bettertransformer", "fast_path")
 
     def install(self, setup: Setup) -> Setup:
-        """Set the field that replaces the layers of an evaluation."""
+        """Return the setup with the field that replaces encoder layers in evaluation."""
         return setup.with_fields(**{FAST_LAYERS.name: True})
 
     def objections_to_generation(self, job: Job) -> Iterator[str]:
-        """Yield the objection to a job that generates text."""
+        """Yield the reason why a job with text generation cannot use this technique."""
         yield "the layers of a decoder have no fast path. Leave it out."

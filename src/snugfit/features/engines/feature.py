@@ -1,6 +1,4 @@
-"""Registration of the feature `engines`: libraries and operators that evaluate models faster than eager
-torch.
-"""
+"""Registration of the feature `engines`: libraries and operators for faster evaluation than eager torch."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ class Engines(Feature):
     }
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers that replace the model of an evaluation."""
+        """Return the handlers that replace the model in evaluation."""
         from snugfit.features.engines.handlers import FastLayersHandler, RuntimeHandler
 
         return (RuntimeHandler(), FastLayersHandler())

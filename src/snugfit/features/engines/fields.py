@@ -1,4 +1,4 @@
-"""The fields of `Setup` that the feature `engines` adds."""
+"""The fields that the feature `engines` adds to `Setup` (a recipe's settings)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handlers of the feature's fields: each returns the model that an evaluation calls."""
+"""Handlers of the fields `runtime` and `fast_layers`, which return the model that an evaluation calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ NOT_SIMULATED = {
 
 
 class _EvaluationHandler(Handler):
-    """Base class of handlers whose field can be measured in an evaluation, and nowhere else."""
+    """Base class of handlers whose field applies to evaluation only, and can be measured but not
+    simulated.
+    """
 
     slot, stage = Slot.ENGINE, InstallStage.COMPILE
     refused = dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop", "script"), TRAINS)
@@ -44,24 +46,26 @@ class _EvaluationHandler(Handler):
 
 
 class RuntimeHandler(_EvaluationHandler):
-    """Handler of the field `runtime`: another library runs the exported model."""
+    """Handler of the field `runtime`: an inference library runs the exported model."""
 
     wish = RUNTIME.name
 
     def evaluated_model(self, value: str, loop: Any, build: Callable[[], Any]) -> Any:
-        """Export the model in a process of its own, and return one that the library runs."""
+        """Export the model in a separate process, and return one that the inference library runs."""
         from snugfit.features.engines.session import exported_model, tensorrt_model
 
         return tensorrt_model(loop, build) if value == "tensorrt" else exported_model(value, loop)
 
 
 class FastLayersHandler(_EvaluationHandler):
-    """Handler of the field `fast_layers`: one operator computes each encoder layer."""
+    """Handler of the field `fast_layers`: one operator computes each encoder layer in evaluation."""
 
     wish = FAST_LAYERS.name
 
     def evaluated_model(self, value: bool, loop: Any, build: Callable[[], Any]) -> Any:
-        """Return the usual model with faster encoder layers. Raises `UsageError` without such layers."""
+        """Return the usual model with faster encoder layers. Raises `UsageError` if it has no supported
+        layers.
+        """
         from snugfit.features.engines.fast_layers import use_fast_layers
 
         model = build()

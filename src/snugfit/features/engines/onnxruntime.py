@@ -1,14 +1,14 @@
-"""ONNX Runtime: the model as an ONNX file, written by transformers' exporter, in a session of its own.
+"""Evaluation and text generation in ONNX Runtime, with an ONNX file that transformers' exporter writes.
 
-The export takes tens of seconds, and more memory than the model. So a process of its own exports, and the
-process that is measured loads the file alone. The session uses torch's number of threads, and its idle
-threads do not spin: they would take the cores of other threads, and add CPU seconds.
+The export takes tens of seconds, and more memory than the model. So it runs in a separate process, and the
+measured process only loads the file. The session uses torch's number of threads. Its idle threads do not
+spin, because that would take CPU time from other threads.
 
 An exported model has no loss. It returns the same outputs otherwise. For text generation, one file with a
-dynamic number of tokens runs the prompt and each new token, and transformers' `generate` calls it. Its cache
-goes in and out of each call.
+dynamic number of tokens runs the prompt and each new token, and transformers' `generate` calls it. Its
+key-value cache is an input and an output of each call.
 
-The memory of a session is not torch's, so no prediction has its bytes. `snugfit measure` has them.
+torch does not allocate the session's memory, so it is not predicted. `snugfit measure` measures it.
 """
 
 from __future__ import annotations

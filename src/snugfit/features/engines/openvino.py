@@ -1,7 +1,7 @@
-"""OpenVINO: the model as OpenVINO's own file, written by transformers' exporter, compiled for the CPU.
+"""Evaluation and text generation in OpenVINO on the CPU, with a file that transformers' exporter writes.
 
-The same process as for `onnxruntime` exports the file, and the same objections hold. fp32 stays fp32: without
-the hint of the precision, OpenVINO computes in bf16 on CPUs that can. The error was then 5e-3 in a test.
+The export runs in a separate process, and has the same limits as for `onnxruntime`. fp32 stays fp32: without
+the precision hint, OpenVINO computes in bf16 on CPUs that support it. The error was then 5e-3 in a test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models whose forward pass runs an exported file in ONNX Runtime or OpenVINO.
 
-Such a model has the class, the config and the module tree of the original, and weights without data. So
-transformers' `generate` works on it, and the process holds the weights of the engine alone.
+Such a model has the class, the config and the module tree of the original, with weights on `meta`. So
+transformers' `generate` works with it, and only the engine holds weights in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def exported_model(engine: str, loop: Any) -> Any:
     """Export the model of a step, load the file, and return a model whose forward pass runs it.
 
-    Seconds and bytes of the export are added to the results of the step.
+    Time and memory of the export are added to the measurement of the step.
     """
     from snugfit.features.engines.export import export
 
@@ -47,7 +47,9 @@ def exported_model(engine: str, loop: Any) -> Any:
 
 
 def tensorrt_model(loop: Any, build: Callable[[], Any]) -> Any:
-    """Return the model compiled by torch-tensorrt; without it, one that runs the exported ONNX file."""
+    """Return the model compiled by torch-tensorrt. Without that package, return one that runs the exported
+    ONNX file.
+    """
     try:
         import torch_tensorrt  # noqa: F401
 
@@ -65,9 +67,10 @@ def tensorrt_model(loop: Any, build: Callable[[], Any]) -> Any:
 
 
 def runner_arguments(engine: str, loop: Any) -> dict[str, Any]:
-    """Return the arguments with which transformers loads an export: torch's threads, and fp32 for fp32.
+    """Return the arguments with which transformers loads an export: torch's number of threads, and the
+    precision.
 
-    Raises `UsageError` for a device that the installed library does not have.
+    Raises `UsageError` for a device that the installed library does not support.
     """
     import torch
 
@@ -91,8 +94,9 @@ def runner_arguments(engine: str, loop: Any) -> dict[str, Any]:
 
 
 def _load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return transformers' `ExportedModel` of a folder. Raises `UsageError` for a file that the engine
-    refuses."""
+    """Return transformers' `ExportedModel` in a folder. Raises `UsageError` for a file that the engine cannot
+    load.
+    """
     from transformers.exporters import ExportedModel
 
     if engine == "onnxruntime":
@@ -109,7 +113,9 @@ def _load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) ->
 
 
 def _refuse_other_caches(engine: str, model: Any) -> None:
-    """Raise `UsageError` for a model whose cache has more than all keys and values of the tokens."""
+    """Raise `UsageError` for a model whose cache holds other tensors than the keys and values of all
+    tokens.
+    """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
@@ -123,7 +129,7 @@ def _refuse_other_caches(engine: str, model: Any) -> None:
 
 
 def _skeleton(loop: Any) -> Any:
-    """Return the model of a step on `meta`, without data."""
+    """Return the model of a step (an evaluation or generation) on `meta`."""
     import torch
 
     from snugfit.job.build import instantiate
@@ -154,7 +160,7 @@ def with_forward(model: Any, exported: Any, device: torch.device, cache: Sequenc
 
 
 def begin_cache(cache: Any, shapes: Sequence[Any], rows: int, device: torch.device) -> None:
-    """Fill a cache object without layers with empty keys and values, which are inputs of the exported
+    """Fill an empty cache object with keys and values of zero tokens, which are inputs of the exported
     graph.
     """
     import torch

@@ -1,8 +1,8 @@
 """TensorRT, by torch-tensorrt: torch traces the model, and TensorRT compiles the parts that it supports.
 
 Without torch-tensorrt, and on a CPU, the model is exported to ONNX instead. The `onnx` package checks the
-file, ONNX Runtime runs it, and the report has a line with the reason. TensorRT's own tools read such a file.
-No GPU has measured this technique.
+file, ONNX Runtime runs it, and the report gives the reason. TensorRT's own tools can read such a file. This
+technique was not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRt(ExportTechnique):
-    """Compiles an evaluation for TensorRT, or validates the ONNX file that TensorRT would read."""
+    """Compiles the model in evaluation with TensorRT, or validates the ONNX file that TensorRT would read."""
 
     title: ClassVar = "TensorRT"
     needs: ClassVar = OnnxRuntime.needs
@@ -30,5 +30,5 @@ class TensorRt(ExportTechnique):
     caveat: ClassVar = "no GPU has measured it"
 
     def objections_to_generation(self, job: Job) -> Iterator[str]:
-        """Yield the objection to a job that generates text."""
+        """Yield the reason why a job with text generation cannot use this technique."""
         yield "text generation was not tested with it. Try 'onnxruntime', or --phase evaluate."

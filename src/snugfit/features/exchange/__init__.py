@@ -1,1 +1,1 @@
-"""The feature `exchange`: configurations of other libraries are read, checked, and written for a recipe."""
+"""The feature `exchange`: training configurations of other libraries are read, checked, and written."""

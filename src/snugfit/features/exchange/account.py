@@ -1,4 +1,6 @@
-"""The result of reading a user's configuration: settings for snugfit, and a list of each key with its use."""
+"""The result of reading a user's configuration file: settings for snugfit, and a list of each key with its
+use.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ MOST_DOUBTS = 3
 
 
 class UnsupportedJobError(UsageError):
-    """Error for a configuration of a job, a model or a method that snugfit does not support."""
+    """Error for a training job, a model or a training method that snugfit does not support."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +95,8 @@ class Reading:
     def refuse(self, otherwise: Collection[str] = ()) -> None:
         """Raise `UsageError` that lists the keys of a configuration for which snugfit has no setting.
 
-        A key is exempt if a flag or a job file sets it: its replacement is in `otherwise`. A key that names
-        an unsupported job or method is the whole message.
+        A key is exempt if a flag or a job file sets its replacement, which `otherwise` names. A key of an
+        unsupported job or method raises an error about it alone.
         """
         for line in self.refused:
             if line.job and line.instead not in otherwise:
@@ -116,7 +118,7 @@ class Reading:
 
 
 def render_reading(reading: Reading) -> RenderableType:
-    """Return the list of a file's keys and their uses, for a terminal."""
+    """Return the keys of a configuration file and their uses as terminal output."""
     head = words(f"From {reading.path} ({reading.title}), for the {reading.settings['loop']} loop:")
     parts: list[RenderableType] = [head]
     if reading.unread:

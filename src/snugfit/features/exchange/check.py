@@ -1,15 +1,14 @@
 """Conflicts, settings without effect, and renamed keys in a user's configuration.
 
-`dialects/findings.json` has the facts with their sources; this file applies them. A name counts as gone only
-if the installed library does not have it either. So renames that its version has not made yet are not
-reported.
+`dialects/findings.json` lists known problems with their sources, and this file finds them. A name is reported
+as removed only if the installed library does not have it either.
 
     conflict    the library will refuse it, or the run will fail
     unknown     the installed version has no such name
-    renamed     it has another one
-    removed     it has none any more
-    no effect   it changes nothing in this file
-    trap        it works, and does something else than most people expect
+    renamed     the setting has another name
+    removed     the setting no longer exists
+    no effect   the setting changes nothing with the others of this file
+    trap        the setting does something else than most people expect
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ exponent."""
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """Edits of a configuration file that repair one problem: keys to set, to remove or to rename."""
+    """Edits of a configuration file that repair one problem: keys to set, to remove and to rename."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
     """New values by dotted key."""
@@ -115,12 +114,14 @@ class Checked(JsonDocument):
 
 
 def check(path: Path) -> Checked:
-    """Return the findings of the file at `path`; raise `UsageError` if it is not a configuration."""
+    """Return the configuration file at `path` with its problems. Raises `UsageError` if it is no
+    configuration.
+    """
     return check_document(open_document(path))
 
 
 def check_document(document: Document) -> Checked:
-    """Return the findings on a configuration file that is read already."""
+    """Return the configuration file, which is read already, with its problems."""
     facts = _facts(document.dialect)
     values = document.values
     findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
@@ -157,7 +158,7 @@ def _facts(name: str) -> dict[str, Any]:
 
 @cache
 def _installed_names(name: str) -> frozenset[str]:
-    """Return the argument names of the installed library; empty if it accepts any name."""
+    """Return the argument names of the installed library called `name`; empty if it accepts any name."""
     if name == "trainer":
         return frozenset(installed.defaults())
     if name == "accelerate":
@@ -301,8 +302,9 @@ def _defaults_of(name: str) -> dict[str, Any]:
 
 
 def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
-    """Return True if a value meets a rule's condition: an equal value, or one of the words of
-    `_CONDITIONS`."""
+    """Return True if a configuration value meets a rule's condition. A condition is an equal value, or one of
+    the words of `_CONDITIONS`.
+    """
     if isinstance(value, Unknown):
         return False
     if not isinstance(condition, Mapping):
@@ -313,7 +315,7 @@ def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
 
 
 def _is_times(value: Any, other: Any, factor: int) -> bool:
-    """Return True if a setting is at least `factor` times another one."""
+    """Return True if a numeric setting is at least `factor` times another one."""
     return type(value) is int and type(other) is int and 0 < other * factor <= value
 
 
@@ -329,13 +331,13 @@ def _fix(fix: Mapping[str, Any] | None, force: Mapping[str, Any], own: Mapping[s
 
 
 def _in_file(key: str, own: Mapping[str, str]) -> str:
-    """Return the name that the file uses for a key, which may be an old one."""
+    """Return the name under which the file has this key, which may be an old name."""
     head, dot, rest = key.partition(".")
     return f"{own.get(head, head)}{dot}{rest}"
 
 
 def render_check(checked: Checked) -> RenderableType:
-    """Return the findings, the most severe first, each with its fix."""
+    """Return the problems of a checked file as terminal output, the most severe first, each with its fix."""
     head = f"{checked.path} ({checked.kind})"
     unread = [
         words(f"Not checked, because the script computes it while it runs: {', '.join(checked.unread)}.")

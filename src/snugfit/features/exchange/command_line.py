@@ -1,11 +1,11 @@
 """Parsing of arguments in the form of `HfArgumentParser`: `--per_device_train_batch_size 4 --bf16
 --optim=adamw_torch`.
 
-Two command lines follow the same rules. One is that of our own commands, with such flags among ours
+Two command lines follow the same rules. One is that of snugfit's commands, with such flags among its own
 (`split_flags`). The other is in a shell file that starts a training script (`read_shell`): `python run_clm.py
 ...`, `torchrun ... run_clm.py ...`, `accelerate launch ... run_clm.py ...`, `trl sft ...` and
-`llamafactory-cli train ...`. Nothing is executed, by the shell either. A variable is resolved if the file
-sets it once, to a plain value.
+`llamafactory-cli train ...`. No command of the file is executed. A variable is resolved if the file sets it
+once, to a plain value.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _OF_SLURM = {
 
 
 def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into words for snugfit and flags of transformers, the latter as texts `key=value`.
-    The flags in `own` and unknown flags belong to snugfit.
+    """Split a command line into snugfit's words and transformers' flags, the latter as texts `key=value`. The
+    flags in `own` and unknown flags belong to snugfit.
     """
     declared: list[str] = []
     foreign: list[str] = []
@@ -83,13 +83,15 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def is_argument(name: str) -> bool:
-    """Return True for an argument of transformers' Trainer, or of its example scripts."""
+    """Return True for the name of an argument of transformers' Trainer, or of its example scripts."""
     table = dialect("script")
     return bool(name in argument_names() or table.refusal(name) or table.reason_to_ignore(name))
 
 
 def argument_names() -> set[str]:
-    """Return the names of arguments that can be listed; further ones match a pattern."""
+    """Return the names of the arguments for which `is_argument` is true, except those matched by a
+    pattern.
+    """
     named = (key for kind in roster.techniques() for one in kind.counterparts for key in one.arguments)
     return {*dialect("script").words(), *named, "per_device_train_batch_size"}
 
@@ -153,8 +155,8 @@ def _split(line: str, where: str) -> list[str]:
 
 
 def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
-    """Return the words into which the shell expands one word of a command. A variable alone becomes the words
-    of its value.
+    """Return the words into which the shell expands one word of a command. If the word is a variable alone,
+    its value is split into words.
     """
     whole = _VARIABLE.fullmatch(word)
     filled = _with_variables(word, variables)
@@ -164,7 +166,9 @@ def _expand(word: str, variables: Mapping[str, str], where: str) -> list[str]:
 
 
 def _training_command(words: list[str], where: str) -> list[str]:
-    """Return the words of a training command from its launcher on; empty for another command."""
+    """Return the words of a training command, from its launcher (such as torchrun) on; empty for another
+    command.
+    """
     if not words or words[0] in words_of("commands that train nothing"):
         return []
     if "-c" in words and words.index("-c") + 1 < len(words):  # bash -c "..."
@@ -183,8 +187,8 @@ def _training_command(words: list[str], where: str) -> list[str]:
 
 
 def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
-    """Return the library (its dialect) and the arguments of one command: first the launcher's own, then the
-    script's.
+    """Return the library and the arguments of one training command. The launcher's arguments come first, then
+    the script's.
     """
     scripts = [
         at
@@ -225,8 +229,9 @@ def _is_file(word: str) -> bool:
 
 
 def _run_file(words: list[str], arguments: Mapping[str, Any]) -> str | None:
-    """Return the configuration file that a command names: a word apart from its flags, or TRL's
-    `--config`."""
+    """Return the configuration file that a training command names: a word that is no flag, or TRL's
+    `--config`.
+    """
     beside = (word for before, word in pairwise(words) if _is_file(word) and not before.startswith("--"))
     config = arguments.get("config")
     return next(beside, config if isinstance(config, str) and _is_file(config) else None)
@@ -245,7 +250,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
 
 
 def _take_value(name: str, rest: list[str]) -> str:
-    """Remove the value that follows a flag from `rest` and return it; a switch needs none."""
+    """Remove the value that follows a flag from `rest` and return it. A flag without a value returns true."""
     values: list[str] = []
     while rest and not rest[0].startswith("--") and (not values or name in SEVERAL):
         if _is_switch(name) and rest[0].lower() not in ("true", "false", "1", "0", "yes", "no"):
@@ -261,7 +266,7 @@ def _is_switch(name: str) -> bool:
 
 
 def _scalar(name: str, text: str) -> Any:
-    """Return the value of a word on the command line as a Python value."""
+    """Convert the value of a command-line argument to a Python value."""
     # Only variables without a plain value in the file are left.
     if "$" in text:
         return Unknown(text)
@@ -277,7 +282,7 @@ def _scalar(name: str, text: str) -> Any:
 
 
 def _with_variables(word: str, variables: Mapping[str, str]) -> str:
-    """Return the word with the variables that the file set to a plain value, or their defaults."""
+    """Return a word of the shell file with its variables replaced by their values or defaults."""
     return _VARIABLE.sub(lambda one: variables.get(one[1] or one[3], one[2] or one[0]), word)
 
 

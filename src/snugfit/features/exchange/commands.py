@@ -1,8 +1,8 @@
 """The commands `snugfit check` and `snugfit export`, and the options `--arguments` and `--export` of other
 commands.
 
-`--arguments` takes transformers' arguments. `check` ends with exit code 3 when it finds something, for use in
-scripts.
+`--arguments` takes a file with another library's training configuration. `check` ends with exit code 3 when
+it finds a problem, for use in scripts.
 """
 
 from __future__ import annotations
@@ -72,19 +72,15 @@ FOUND = 3
 
 
 def _every_job(*, arguments_file: ArgumentsFile = None, trainer_arguments: TrainerArguments = None) -> None:
-    """Declare the options that every command about a job gets, as parameters of this function."""
+    """Declare, as parameters, the options of every command about a training job."""
 
 
 def _one_answer(*, export: Into = None) -> None:
-    """Declare the option `--export` of commands whose result is one recipe, as a parameter of
-    this function.
-    """
+    """Declare, as a parameter, the option `--export` of commands that return one recipe."""
 
 
 def options(command: str) -> list[inspect.Parameter]:
-    """Return the options that this feature adds to a command, as parameters. `export` takes a recipe, and
-    `guide` no job.
-    """
+    """Return the options that this feature adds to the command, as parameters."""
     added: list[Callable[..., None]] = [] if command in ("export", "guide") else [_every_job]
     added += [_one_answer] if command in ("plan", "predict") else []
     return [one for owner in added for one in inspect.signature(owner, eval_str=True).parameters.values()]
@@ -101,8 +97,9 @@ def export(
     as_json: given.AsJson = False,
     **about_job: Any,
 ) -> int:
-    """Write a recipe for transformers' Trainer, accelerate, torch, DeepSpeed, TRL, axolotl or
-    LLaMA-Factory."""
+    """Write a recipe as files for transformers' Trainer, accelerate, torch, DeepSpeed, TRL, axolotl or
+    LLaMA-Factory.
+    """
     from snugfit.cli.request import Request
     from snugfit.features.exchange.export import export as write
     from snugfit.report.text.files import write_new
@@ -132,11 +129,10 @@ export.__signature__ = inspect.Signature([_RECIPE, *_JOB, *_OWN])  # type: ignor
 
 
 def check_export(command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
-    """Raise `UsageError`, before long work begins, for a request that cannot be exported.
+    """Raise `UsageError`, before long work begins, if the command's result cannot be exported.
 
-    Causes are options beside `--export` that yield several answers, an unsuitable target, and a folder that
-    cannot be written. A folder with files of these names is refused too, unless they were exported for the
-    same target.
+    Causes are options that yield several recipes, an unsuitable target library, and a folder that cannot be
+    written. A folder with files of these names is refused too, unless they were exported for the same target.
     """
     if not flags.get("export"):
         return
@@ -169,7 +165,7 @@ def _check_folder(job: Job, target: str, folder: Path) -> None:
 
 
 def write_export(flags: Mapping[str, Any], answer: Plan | Prediction) -> None:
-    """Write the recipe in a command's result to the target and folder of its option `--export`."""
+    """Write the recipe in a command's result to the folder, and for the library, of the option `--export`."""
     if not flags.get("export"):
         return
     from snugfit.features.exchange.export import export as write
@@ -191,7 +187,7 @@ def write_export(flags: Mapping[str, Any], answer: Plan | Prediction) -> None:
 
 
 def _print_written(exported: Export, folder: Path) -> None:
-    """Print the written files on stderr, and the differences to the prediction."""
+    """Print on stderr the written files, and the differences between their training and the prediction."""
     for name in exported.files:
         given.say_written(folder / name)
     if exported.note:

@@ -1,9 +1,9 @@
 """Tables of the keys in other libraries' configuration files (dialects), one file for each library in
 `dialects/`.
 
-A table translates a library's keys into the one vocabulary of techniques and jobs. That is transformers'
-arguments by dotted name (`techniques/counterpart.py`), and `job.*` for fields of the job. The rest of a table
-lists keys that may be ignored, and refused keys without a counterpart, each with a reason.
+A table translates a library's keys into common names. They are transformers' arguments by dotted name
+(`techniques/counterpart.py`), and `job.*` for fields of the training job. A table also lists keys that
+snugfit ignores, and keys that it refuses, each with the reason.
 """
 
 from __future__ import annotations
@@ -107,15 +107,15 @@ class Dialect:
         return {key: value} if is_grouped else None
 
     def difference(self, key: str, value: Any) -> str | None:
-        """Return the difference between a configuration key's meaning in its library and in snugfit; `*` is
-        any value that is not empty.
+        """Return the difference between a configuration key's meaning in its library and in snugfit. In the
+        table, `*` matches any value that is not empty.
         """
         notes = self.differs.get(key, {})
         return notes.get(as_word(value)) or (notes.get("*") if value else None)
 
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
-        """Return the other setting, as `key = value`, without which this key has no effect; None when it has
-        one.
+        """Return the other setting, as `key = value`, without which this key has no effect. Return None when
+        the key has an effect.
         """
         for pattern, needed in self.only_with.items():
             # A key may match the pattern and be the condition; it does not depend on itself.
@@ -131,20 +131,22 @@ class Dialect:
         return next((why for why, keys in self.ignored.items() if _matches(key, keys)), None)
 
     def refusal(self, key: str) -> Mapping[str, Any] | None:
-        """Return the reason for refusing this configuration key, an entry of `refused`."""
+        """Return the table's entry for a refused configuration key, with the reason; None for other keys."""
         return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:
-        """Return every key of the table without patterns, as suggestions for a misspelt key."""
+        """Return every exact key of the table, from which a misspelt key is corrected. Patterns are left
+        out.
+        """
         lists = [*self.ignored.values(), *(one["keys"] for one in self.refused), list(self.becomes)]
         return sorted({key for keys in lists for key in keys if "*" not in key})
 
 
 @cache
 def dialect(name: str) -> Dialect:
-    """Return the table of the library called `name`, which is read once per process.
+    """Return the table of configuration keys for the library called `name`, read once per process.
 
-    The Trainer's refusals apply in every dialect with its arguments.
+    Keys that are refused for the Trainer are refused in every library that has its arguments.
     """
     table = dict(load_table(name))
     if "extends" in table:
@@ -159,8 +161,8 @@ def dialect(name: str) -> Dialect:
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:
-    """Return the dialect (the library) of a configuration file with these top-level keys; None if no library
-    has them.
+    """Return the name of the library whose configuration files have these top-level keys; None if there is
+    none.
     """
     return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
 
@@ -185,7 +187,7 @@ def every_key(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def as_word(value: Any) -> str:
-    """Return a value as text for tables and messages: text unchanged, the rest as JSON."""
+    """Return a configuration value as text for tables and messages: text unchanged, the rest as JSON."""
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str)
@@ -203,5 +205,5 @@ def load_table(name: str) -> Any:
 
 
 def words_of(table: str) -> Any:
-    """Return a table of `dialects/names.json`: names of other libraries, tools and commands."""
+    """Return one table of `dialects/names.json`, which has names of libraries, tools and commands."""
     return load_table("names")[table]

@@ -1,4 +1,4 @@
-"""A configuration file as data: its keys and values, its library, and its path."""
+"""A training configuration file as data: its keys and values, its library, and its path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS: dict[str, str] = words_of("formats of files")
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A user's configuration file."""
+    """The keys and values of a user's configuration file or script, with its library and path."""
 
     path: Path
     """Path of the file."""
@@ -54,7 +54,8 @@ NAMED_FILES = ("launcher.config_file", "launcher.deepspeed_config_file", "deepsp
 
 
 def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> list[Document]:
-    """Read the files of one run, and the files that they name. Launchers' files come first.
+    """Read the configuration files of one run, and the files that they name. The files of launchers (such as
+    accelerate's) come first.
 
     Raises `UsageError` as `open_document` does, and for two files that both describe a run.
     """
@@ -71,8 +72,8 @@ def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> li
 
 
 def _named_files(document: Document) -> Iterator[Document]:
-    """Yield the launcher's configuration file that a user's file names. Other named files become part of its
-    values.
+    """Yield each configuration file for a launcher (such as accelerate) that a user's file names. Other named
+    files become part of its values.
     """
     for key in NAMED_FILES:
         name = document.values.get(key)
@@ -94,7 +95,7 @@ def _named_files(document: Document) -> Iterator[Document]:
 
 
 def _mapping(path: Path, text: str) -> dict[str, Any]:
-    """Return the content of a JSON or YAML file. Raises `UsageError` if it is no mapping."""
+    """Return the content of a JSON or YAML file as a dict. Raises `UsageError` for content without keys."""
     load = load_json if path.suffix.lower() == ".json" else load_yaml
     values = load(text, str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -107,8 +108,8 @@ def _mapping(path: Path, text: str) -> dict[str, Any]:
 
 
 def _beside(document: Document, name: str) -> Path | None:
-    """Return the file of this name next to a user's configuration file, or in a parent folder; None without
-    one.
+    """Return the path of the file `name` in the folder of a user's configuration file, or in a parent folder.
+    Return None without one.
     """
     folders = document.path.absolute().parents
     # A path of another machine is searched by its last part too.
@@ -131,7 +132,7 @@ def _with_run_file(command: Document) -> Document:
 
 
 def _other_tool(values: Mapping[str, Any]) -> str | None:
-    """Return the name of the tool of a configuration that snugfit does not read; None for others."""
+    """Return the name of the unsupported tool whose configuration this is; None for other configurations."""
     names = {key.rpartition(".")[2] for key, _ in every_key(values)}
     of_tools: dict[str, list[str]] = words_of("other tools")
     for tool, keys in of_tools.items():
@@ -143,8 +144,8 @@ def _other_tool(values: Mapping[str, Any]) -> str | None:
 def open_document(path: Path, *, bfloat16: bool | None = None) -> Document:
     """Read a user's configuration file, script or notebook at `path`.
 
-    `bfloat16` is the named GPU's support for it, on which scripts depend; None if no GPU is named. Raises
-    `UsageError` when it is not a file, or when no supported library reads such files.
+    `bfloat16` is True if the named GPU supports bfloat16, on which scripts depend; None if no GPU is named.
+    Raises `UsageError` when it is not a file, or when no supported library reads such files.
     """
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in FORMATS)

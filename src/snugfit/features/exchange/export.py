@@ -1,4 +1,4 @@
-"""A job and a recipe as files that other libraries run.
+"""Export of a training job and a recipe (its techniques) as files that other libraries run.
 
     hf           training_arguments.py (a `TrainingArguments` call and the model), training_arguments.json
     accelerate   train.py (the loop on accelerate), accelerate_config.yaml
@@ -6,10 +6,10 @@
     deepspeed    train.py (the loop around DeepSpeed's engine), ds_config.json
     trl, axolotl, llamafactory   files of the tools that fine-tune language models (`finetuning_tools.py`)
 
-The first four run as a loop of snugfit (`trainer`, `accelerate`, `plain`, and `plain` again), step for step.
-The Trainer's arguments come from each technique's own counterparts (`Technique.counterparts`). The scripts
-are written from the fields of the Setup. A field that a target cannot express is refused with the technique's
-name, and nothing is written then.
+The first four run the same steps as a loop of snugfit: `trainer`, `accelerate`, `plain`, and `plain` again.
+The Trainer's arguments come from each technique (`Technique.counterparts`). The scripts are written from the
+fields of the Setup. A field that a target cannot express raises an error with the technique's name, and no
+file is written.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ TARGETS = tuple(FILES)
 
 @dataclass(frozen=True, kw_only=True)
 class Export(JsonDocument):
-    """The files, such as scripts and configurations, that express a recipe for another library
-    (the target).
+    """The files, such as scripts and configurations, that train with a recipe in another library (the
+    target).
     """
 
     what: ClassVar = "export"
@@ -70,7 +70,7 @@ class Export(JsonDocument):
 
 
 def check_target(job: Job, to: str) -> None:
-    """Raise `UsageError` for a target that is unknown, or that cannot train this job under any recipe."""
+    """Raise `UsageError` if the target library is unknown, or cannot train this job under any recipe."""
     if to not in TARGETS:
         raise UsageError(f"Unknown target {to!r}.{did_you_mean(to, TARGETS)} Targets: {', '.join(TARGETS)}.")
     if not job.trains:
@@ -90,7 +90,7 @@ def check_target(job: Job, to: str) -> None:
 
 
 def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
-    """Return the files that express a recipe for another library (the target) on this number of GPUs.
+    """Return the files with which another library (the target `to`) trains the job under the recipe.
 
     Raises `RecipeError` for a technique that the target cannot express. Raises `UsageError` for a number of
     GPUs that does not match the recipe or the batch.
@@ -162,9 +162,9 @@ def launch_config(script: Mapping[str, Any]) -> str:
 
 
 def _fsdp_settings(parallel: Mapping[str, Any]) -> dict[str, Any]:
-    """Return accelerate's settings of FSDP2, with the layers as groups.
+    """Return accelerate's FSDP2 settings, in which each layer is sharded as one unit.
 
-    Several copies are a mesh of accelerate's `ParallelismConfig`.
+    Several replicas of the shards need a mesh (accelerate's `ParallelismConfig`).
     """
     fsdp = {
         "fsdp_version": 2,

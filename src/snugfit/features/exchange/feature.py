@@ -1,5 +1,5 @@
-"""Registration of the feature `exchange`: configurations of other libraries are read, checked, and written
-for a recipe.
+"""Registration of the feature `exchange`: training configurations of other libraries are read, checked and
+written.
 """
 
 from __future__ import annotations
@@ -68,15 +68,17 @@ class Exchange(Feature):
         return argument_names() if TRAINER_ARGUMENT in declared else ()
 
     def advice_on_file(self, document: Mapping[Any, Any]) -> str:
-        """Return advice for a job file of another library: the option that reads the whole file."""
+        """Return advice for another library's configuration in the place of a job file: use the option
+        `--arguments`.
+        """
         from snugfit.features.exchange.dialect import dialect, recognise
 
         name = recognise(document) if len(document) > 1 else None
         return f"This looks like {dialect(name).title}: read such a file with --arguments." if name else ""
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-        """Return the configuration in the file of `--arguments`, overridden by transformers' flags of the
-        command.
+        """Return the configuration in the file of `--arguments`. The transformers' flags of the command
+        override its keys.
         """
         if not flags.get("trainer_arguments") and not flags.get("arguments_file"):
             if (model := str(flags.get("model"))).endswith(".py"):
@@ -87,8 +89,8 @@ class Exchange(Feature):
         return read_request(flags, settings)
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return a command's request unchanged. Raises `UsageError` for an option `--export` that cannot be
-        satisfied.
+        """Return a command's parsed options unchanged. Raises `UsageError` for an option `--export` that
+        cannot be satisfied.
         """
         from snugfit.features.exchange.commands import check_export
 
@@ -96,14 +98,14 @@ class Exchange(Feature):
         return request
 
     def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
-        """Write the recipe in a command's result to the files of its option `--export`."""
+        """Write the recipe in a command's result to the files that its option `--export` names."""
         from snugfit.features.exchange.commands import write_export
 
         write_export(flags, answer)
 
     def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
-        """Return lines for the end of a plan's report: Trainer arguments, and an export command for the
-        user's own tool.
+        """Return further lines for a plan's report by title: Trainer arguments, and an export command for the
+        user's tool.
         """
         from snugfit.features.exchange.next_steps import next_steps
         from snugfit.techniques.recipe import Recipe

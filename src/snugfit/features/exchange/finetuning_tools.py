@@ -1,8 +1,8 @@
 """Export of a recipe for the tools that fine-tune language models: TRL, axolotl and LLaMA-Factory.
 
-All three run transformers' Trainer, so each file starts from its arguments. The file sets everything that a
-tool loads, casts or switches on by default, so that it runs as predicted. A technique that a tool does not
-support is refused by name. The sources are TRL 1.16 (sft_config.py, sft_trainer.py); axolotl at 067b021c
+All three run transformers' Trainer, so each file contains the Trainer's arguments. It also overrides the
+tool's own defaults for loading and dtypes, so that it runs as predicted. An unsupported technique raises an
+error with its name. The sources are TRL 1.16 (sft_config.py, sft_trainer.py); axolotl at 067b021c
 (loaders/model.py, core/builders/base.py, utils/config, utils/schemas); LLaMA-Factory at ff6d4d12 (hparams,
 model/loader.py, model/adapter.py, model_utils/checkpointing.py).
 """
@@ -65,7 +65,7 @@ _HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_task(job: Job, to: str) -> None:
-    """Raise `UsageError` for a task that these tools do not train."""
+    """Raise `UsageError` if the fine-tuning tool `to` does not train the job's task."""
     if job.task is not Task.CAUSAL_LM:
         raise UsageError(
             f"{to} fine-tunes language models (causal-lm), and this task is {job.task}. Export to hf, "
@@ -74,8 +74,8 @@ def check_task(job: Job, to: str) -> None:
 
 
 def trl_script(job: Job, recipe: Recipe) -> str:
-    """Return the text of a Python script with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises
-    `RecipeError`.
+    """Return a Python script for TRL with `SFTConfig`, `LoraConfig` and `SFTTrainer`. Raises `RecipeError`
+    for a technique that TRL does not support.
     """
     recipe = recipe.with_(roster.plain(Slot.HEAD))  # TRL always uses its own loss
     arguments = _trainer_arguments(job, recipe, "trl")
@@ -91,7 +91,9 @@ def trl_script(job: Job, recipe: Recipe) -> str:
 
 
 def axolotl_config(job: Job, recipe: Recipe) -> str:
-    """Return the text of a YAML file for `axolotl train`. Raises `RecipeError`."""
+    """Return a YAML file for `axolotl train`. Raises `RecipeError` for a technique that axolotl does not
+    support.
+    """
     arguments = _trainer_arguments(job, recipe, "axolotl")
     _refuse_other_layers(arguments, job, recipe, "axolotl")
     lora, precision = _lora(job, recipe), recipe[Slot.PRECISION]
@@ -147,9 +149,9 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
 
 
 def _four_bits(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """Return axolotl's key for weights in 4 bits; empty for other weights.
+    """Return axolotl's key for 4-bit weights; empty for other weights.
 
-    Raises `RecipeError` if axolotl would load the other weights in another dtype than was predicted.
+    Raises `RecipeError` if axolotl would load the unquantized weights in another dtype than predicted.
     """
     double = _double_quantization(recipe)
     if double is None:
@@ -174,8 +176,8 @@ def _double_quantization(recipe: Recipe) -> Any:
 def left_in_float32(job: Job) -> list[str]:
     """Return the parameters that axolotl keeps in float32 when it trains this job's model in 4 bits.
 
-    peft's `prepare_model_for_kbit_training` raises all unquantized weights to float32. axolotl then takes
-    normalisations, embeddings and the head back, which it finds by name.
+    peft's `prepare_model_for_kbit_training` raises all unquantized weights to float32. axolotl then casts
+    normalisations, embeddings and the head, found by name, to the lower dtype again.
     """
     import torch
     from torch import nn
@@ -210,7 +212,7 @@ def _llamafactory_attention(recipe: Recipe) -> str:
 
 
 def llamafactory_config(job: Job, recipe: Recipe) -> str:
-    """Return the text of a YAML file for `llamafactory-cli train`. Raises `RecipeError`."""
+    """Return a YAML file for `llamafactory-cli train`. Raises `RecipeError` for unsupported techniques."""
     arguments = _trainer_arguments(job, recipe, "llamafactory")
     _refuse_other_layers(arguments, job, recipe, "llamafactory")
     arguments.pop("gradient_checkpointing_kwargs", None)
@@ -279,9 +281,9 @@ TOOLS: dict[str, Callable[[Job, Recipe], str]] = {
 
 
 def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
-    """Return `TrainingArguments` with checkpointing under its older name, as these tools set it themselves.
+    """Return `TrainingArguments` for a fine-tuning tool, with checkpointing under its older name.
 
-    Raises `RecipeError` for techniques that were not compared in these tools.
+    Raises `RecipeError` for techniques whose result was not compared in these tools.
     """
     new, old = NAMES
     arguments = training_arguments(job, recipe, to)
@@ -304,7 +306,7 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
 
 
 def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
-    """Return the adapters' arguments, with targets by name; None where all weights train.
+    """Return LoRA's arguments, with the adapted modules by name; None where all weights train.
 
     They are `r`, `lora_dropout`, `target_modules` and the switches of `_VARIANTS`.
     """
@@ -321,7 +323,7 @@ def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _dtypes(job: Job, recipe: Recipe) -> tuple[str, str | None]:
-    """Return the dtype of the model's weights, and that of autocast or None."""
+    """Return the dtype of the model's weights, and that of autocast (None without autocast)."""
     setup = recipe.setup()
     return setup.created_dtype(job), setup.autocast
 
@@ -349,7 +351,7 @@ def _refusal(to: str, technique: object, why: str) -> RecipeError:
 
 
 def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the text of a YAML file: its description and its command, then each section under its title."""
+    """Return a YAML file: a comment with its description and command, then each section under its title."""
     import yaml
 
     dotted = write_arguments(recipe)[0]
@@ -366,8 +368,8 @@ def _yaml(job: Job, recipe: Recipe, to: str, command: str, sections: Mapping[str
 
 
 def _head(job: Job, to: str) -> list[str]:
-    """Return the comment at the top of an exported file: the loop, differences to the prediction, the snugfit
-    version, and the placeholder to fill in.
+    """Return the comment at the top of an exported file. It has the training loop, differences to the
+    prediction, snugfit's version and the placeholder to fill in.
     """
     step = f"A step of {job.batch_size} sequences of {job.sequence_length} tokens."
     text = f"{step} {NOTES[to]} Written by {writer(to)}; put your dataset in place of {_DATASET}."

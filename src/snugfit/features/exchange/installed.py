@@ -17,7 +17,7 @@ CHECKPOINTING, OLD_CHECKPOINTING = NAMES
 
 @cache
 def defaults() -> dict[str, Any]:
-    """Return every field of the installed `TrainingArguments` with its default."""
+    """Return the fields of the installed `TrainingArguments` with their default values."""
     with no_hub_kernels():
         from transformers import TrainingArguments
 
@@ -32,7 +32,7 @@ def defaults() -> dict[str, Any]:
 
 @cache
 def hints() -> dict[str, Any]:
-    """Return every field of the installed `TrainingArguments` with its type."""
+    """Return the fields of the installed `TrainingArguments` with their types."""
     names = defaults()
     from transformers import TrainingArguments
 
@@ -41,12 +41,12 @@ def hints() -> dict[str, Any]:
 
 
 def version() -> str:
-    """Return name and version of transformers, for messages and the heads of files."""
+    """Return the name and version of the installed transformers, for messages and exported files."""
     return f"transformers {transformers_version()}"
 
 
 def checkpointing_name() -> str:
-    """Return the installed version's name for activation checkpointing."""
+    """Return the argument that turns on activation checkpointing in the installed transformers."""
     # An import of the class takes seconds.
     fields = source("training_args.py")
     return CHECKPOINTING if f"\n    {CHECKPOINTING}: " in fields else OLD_CHECKPOINTING
@@ -54,11 +54,11 @@ def checkpointing_name() -> str:
 
 @cache
 def checkpointing_options() -> frozenset[str]:
-    """Return the installed version's options of checkpointing, beyond the arguments of torch's own
-    checkpoint.
+    """Return the installed transformers' checkpointing options that torch's own checkpoint function does not
+    have.
 
-    They are read from the signature in its source, because an import of the class takes seconds. A cached
-    plan takes less.
+    They are read from the source of transformers, because an import of the class takes seconds. A cached plan
+    takes less.
     """
     method = re.search(rf"def {checkpointing_name()}_enable\(([^)]*)\)", source("modeling_utils.py"))
     return frozenset(re.findall(r"\w+", method[1] if method else "")) & {"every_n_layers", "offload"}

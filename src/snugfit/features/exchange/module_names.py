@@ -1,7 +1,8 @@
 """Conversion of other libraries' names of modules and parameters to settings of snugfit's adapters.
 
-peft reads a list as ends of names, and a text as one regular expression. axolotl's patterns of trained
-parameters have plain dots, and may end in a range of rows, of which the whole parameter gets gradients.
+peft reads a list as suffixes of module names, and a text as one regular expression. axolotl's patterns of
+trained parameters contain unescaped dots. They may end in a range of rows, but the whole parameter gets
+gradients.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def _names(value: Any) -> Any:
 
 
 def _optimizer_targets(value: Any) -> Any:
-    """Return the modules that an optimizer applies to, in the form of snugfit's settings. A text is a
-    pattern, except for the word for all linear layers.
+    """Convert the module names to which an optimizer applies (such as GaLore's) to snugfit's settings. A text
+    is a pattern, except for the word for all linear layers.
     """
     if isinstance(value, str):
         word = value.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Next steps after a plan: its answer as arguments of a Trainer, and as a command that exports it."""
+"""Further lines below a plan: its recipe as `TrainingArguments`, and as a command that exports it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
     """Return lines for a plan's report, by title: Trainer arguments and export commands that can express the
     recipe.
 
-    The export is for the `target` of the user's own file, else for the Trainer or torch.
+    The export command is for the library `target` of the user's own file, else for the Trainer or torch.
     """
     steps: dict[str, str] = {}
     with suppress(SnugfitError):  # the Trainer has nothing that means it
@@ -47,7 +47,7 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
 
 
 def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's Trainer arguments that differ from the plain recipe's, with the size of a batch.
+    """Return a recipe's Trainer arguments that differ from those without any technique, and the batch size.
 
     Raises `RecipeError` if arguments alone cannot express the recipe.
     """

@@ -1,8 +1,9 @@
-"""The number of training processes and their division of the work, in a user's configuration.
+"""The number of training processes and their parallelism (such as FSDP), from a user's configuration.
 
-No single key has both. A launcher's flag or file sets the number of processes. FSDP is a switch beside them,
-copies of the weights are a mesh, and DDP is the default. Dialects translate all that into a few raw words
-(`parallel.by`, `parallel.replicate`, ...). This module turns them into the arguments of techniques.
+No single key contains both. A launcher's flag or file sets the number of processes. FSDP has a switch of its
+own, replicas of the weights a mesh, and DDP is the default. The tables of libraries translate these keys to
+raw values (`parallel.by`, `parallel.replicate`, ...). This module converts them to the arguments of
+techniques.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ ALONE = (
 
 @dataclass(kw_only=True)
 class Processes:
-    """The number of processes and their parallelism, as read from a configuration's raw text."""
+    """The number of training processes and their parallelism, before the conversion to a technique's
+    arguments.
+    """
 
     gpus: int = 1
     """Number of processes, one for each GPU."""
@@ -70,9 +73,11 @@ class Processes:
 
 
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:
-    """Return the number of training processes and their parallelism, from a configuration's `arguments`.
+    """Return the number of training processes and their parallelism (such as FSDP), from a configuration's
+    `arguments`.
 
-    The configuration itself set those in `said`. A number of GPUs `named` by the user overrides its own.
+    `said` has the arguments that the file itself sets. A number of GPUs `named` by the user overrides the
+    file's.
     """
     processes = Processes()
     numbers = {key: arguments[key] for key in RAW if key in arguments and key not in (BY, ZERO, OVERLAP)}
@@ -111,7 +116,7 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
 
 
 def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mapping[str, Any]) -> int | None:
-    """Return the number of processes that a configuration names; None without one."""
+    """Return the number of training processes that a configuration file sets; None if it sets none."""
     if GPUS in numbers:
         return numbers[GPUS]
     if PER_HOST in numbers or HOSTS in numbers:
@@ -140,7 +145,7 @@ def _read_fsdp(processes: Processes, gpus: int | None, numbers: Mapping[str, int
 
 
 def _read_zero(processes: Processes, stage: int) -> None:
-    """Read DeepSpeed's first or second stage without offloading into `processes`."""
+    """Set in `processes` the parallelism of DeepSpeed's ZeRO stage 1 or 2 without offloading."""
     if processes.gpus == 1:
         processes.differs.append((ZERO, ALONE))
     elif stage == 1:

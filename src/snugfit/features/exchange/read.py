@@ -1,12 +1,13 @@
-"""A user's configuration as a job and a recipe to start from, with a list of each key and its use.
+"""Reading of another library's training configuration as a job and a recipe, with a list of each key and its
+use.
 
-    took      its meaning here
-    differs   taken, with a difference here
-    ignored   not taken, and why no byte or second of a step depends on it
-    refused   without a counterpart, though it changes the memory or the mathematics of a step
+    took      the key is used, with this meaning
+    differs   the key is used, with a difference to its library
+    ignored   the key is not used, because no byte or second of a step depends on it
+    refused   snugfit has no such setting, but the key changes a step's memory or mathematics
 
-All keys pass through one vocabulary (`techniques/counterpart.py`). The dialect's table translates keys into
-it, and `TrainingArguments`' own defaults fill missing ones. Then the techniques of each slot are matched with
+The library's table translates all keys to common names (`techniques/counterpart.py`). The defaults of
+`TrainingArguments` fill missing ones. Then the technique of each slot (such as the optimizer) is found from
 the arguments. A key outside every table is refused too, because a guess could hide a relevant difference.
 """
 
@@ -67,9 +68,9 @@ def read_arguments(
 ) -> Reading:
     """Return the job and the recipe in a user's files and in transformers' arguments on the command line.
 
-    The command line overrides the files, and a run's own file those of its launcher. `options` are the
-    arguments that the run itself uses, and that become settings. `gpus` overrides the number in the files.
-    `bfloat16` is the named GPU's support for it. Raises `UsageError` if the kind of file is unknown.
+    The command line overrides the files, and a run's own file overrides its launcher's. `options` are
+    arguments that become settings of the run itself. `gpus` overrides the number in the files. `bfloat16` is
+    True if the named GPU supports it. Raises `UsageError` if the kind of file is unknown.
 
     A key without a counterpart raises nothing here: the result lists it in `refused`.
     """
@@ -83,9 +84,9 @@ def read_arguments(
 def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading | None:
     """Return the user's configuration file together with transformers' arguments among the flags.
 
-    They override a job file, and `settings` receives them. Without a configuration file, arguments for the
-    run alone give None. Raises `UsageError` for values that cannot be predicted, unless a flag or the job
-    file overrides them. An argument that contradicts one of ours raises it too.
+    They override a job file and are added to `settings`. Return None without a file if the flags only concern
+    the run. Raises `UsageError` for values that cannot be predicted, unless a flag or the job file overrides
+    them. Raises it also for an argument that contradicts an option of snugfit.
     """
     from snugfit.cli.jobfile import settings_from, training_keys
 
@@ -178,7 +179,7 @@ class _Reader:
         )
 
     def _read(self, document: Document) -> None:
-        """Translate the keys of one configuration file to the arguments that all libraries share."""
+        """Translate the keys of one configuration file to the common arguments of all libraries."""
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
         of_commands = dialect("script").unsaid if document.format == "shell" else {}
@@ -200,9 +201,9 @@ class _Reader:
                 self.tables |= dict.fromkeys(rule["becomes"], table)
 
     def _unquantized_model(self) -> None:
-        """Read a name of bitsandbytes' 4-bit weights as the model in 16 bits with qlora.
+        """Replace a hub name of a 4-bit bitsandbytes model by the 16-bit model with the technique qlora.
 
-        Refuse names of other quantized weights.
+        Raise an error for names of other quantized models.
         """
         name = self.arguments.get("job.model")
         if not isinstance(name, str) or unquantized_name(name) is None:
@@ -219,7 +220,9 @@ class _Reader:
         self.origins |= dict.fromkeys(words, origin)
 
     def _accumulation(self) -> None:
-        """Set the gradient accumulation, if a file gives the batch of a GPU and the micro-batch."""
+        """Set gradient accumulation to the quotient of the batch per GPU and the micro-batch, if a file gives
+        both.
+        """
         whole, origin = self.arguments.pop(BATCH_OF_GPU, None), self.origins.pop(BATCH_OF_GPU, None)
         micro = self.arguments.get(MICRO_BATCH)
         if origin is None:
@@ -230,8 +233,8 @@ class _Reader:
             self._line(self.ignored, *origin, "the micro-batch and the accumulation set the batch")
 
     def _loop(self, loop: str) -> None:
-        """Set the training loop in the settings. DeepSpeed's engine on several GPUs is predicted in the plain
-        loop only.
+        """Set the training loop in the settings. On several GPUs, DeepSpeed's engine is predicted in
+        snugfit's plain loop only.
         """
         if self.gpus > 1 and STAGE in self.arguments and loop != "plain":
             key = self.origins.get(STAGE, (STAGE, ""))
@@ -259,8 +262,8 @@ class _Reader:
     def _translate(
         self, key: str, value: Any, table: Dialect, given: Mapping[str, Any], *, of_script: bool = False
     ) -> None:
-        """Translate a key of a configuration file to the arguments that all libraries share, or add it to a
-        list of unused keys.
+        """Translate a key of a configuration file to the common arguments of all libraries, or list it as
+        unused.
         """
         if key in self.options:
             self.settings[key] = value
@@ -317,7 +320,7 @@ class _Reader:
                 self.tables.setdefault(key, table)
 
     def _processes(self) -> None:
-        """Replace the raw text about processes by the arguments that follow from it."""
+        """Replace the raw values on training processes by arguments of the parallel techniques."""
         said = {key: self.arguments[key] for key in self.origins if key in self.arguments}
         processes = read_processes(self.arguments, said, self.named_gpus)
         self.gpus = processes.gpus
@@ -350,7 +353,7 @@ class _Reader:
         self._drop_idle()
 
     def _drop_idle(self) -> None:
-        """Drop the arguments of parallel techniques that these processes do not use."""
+        """Drop the arguments of parallel techniques (such as FSDP) that the run does not use."""
         for prefix, decides in (("parallel.", BY), (BUCKET, STAGE)):
             idle = [key for key in self.arguments if key.startswith(prefix) and decides not in self.arguments]
             for key in idle:
@@ -362,8 +365,8 @@ class _Reader:
             self.arguments[BUCKET] = int(bucket)
 
     def _recipe(self) -> set[str]:
-        """Set the recipe that a configuration file describes, and return the names of the arguments that it
-        follows from.
+        """Set the recipe (the technique of each slot) that the arguments describe. Return the names of the
+        arguments used.
         """
         techniques: list[Technique] = []
         decided: set[str] = set()
@@ -396,9 +399,7 @@ class _Reader:
                                   says=str(technique)))  # fmt: skip
 
     def _unmet(self, slot: SlotReading) -> Iterator[Line]:
-        """Yield the arguments of a slot (a choice of the recipe, such as precision) that no technique of the
-        slot matches.
-        """
+        """Yield the arguments of a slot (such as precision) that match none of its techniques."""
         blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
         for key in unsure or blamed or slot.keys[:1]:
@@ -427,8 +428,8 @@ class _Reader:
         self._batch()
 
     def _unknown_fact(self, key: str, name: str, value: Unknown) -> None:
-        """Record that a fact of the job, such as a sequence length, was not read, because the script computes
-        it.
+        """Record that a setting of the job, such as the sequence length, is unknown because the script
+        computes it.
         """
         if key == "learning_rate":
             self._line(self.ignored, name, value, "a hyperparameter: it changes no byte of a step")
@@ -439,7 +440,7 @@ class _Reader:
             self._line(self.refused, name, value, _COMPUTED, instead=key)
 
     def _batch(self) -> None:
-        """Set the global batch: micro-batch x accumulation, on each GPU."""
+        """Set the global batch size: micro-batch x accumulation steps x GPUs."""
         micro, pieces = self.arguments.get(MICRO_BATCH), self.arguments.get(ACCUMULATION)
         name, given = self.origins.get(MICRO_BATCH, (MICRO_BATCH, micro))
         if micro is None:
@@ -490,7 +491,7 @@ class _Reader:
             self._unknown(table, key, name, given)
 
     def _unknown(self, table: Dialect, key: str, name: str, given: Any) -> None:
-        """Add a key that is in no table to the account. One whose name mentions memory is refused."""
+        """List a key that is in no table as unknown. If its name mentions memory, it is refused."""
         known = [*installed.defaults(), *table.words(), *dialect("trainer").words()]
         near = nearest(key, known, cutoff=MISSPELT) if key not in known else []
         guess = did_you_mean(key, near or known) if key not in known else ""
@@ -520,7 +521,9 @@ class _Reader:
 
 
 def _assumptions(reading: Reading, given: Mapping[str, Any]) -> Iterator[Line]:
-    """Yield the sizes that snugfit assumes because neither a run's files nor the user gave them."""
+    """Yield the sizes, such as the sequence length, that snugfit assumes because neither the files nor the
+    user set them.
+    """
     task = str(given.get("task") or reading.settings.get("task") or "")
     sizes = (
         ("sequence_length", bool(task) and has_sequence(task), "tokens", "lengths"),
@@ -547,7 +550,7 @@ def _has_bfloat16(gpu: Any) -> bool | None:
 
 
 def _elements(key: str, value: Any, table: Dialect) -> Iterator[tuple[str, Any]]:
-    """Yield a key with its value, or with each element of a list whose elements the table translates."""
+    """Yield a key with its value. If the table translates list elements, yield the key with each element."""
     of_each = f"{key}[]"
     if isinstance(value, list) and of_each in table.becomes:
         yield from ((of_each, one) for one in value)
@@ -580,7 +583,7 @@ def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Convert a configuration's text to a number: PyYAML reads `1e-5` as text, and the libraries convert it
+    """Convert a configuration's text to a number. PyYAML reads `1e-5` as text, which the libraries convert
     later.
     """
     if not isinstance(value, str):
@@ -592,5 +595,7 @@ def _number(value: Any) -> Any:
 
 
 def _unset(key: str, value: Any, known: Mapping[str, Any]) -> bool:
-    """Return True for None in place of a default, as in a file that `to_json_string` wrote."""
+    """Return True if the value is None and the default is not, as in a file of `to_json_string`. Such a key
+    counts as unset.
+    """
     return value is None and known.get(key) is not None

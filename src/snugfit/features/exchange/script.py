@@ -1,9 +1,9 @@
 """Conversion of a Setup to Python text, for the script templates in `scripts/`.
 
-The handler of a field gives its Python text (`step/wishes/`). A field that names another library's function
-becomes a call of it. If `install` names a function of snugfit's own, the technique gives lines that do the
-same without snugfit (`Technique.code`). Without such lines, or without a library behind a field, the
-technique is refused by name.
+A Setup has the settings of a recipe. Each field has a handler that returns its Python text (`step/wishes/`).
+A field that names another library's function becomes a call of it. For a function of snugfit, the technique
+provides equivalent lines without snugfit (`Technique.code`). Without such lines, the technique raises an
+error.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def script_values(
     training_arguments: Mapping[str, Any] | None = None,
     gpus: int = 1,
 ) -> dict[str, Any]:
-    """Return the values that an exported script's template needs, by their names there.
+    """Return the values for the placeholders in an exported script's template, by name.
 
-    Texts are Python already, unless the template applies `literal`; `to` is the target. With
-    `training_arguments` the loop is the Trainer's.
+    Values are Python text, unless the template applies `literal`; `to` is the target library. With
+    `training_arguments`, the Trainer runs the training loop.
     """
     context = ScriptContext(
         job=job,
@@ -113,14 +113,14 @@ def write_script(template: str, script: Mapping[str, Any]) -> str:
 
 
 def writer(to: str) -> str:
-    """Return a line for the top of an exported file: the snugfit version that wrote it, and its target."""
+    """Return a line for the top of an exported file: snugfit's version and the target library."""
     from snugfit.versions import __version__
 
     return f"snugfit {__version__} (--export {to}) for {installed.version()}"
 
 
 def folder_or_id(job: Job) -> str:
-    """Return a path without the name of the file, or a hub id unchanged."""
+    """Return the folder of a local config file; another path or a hub id unchanged."""
     name = job.model.name
     if job.model.origin == "path" and name.endswith(".json"):
         return os.path.dirname(name) or "."
@@ -128,7 +128,9 @@ def folder_or_id(job: Job) -> str:
 
 
 def _config_arguments(job: Job) -> dict[str, str]:
-    """Return keyword arguments, as text, for values of the job's config that differ from the model's own."""
+    """Return keyword arguments, as Python text, for values of the job's model config that differ from the
+    defaults.
+    """
     from transformers import AutoConfig
 
     config, arguments = job.transformers_config(), dict[str, str]()

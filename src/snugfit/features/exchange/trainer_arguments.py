@@ -1,4 +1,4 @@
-"""Conversion of a recipe to `TrainingArguments`, in the words of the installed transformers."""
+"""Conversion of a recipe to the `TrainingArguments` of the installed transformers."""
 
 from __future__ import annotations
 
@@ -83,15 +83,16 @@ EACH_MEAN_ALIKE = (
 
 
 def divides_by_labels(job: Job) -> bool:
-    """Return True if the code of this job's model passes the number of labels of the whole batch to its
-    loss."""
+    """Return True if the code of this job's model passes the whole batch's label count to its loss
+    function.
+    """
     model = class_of(job.task, job.transformers_config())
     # transformers' `loss_function` takes `num_items_in_batch`, which the Trainer counts.
     return "loss_function(" in inspect.getsource(model.forward)
 
 
 def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that are added or replaced when several processes train."""
+    """Return the Trainer arguments to add or replace when several processes train."""
     more: dict[str, Any] = {}
     if "deepspeed" in arguments:  # one process has nothing to overlap
         section = arguments["deepspeed"]["zero_optimization"] | {"overlap_comm": True}
@@ -109,7 +110,7 @@ def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why_unsaid(technique: Technique) -> str:
-    """Return the reason why no `TrainingArguments` express this technique: there are none, or their meaning
+    """Return the reason why no `TrainingArguments` express this technique: none exist, or their meaning
     differs.
     """
     notes = [counterpart.note for counterpart in technique.counterparts]
@@ -119,8 +120,8 @@ def _why_unsaid(technique: Technique) -> str:
 def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the Trainer's arguments under the names of the installed transformers.
 
-    Checkpointing was renamed before 5.23, and now supports leaving layers out. Arguments of an optimizer are
-    one text.
+    Checkpointing was renamed before 5.23, and its new options can leave out layers. Arguments of an optimizer
+    are joined to one text.
     """
     if "optim_args" in arguments:
         parts = arguments["optim_args"]

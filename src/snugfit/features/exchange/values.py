@@ -1,8 +1,7 @@
-"""Check for values that the installed `TrainingArguments` would refuse: text for a number, an unknown
-optimizer.
+"""Check for values that the installed `TrainingArguments` would refuse, such as text for a number.
 
-They are found by the annotations of the class: numbers and flags, and words of an enumeration. A field of any
-other type is not checked. Neither is `null`, which in a file means an unset value.
+The annotations of the class determine the allowed values: numbers, flags, and words of an enumeration. A
+field of any other type is not checked. A value `null` counts as unset and is not checked either.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _wrong(key: str, value: str | float) -> str:
 
 @cache
 def field_kinds() -> dict[str, type]:
-    """Return the arguments that are a number or a flag, or None, with their types."""
+    """Return the `TrainingArguments` that take a number, a flag or None, with their types."""
     kinds = {key: set(_options(hint)) - {type(None)} for key, hint in installed.hints().items()}
     return {
         key: kind for key, options in kinds.items() if len(options) == 1 and (kind := options.pop()) in _PLAIN
@@ -61,7 +60,7 @@ def field_kinds() -> dict[str, type]:
 
 @cache
 def _words() -> dict[str, frozenset[str]]:
-    """Return the arguments whose value is a word of an enumeration, with the allowed words."""
+    """Return the `TrainingArguments` that take a word of an enumeration, with the allowed words."""
     words: dict[str, frozenset[str]] = {}
     for key, hint in installed.hints().items():
         for option in _options(hint):

@@ -1,1 +1,3 @@
-"""The feature `guide`: the experiments of Hugging Face's single-GPU guide."""
+"""The feature `guide`: the experiments of Hugging Face's single-GPU training guide, predicted and
+measured.
+"""

@@ -1,4 +1,4 @@
-"""Texts of table cells: ranges of speeds, and comma-separated values that no spreadsheet executes as
+"""Texts of table cells: ranges of samples per second, and CSV cells that no spreadsheet executes as
 formulas.
 """
 
@@ -14,13 +14,15 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def show_samples_range(speed: StepSpeed | None) -> str:
-    """Return the spread in samples a second: `4.7 to 5.3`; empty where there is none."""
+    """Return the range of predicted samples per second as text, `4.7 to 5.3`; empty without one."""
     known = speed.samples_range if speed else None
     return f"{known[0]:,.1f} to {known[1]:,.1f}" if known else ""
 
 
 def csv_text(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return comma-separated values without formulas for a spreadsheet; None is an empty cell."""
+    """Return rows as comma-separated values. Cells that a spreadsheet would execute are made inert; None is
+    an empty cell.
+    """
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([inert(head) for head in heads])

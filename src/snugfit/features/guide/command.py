@@ -69,7 +69,7 @@ def guide(
     as_json: given.AsJson = False,
     **of_features: Any,
 ) -> None:
-    """Predict (and measure) the experiments of the Hugging Face single-GPU guide."""
+    """Predict (and with --measure run) the experiments of the Hugging Face single-GPU guide."""
     from snugfit.cli.progress import show_progress
     from snugfit.errors import GpuError, UsageError
     from snugfit.features.guide.suite import own_gpu
@@ -119,7 +119,9 @@ guide.__signature__ = inspect.Signature([*_PARAMETERS, *given.feature_parameters
 
 
 def write(result: GuideResult, folder: Path) -> list[Path]:
-    """Write guide.md, guide.csv, guide.json, and pictures if a feature draws them; return their paths."""
+    """Write the guide's results as guide.md, guide.csv, guide.json, and pictures if the feature `page` draws
+    them. Return their paths.
+    """
     from snugfit.features.guide.tables import csv, markdown
 
     return _write(result, folder, "guide", markdown, {"csv": csv(result)})
@@ -128,7 +130,9 @@ def write(result: GuideResult, folder: Path) -> list[Path]:
 def _write(
     result: Any, folder: Path, name: str, markdown: Callable[..., str], further: Mapping[str, str]
 ) -> list[Path]:
-    """Write a result as Markdown, JSON, pictures if a feature draws them, and in `further` formats."""
+    """Write one result of the guide as Markdown, JSON and pictures, and in the `further` formats. Return the
+    paths.
+    """
     from snugfit.report.text.files import write_atomically
 
     drawn = {f"{name}.{form}": picture(result, form) for form in ("png", "svg")}
@@ -147,7 +151,7 @@ def _plot_of(paths: Sequence[Path]) -> str:
 
 
 def _print_inference(gpu: Gpu, folder: Path, workers: int, form: str, of_features: Mapping[str, Any]) -> None:
-    """Predict, write and print the guide's compilation backends, and its categories of memory in text
+    """Predict, write and print the guide's `torch.compile` backends, and its memory categories in text
     generation.
     """
     from snugfit.cli.progress import show_progress
@@ -167,8 +171,9 @@ def _print_inference(gpu: Gpu, folder: Path, workers: int, form: str, of_feature
 
 
 def _with_modern(result: GuideResult, gpu: Gpu, workers: int) -> GuideResult:
-    """Return the result with the best recipe of today for each experiment. Plans are cached, as in `snugfit
-    plan`."""
+    """Return the result with the fastest recipe (training techniques) of today for each experiment. Plans are
+    cached, as in `snugfit plan`.
+    """
     from snugfit.cli.plan_cache import plan
     from snugfit.cli.progress import show_progress
     from snugfit.features.guide.modern import FrontRecipe, PlannedJob, with_large_models, with_modern

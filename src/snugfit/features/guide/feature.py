@@ -1,6 +1,4 @@
-"""Registration of the feature `guide`: the experiments of Hugging Face's single-GPU guide, predicted,
-measured and as published.
-"""
+"""Registration of the feature `guide`: the experiments of Hugging Face's single-GPU training guide."""
 
 from __future__ import annotations
 
@@ -11,7 +9,9 @@ from snugfit.techniques.feature import Feature
 
 
 class Guide(Feature):
-    """The feature that adds the command `guide` and the software profile of its published figures."""
+    """The feature that adds the command `guide`, and the package versions behind the guide's published
+    figures.
+    """
 
     needs: ClassVar[Mapping[str, str]] = {"plot": "page"}
 
@@ -22,7 +22,7 @@ class Guide(Feature):
         return (guide,)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the document of `snugfit guide`."""
+        """Return the class of the JSON document of `snugfit guide`."""
         from snugfit.features.guide.inference import InferenceGuide
         from snugfit.features.guide.result import GuideResult
 

@@ -1,5 +1,4 @@
-"""The guide's backends of `torch.compile` for inference in the installed torch, and its six categories of GPU
-memory.
+"""Predictions of the guide's `torch.compile` backends for inference, and of its six categories of GPU memory.
 
 Engines were measured on a CPU. `lab/engine_speed.py --guide` copies their ratios from a file under `results/`
 to `measured_engines.json`, since a wheel has no such files.
@@ -47,8 +46,8 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BackendRow:
-    """One backend of `torch.compile` from the guide: its state in the installed torch, and the prediction of
-    its recipe.
+    """One `torch.compile` backend from the guide: its availability in the installed torch, and its predicted
+    memory and time.
     """
 
     name: str
@@ -198,7 +197,9 @@ def run_inference(
 
 
 def _known_recipe(line: Mapping[str, str]) -> str:
-    """Return the recipe of a backend; empty without one, or if its technique belongs to a missing feature."""
+    """Return the recipe that uses a backend; empty if there is none, or if its technique belongs to a missing
+    feature.
+    """
     try:
         Recipe.parse(recipe := line.get("recipe", ""))
     except RecipeError:

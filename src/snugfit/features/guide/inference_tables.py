@@ -1,4 +1,4 @@
-"""The `torch.compile` backends and the categories of memory of the guide as tables."""
+"""Tables of the guide's `torch.compile` backends and memory categories."""
 
 from __future__ import annotations
 

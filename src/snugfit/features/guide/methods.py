@@ -1,7 +1,8 @@
-"""The guide's first table and its small ones, computed from the results of the experiments.
+"""The guide's table of methods and its small tables, computed from the results of the experiments.
 
-The guide states for each method an effect on speed and memory. Here bytes are the prediction's difference to
-vanilla. Speed is the measured one; without a measurement the published one, otherwise the predicted one.
+For each method, the guide states an effect on speed and memory. Here the effect on memory is the prediction's
+difference to the baseline experiment. The speed is the measured one; without a measurement the published one,
+otherwise the predicted one.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class StageLine:
 
 
 def helps(change: float | None, *, less_is_better: bool) -> str:
-    """Return `Yes` or `No` for a relative change of speed or memory, or `?` for an unknown one."""
+    """Return `Yes` if a relative change of speed or memory is an improvement, `No` if not, `?` if it is
+    unknown.
+    """
     if change is None:
         return "?"
     gain = -change if less_is_better else change
@@ -69,7 +72,7 @@ def helps(change: float | None, *, less_is_better: bool) -> str:
 
 
 def method_lines(result: GuideResult) -> tuple[MethodLine, ...]:
-    """Return the rows of the guide's first table, computed from the experiments."""
+    """Return the rows of the guide's table of methods, computed from the experiments."""
     rows = {row.name: row for row in result.rows}
     return tuple(
         _method_line(method, rows[name] if name else None, result.vanilla)
@@ -112,7 +115,7 @@ def change(part: float | None, whole: float | None) -> float | None:
 
 
 def stage_lines(result: GuideResult) -> Iterator[StageLine]:
-    """Yield the guide's four NVML readings from the baseline's prediction: idle, CUDA context, weights,
+    """Yield the predicted GPU memory at the guide's four stages: idle, CUDA context, weights loaded,
     training.
     """
     footprint = result.vanilla.predicted
@@ -134,12 +137,12 @@ def stage_lines(result: GuideResult) -> Iterator[StageLine]:
 
 
 def show_rate(samples_per_second: float | None) -> str:
-    """Return samples per second with two digits; empty where they are not known."""
+    """Return samples per second as text with two digits; empty if they are unknown."""
     return f"{samples_per_second:.2f}" if samples_per_second else UNKNOWN
 
 
 def show_size(size: int | None) -> str:
-    """Return a size in MiB; empty where it is not known."""
+    """Return a size in MiB as text; empty if it is unknown."""
     return UNKNOWN if size is None else show_mib(size)
 
 
@@ -149,5 +152,5 @@ def show_share(part: float | None, whole: float | None, places: int = 1) -> str:
 
 
 def show_with_sign(share: float | None, places: int = 1) -> str:
-    """Return a fraction as text in percent, with its sign; empty where it is not known."""
+    """Return a fraction as text in percent, with its sign; empty if it is unknown."""
     return UNKNOWN if share is None else f"{100 * share:+.{places}f} %"

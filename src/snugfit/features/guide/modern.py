@@ -1,10 +1,11 @@
-"""Today's best recipe for each of the guide's experiments: the same job, and no more memory than it takes.
+"""Today's fastest recipe for the job of each experiment in the guide, with no more memory than the experiment
+takes.
 
-One plan serves all experiments on one job. Its front has, for each amount of memory, the fastest recipe that
-fits. If two differ by less than 3 % of their bytes, it may have the faster alone. An experiment that this GPU
-cannot run, or that does not fit, may use all of the GPU's memory.
+All experiments on one job share one plan. Its Pareto front has the fastest recipe for each amount of memory.
+If two recipes differ by less than 3 % of their bytes, it may have the faster one only. An experiment that
+this GPU cannot run, or that does not fit, may use all of the GPU's memory.
 
-The caller makes the plans: this module may not import planning.
+The caller provides the plans, because this module may not import `planning`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class PlannedJob:
 
 
 def with_modern(result: GuideResult, plan_of: Callable[[Job], PlannedJob]) -> GuideResult:
-    """Return the result with the best recipe of today for each experiment.
+    """Return the guide's result with today's fastest recipe for each experiment.
 
     `plan_of` plans a job for the result's GPU, and is called once for each distinct job.
     """
@@ -105,7 +106,8 @@ def _instead(then: Recipe, now: Recipe) -> tuple[TakenInstead, ...]:
 def with_large_models(
     result: GuideResult, *, workers: int = 1, tell: Callable[[str], None] = lambda about: None
 ) -> GuideResult:
-    """Return the result with models for which the guide recommends DeepSpeed, each on a GPU of its own.
+    """Return the guide's result with predictions for large models, each on a separate GPU. For these the
+    guide recommends DeepSpeed.
 
     `workers` processes predict them, and `tell` is called with a line about each.
     """

@@ -1,4 +1,4 @@
-"""Tables of the guide's experiments next to today's best recipes."""
+"""Tables of the guide's experiments next to today's fastest recipes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from snugfit.units import show_bytes
 
 
 def modern_grids(result: GuideResult) -> Iterator[Grid]:
-    """Yield tables of today's recipe for each experiment, and of large models without DeepSpeed, if
-    requested."""
+    """Yield a table of today's fastest recipe for each experiment, and one of large models without DeepSpeed.
+    Either is left out if it was not requested.
+    """
     if result.modern:
         yield _experiments(result)
     if result.large_models:

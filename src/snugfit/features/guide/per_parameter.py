@@ -1,8 +1,9 @@
-"""Bytes per parameter of every optimizer, next to the guide's rule of thumb.
+"""Predicted bytes per parameter with every optimizer, next to the guide's rule of thumb.
 
 The rule adds constants: 6 bytes for weights in mixed precision, 4 for gradients, and 8, 4 or 2 for states.
-That is 18 to train and 6 to infer. Here each figure comes from a simulated step of a real model, on a batch
-so small that activations hardly count. It is the memory at the peak, by kind, over the number of parameters.
+With AdamW, that is 18 bytes for training and 6 for inference. Here each number comes from a simulated step of
+a real model, on a batch so small that activations hardly count. It is the peak memory of each category,
+divided by the number of parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ INFERENCE = "inference"
 
 @dataclass(frozen=True, kw_only=True)
 class PerParameter:
-    """Bytes per parameter of one optimizer on one model, at the peak of a step on a tiny batch."""
+    """Peak bytes per parameter with one optimizer on one model, in a step on a tiny batch."""
 
     model: str
     optimizer: str
@@ -61,13 +62,14 @@ class PerParameter:
 
     @property
     def total(self) -> float:
-        """The sum over all categories, in bytes per parameter."""
+        """The sum over all memory categories, in bytes per parameter."""
         return self.weights + self.copies + self.gradients + self.states + self.rest
 
 
 def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
-    """Return requests for every optimizer of the roster, and one for inference, on each of the guide's
-    models."""
+    """Return the predictions to make for every optimizer, and one for inference, on each of the guide's
+    models.
+    """
     precision = anatomy()["precision"]
     requests = []
     for facts in anatomy()["jobs"]:
@@ -99,7 +101,9 @@ def _goes(recipe: str, job: Job) -> bool:
 def per_parameter(
     requests: Sequence[PredictionRequest], answers: Sequence[Prediction | str]
 ) -> tuple[PerParameter, ...]:
-    """Return bytes per parameter for each of `per_parameter_requests` and its answer."""
+    """Return the bytes per parameter for each of `per_parameter_requests`, from its prediction in
+    `answers`.
+    """
     return tuple(_line(request, answer) for request, answer in zip(requests, answers, strict=True))
 
 

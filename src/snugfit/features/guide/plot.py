@@ -1,4 +1,6 @@
-"""Memory and speed of all experiments as bars: predicted, measured and published side by side."""
+"""Bar charts of the memory and speed of the guide's experiments: predicted, measured and published side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class Series(NamedTuple):
 
 
 def page_parts(result: GuideResult) -> PageParts:
-    """Return charts and texts of the guide's results, for a page, a plot or a notebook's cell."""
+    """Return the charts and texts of the guide's results, for a page, a plot or a notebook cell."""
     memory = memory_series(result)
     charts = [
         _chart(
@@ -62,8 +64,9 @@ def _bar(series: Series, number: int) -> BarFigure | None:
 
 
 def memory_series(result: GuideResult) -> list[Series]:
-    """Return series of GPU memory in GiB: predicted, measured, published, and predicted for the published
-    machine."""
+    """Return the bars for GPU memory in GiB: predicted, measured, published, and predicted for the published
+    machine.
+    """
     return _series(
         result,
         lambda row: row.predicted_bytes,
@@ -76,10 +79,10 @@ def memory_series(result: GuideResult) -> list[Series]:
 
 
 def speed_series(result: GuideResult) -> list[Series]:
-    """Return series of samples per second: predicted, measured, published, and predicted for the published
+    """Return the bars for samples per second: predicted, measured, published, and predicted for the published
     machine.
 
-    Predicted ones have their spread.
+    Predicted values have a range.
     """
     return _series(
         result,
@@ -100,7 +103,7 @@ def _series(
     published: Callable[[PublishedPrediction], Figure],
     unit: int = 1,
 ) -> list[Series]:
-    """Return a series of bars for each source of figures that has one."""
+    """Return the bars of each source (such as measured), if it has a value for any experiment."""
     rows, modern = result.rows, {row.name: row for row in result.modern}
     figures: dict[str, list[Figure]] = {
         f"predicted, {result.gpu}": [*map(predicted, rows)],
@@ -132,7 +135,7 @@ def _number(figure: Figure, unit: int) -> float | None:
 
 
 def inference_page(result: InferenceGuide) -> PageParts:
-    """Return the page of the `torch.compile` backends and of the categories of memory."""
+    """Return the page with the charts of `torch.compile` backends and memory categories."""
     known = [one for one in result.memory if one.kinds]
     kinds = [
         BarGroup(

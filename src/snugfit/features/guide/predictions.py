@@ -1,7 +1,7 @@
-"""Parallel predictions for the guide, some forty of them, in several processes.
+"""Predictions for the guide's experiments, about forty, in parallel processes.
 
-A simulation is Python on one core. Each request is plain data. So is its answer: a prediction, or the reason
-why there is none.
+A simulation is Python on one core. Each request is plain data. Its result is a prediction, or the reason why
+there is none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """One prediction that the guide's tables need: an experiment, a GPU and versions of software."""
+    """A prediction that the guide's tables need: an experiment, a GPU and package versions."""
 
     about: str
     """Name of the experiment or technique, for progress messages."""
@@ -37,12 +37,12 @@ class PredictionRequest:
 
     @property
     def key(self) -> RequestKey:
-        """Return the key of the request, unique within the suite."""
+        """Return the key that identifies this request among the guide's."""
         return RequestKey(self.about, self.gpu.key, self.software)
 
 
 class RequestKey(NamedTuple):
-    """The fields that identify a prediction request among those of the guide."""
+    """The fields that identify a `PredictionRequest` of the guide."""
 
     about: str
     gpu: str
@@ -50,7 +50,7 @@ class RequestKey(NamedTuple):
 
 
 def predict_or_reason(request: PredictionRequest) -> Prediction | str:
-    """Return the prediction, or the reason why there is none."""
+    """Return the requested prediction, or the reason why it failed."""
     try:
         return predict(
             request.job,
@@ -66,9 +66,9 @@ def predict_or_reason(request: PredictionRequest) -> Prediction | str:
 def predict_all(
     requests: Sequence[PredictionRequest], *, workers: int, tell: Callable[[str], None] = lambda about: None
 ) -> list[Prediction | str]:
-    """Return the prediction of each request, or the reason why there is none, in their order.
+    """Return each requested prediction, or the reason why it failed, in the order of the requests.
 
-    `tell` is called with the subject of each request when its answer arrives.
+    `tell` is called with the subject of each request when its prediction is finished.
     """
     families = {request.job.model.architecture for request in requests}
     preload = [f"transformers.models.{name}.modeling_{name}" for name in sorted(families)]

@@ -1,10 +1,10 @@
 """AdamW as in transformers until 2024: parameters are updated one by one, and states created when first
 needed.
 
-Only its order of allocations matters here. torch's AdamW creates all states first. This one creates a
-parameter's two states when it updates that parameter. Its denominator is still alive while the next one's
-states are created, so the caching allocator returns other blocks. It serves software profiles
-(`software/*.json`) and is not for training.
+Only the order of allocations matters here. torch's AdamW creates all states first. This AdamW creates a
+parameter's two states when it updates that parameter. The update's denominator is still alive while the next
+parameter's states are created, so the caching allocator returns other blocks. It is used to simulate old
+package versions (`software/*.json`), and not for training.
 
 Algorithm: Loshchilov and Hutter, arXiv 1711.05101, with decay after the update.
 """

@@ -1,4 +1,4 @@
-"""The result of the guide's suite: its experiments as predicted, measured and published."""
+"""The result of the guide's experiments: predicted, measured and published memory and speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from snugfit.units import MIB
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedPrediction:
-    """A published figure, next to the prediction for its machine under the software of its time."""
+    """A published memory or speed, next to the prediction for its machine with the package versions of its
+    time.
+    """
 
     published: Published
     predicted_bytes: int | None = None
@@ -26,13 +28,13 @@ class PublishedPrediction:
 
     @property
     def published_bytes(self) -> int:
-        """The printed MiB in bytes."""
+        """The published memory, given in MiB, in bytes."""
         return self.published.mib * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuideRow:
-    """One experiment of the guide as predicted, measured and published."""
+    """One experiment of the guide, with predicted, measured and published memory and speed."""
 
     name: str
     recipe: str
@@ -55,21 +57,23 @@ class GuideRow:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Predicted bytes on the GPU: NVML bytes, or reserved ones without a known context."""
+        """Predicted GPU memory as NVML reports it, or without a known CUDA context the allocator's reserved
+        bytes.
+        """
         return (self.predicted.nvml_bytes or self.predicted.reserved_bytes) if self.predicted else None
 
     @property
     def measured_bytes(self) -> int | None:
-        """Measured bytes on the GPU: NVML bytes, or reserved ones without an NVML reading."""
+        """Measured GPU memory by NVML, or without an NVML reading the allocator's reserved bytes."""
         return (self.measured.nvml_bytes or self.measured.reserved_bytes) if self.measured else None
 
     @property
     def why_refused(self) -> str:
-        """The reason for a missing prediction, in one line."""
+        """The reason why there is no prediction, in one line."""
         return self.refused.strip().rpartition("\n")[2]
 
     def then_on(self, machine: str) -> PublishedPrediction | None:
-        """Return the published figure of this machine together with the prediction for it; None without
+        """Return the published result of this machine together with the prediction for it; None without
         one.
         """
         return next((one for one in self.then if one.published.machine == machine), None)
@@ -91,7 +95,7 @@ class TakenInstead:
 
 @dataclass(frozen=True, kw_only=True)
 class ModernRow:
-    """The fastest recipe of today for an experiment's job, within the memory that the experiment takes."""
+    """The fastest recipe of today for an experiment's job, with at most the experiment's memory."""
 
     name: str
     """The guide's name of the experiment."""
@@ -111,7 +115,7 @@ class ModernRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeModelRow:
-    """The prediction for a large model, with DeepSpeed or without."""
+    """The predicted memory and speed for a large model, with DeepSpeed or without."""
 
     name: str
     """Model and way of training."""
@@ -132,7 +136,7 @@ class LargeModelRow:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideResult(JsonDocument):
-    """The results of all experiments of the guide."""
+    """The results of all experiments of the guide, for one GPU."""
 
     what: ClassVar = "guide"
 

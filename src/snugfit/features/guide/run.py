@@ -1,10 +1,9 @@
-"""The run of the guide's suite: every experiment is predicted, measured where there is a GPU, and compared
-with published figures.
+"""Prediction and measurement of every experiment of the guide, for a comparison with the published figures.
 
 `run` computes up to three results for each experiment. The first is its prediction on the given GPU, under
 the installed software. The second is its measurement here. The third is a prediction for each published
-figure whose machine names its GPU, under the software of the time. An experiment may have no prediction (a
-technique that this GPU does not support, a package that is missing). It keeps its row, with the reason.
+figure whose GPU is known, with the package versions of the time. An experiment without a prediction (because
+of a missing package, for example) keeps its row, with the reason.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ def run(
     workers: int = 1,
     tell: Callable[[str], None] = lambda line: None,
 ) -> GuideResult:
-    """Return the results of the whole suite for `gpu`.
+    """Predict all experiments of the guide for `gpu`, and return the results.
 
-    With `measure` each experiment also runs here, in a process of its own. With `optimizers` the result has
-    the bytes per parameter of each. `workers` processes predict in parallel. `tell` is called with a line
-    about the current work. Raises `SnugfitError` when no experiment can be predicted, `GpuError` for a GPU
-    that no step runs on.
+    With `measure` each experiment also runs on this machine, in a separate process. With `optimizers` the
+    result includes the bytes per parameter with each optimizer. `workers` processes predict in parallel.
+    `tell` is called with a line about the current work. Raises `SnugfitError` when no experiment can be
+    predicted, `GpuError` for a GPU that supports no experiment.
     """
     policy_for(gpu, Software())  # which refuses a GPU that no step runs on
     experiments = suite()
@@ -82,8 +81,8 @@ def run(
 
 
 def _requests(experiment: GuideExperiment, gpu: Gpu) -> Iterator[PredictionRequest]:
-    """Yield the predictions of an experiment: one for the given GPU, and one for each machine of a published
-    result.
+    """Yield the predictions to make for an experiment: one for the given GPU, and one for each published
+    result's machine.
     """
     yield _request(experiment, gpu)
     for published in experiment.published:
@@ -104,8 +103,8 @@ def _request(experiment: GuideExperiment, gpu: Gpu, software: str = "installed")
 
 
 def _request_then(experiment: GuideExperiment, published: Published) -> PredictionRequest | None:
-    """Return the request to predict a published result, with the GPU and software versions of that time; None
-    if its GPU is unknown.
+    """Return the prediction to make for a published result, with its GPU and the package versions of its
+    time. Return None if the GPU is unknown.
     """
     machine = machines()[published.machine]
     if machine.gpu is None or machine.software is None:
@@ -142,8 +141,9 @@ def _measure_all(
     ledger: Path | None,
     tell: Callable[[str], None],
 ) -> tuple[list[GuideRow], str | None]:
-    """Return the rows with measurements on this machine, for those that could be predicted, and the device's
-    name."""
+    """Measure the experiments that could be predicted on this machine. Return all rows, and the name of the
+    GPU.
+    """
     from snugfit.measurement.measure import measure
 
     measured_rows, device = [], None

@@ -1,11 +1,11 @@
 """The guide's experiments as data: training runs, published figures, and recipes in snugfit's notation.
 
-The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs). They
-are in `guide.json` with their machines. A published row belongs to a machine. If the machine names its GPU,
-it also names its software, and only there can the row be predicted.
+The figures are those of Hugging Face's "Efficient training on a single GPU" (transformers v4.25 docs).
+`guide.json` has them with the machines on which they were measured. A figure can only be predicted if the GPU
+and package versions of its machine are known.
 
 The chapters on DeepSpeed and on torch.compile (the page's next revision) give no figures. Their methods are
-listed with the state of each today, and with the reason where one is not predicted.
+listed with their availability today, and with the reason if one is not predicted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ VANILLA = "vanilla"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The computer on which some published figures were measured: its GPU and software, as far as known."""
+    """The computer on which some published figures were measured: its GPU and package versions, as far as
+    known.
+    """
 
     name: str
     """Name of the machine in `guide.json`."""
@@ -40,7 +42,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One published result of a guide's experiment: memory and speed on a machine."""
+    """One published result of an experiment in the guide: memory and speed on a machine."""
 
     machine: str
     mib: int
@@ -52,7 +54,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideExperiment:
-    """One experiment of the guide: a name, a recipe, and its published figures."""
+    """One experiment of the guide: a name, a recipe (training techniques), and its published results."""
 
     name: str
     """The guide's name for it."""
@@ -65,13 +67,13 @@ class GuideExperiment:
     """One result for each machine."""
 
     def job(self) -> Job:
-        """Return the guide's job, with this experiment's changes."""
+        """Return the guide's training job (model, task and batch), with this experiment's changes."""
         return job_of({**_guide()["job"], **self.changes})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One line of the guide's first table, in the guide's words."""
+    """One row of the guide's table of methods, in the guide's words."""
 
     method: str
     experiments: tuple[str, ...]
@@ -120,7 +122,7 @@ class LargeModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """GPU memory at a stage before any training, as published."""
+    """Published GPU memory at a stage before any training, such as after loading the model."""
 
     machine: str
     what: str
@@ -158,12 +160,12 @@ def source() -> str:
 
 
 def baselines() -> tuple[Baseline, ...]:
-    """Return the memory before training, as published."""
+    """Return the published GPU memory at each stage before training."""
     return tuple(Baseline(**line) for line in _guide()["baselines"])
 
 
 def methods() -> tuple[Method, ...]:
-    """Return the lines of the guide's first table."""
+    """Return the rows of the guide's table of methods."""
     return tuple(
         Method(**{**line, "experiments": tuple(line["experiments"])}) for line in _guide()["methods"]
     )
@@ -175,20 +177,20 @@ def without_figures() -> tuple[WithoutFigure, ...]:
 
 
 def large_models() -> tuple[LargeModel, ...]:
-    """Return the jobs that replace the guide's chapter on DeepSpeed."""
+    """Return the large models that replace the guide's chapter on DeepSpeed."""
     return tuple(LargeModel(**line) for line in _guide()["large_models"])
 
 
 def anatomy() -> Mapping[str, Any]:
-    """Return the guide's rules of bytes per parameter, the jobs that test them, and the reasons for
+    """Return the guide's rules for bytes per parameter, the jobs that test them, and the reasons for
     differences.
     """
     return dict(_guide()["anatomy"])
 
 
 def inference() -> Mapping[str, Any]:
-    """Return the guide's backends in the installed torch, and the generation that shows its categories of
-    memory.
+    """Return the data on the guide's `torch.compile` backends, and the text generation that shows its memory
+    categories.
     """
     return dict(_guide()["inference"])
 
@@ -199,7 +201,7 @@ def own_gpu() -> str:
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:
-    """Return a job from some of its fields, with its model by name and its task as text.
+    """Return a training job from some of its fields as text, such as the model's name.
 
     The guide builds its models in fp32.
     """

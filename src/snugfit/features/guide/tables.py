@@ -1,4 +1,4 @@
-"""The results of the guide's suite as tables: for the terminal, Markdown and CSV."""
+"""Tables of the guide's results for the terminal, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from snugfit.units import show_bytes, show_mib
 
 
 def render(result: GuideResult) -> Page:
-    """Return all tables and warnings for a terminal."""
+    """Return all tables and warnings of the guide's result for a terminal."""
     return Page(grids(result), (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in result.doubts))
 
 
 def markdown(result: GuideResult, *, plot: str = "") -> str:
-    """Return all tables and warnings as Markdown; `plot` is the picture's file name in the same folder."""
+    """Return all tables and warnings of the guide's result as Markdown. `plot` is the picture's file name in
+    the same folder.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     picture = f"![Memory and speed of all experiments]({plot})\n" if plot else ""
     head = f"## The guide's experiments on {escape(result.gpu)}\n\nPredicted with {escape(versions)}.\n"
@@ -40,7 +42,7 @@ def markdown(result: GuideResult, *, plot: str = "") -> str:
 
 
 def csv(result: GuideResult) -> str:
-    """Return one line an experiment as CSV, in bytes, seconds and shares."""
+    """Return the guide's result as CSV with one line per experiment, in bytes, seconds and fractions."""
     known = list(machines())
     heads = ["experiment", "recipe", "loop", "predicted_bytes", "predicted_change", "fits", "refused"]
     heads += ["predicted_samples_per_second", "predicted_step_seconds", "low_seconds", "high_seconds"]
@@ -77,10 +79,10 @@ def _csv_row(row: GuideRow, vanilla: GuideRow, known: list[str]) -> list[object]
 
 
 def grids(result: GuideResult) -> Iterator[Grid]:
-    """Yield the tables of a result.
+    """Yield the tables of the guide's result.
 
     They are experiments, today's recipes, measurements, published figures, methods, methods without figures,
-    stages, and bytes per parameter.
+    stages of memory, and bytes per parameter.
     """
     yield _experiments(result)
     yield from modern_grids(result)
@@ -226,8 +228,9 @@ def _methods(result: GuideResult) -> Grid:
 
 
 def without_figures_grid(result: GuideResult) -> Grid:
-    """Return a table of the methods without published figures, with the reason if an experiment could not be
-    predicted."""
+    """Return a table of the guide's methods without published figures, with the reason if one could not be
+    predicted.
+    """
     refused = {row.name: row.why_refused for row in result.rows if row.refused}
     rows = tuple(
         (

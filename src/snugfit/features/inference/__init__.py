@@ -1,1 +1,1 @@
-"""Predictions of text generation: bytes and seconds of `generate` (README.md)."""
+"""The feature `inference`: predictions of memory and time for text generation by `generate` (README.md)."""

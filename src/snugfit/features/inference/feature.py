@@ -1,4 +1,4 @@
-"""Registration of the feature `inference`: options of the phase `generate` (`phases.py`)."""
+"""Registration of the feature `inference`: the phase `generate` (`phases.py`) and its options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Inference(Feature):
-    """The feature that predicts the generation of text."""
+    """The feature that predicts memory and time of text generation."""
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {Slot.CACHE: ("kv_cache",)}
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {
@@ -43,13 +43,13 @@ class Inference(Feature):
         return OPTIONS if command in COMMANDS else ()
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handler of the field `cache`."""
+        """Return the handler that applies the field `cache` of `Setup` (a recipe's settings)."""
         from snugfit.features.inference.handler import CacheHandler
 
         return (CacheHandler(),)
 
     def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
-        """Set the sequence length to that of the prompt in the command's settings."""
+        """Set the sequence length in the command's settings to the length of the prompt."""
         from snugfit.features.inference.options import add_prompt
 
         add_prompt(flags, settings)
@@ -62,7 +62,7 @@ class Inference(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which a call of `generate` is recorded by its simulation."""
+        """Return a context in which a call of `generate` can be simulated on `meta` tensors."""
         from unittest.mock import patch
 
         from snugfit.features.inference.step import GenerateStep
@@ -70,7 +70,9 @@ class Inference(Feature):
         return patch.object(GenerateStep, "recorder", recorder)
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return the request. Raises `UsageError` if the command does not support the phase."""
+        """Return the command's parsed options unchanged. Raises `UsageError` if the command does not support
+        text generation.
+        """
         from snugfit.features.inference.options import refuse_others
 
         refuse_others(command, request)

@@ -1,4 +1,4 @@
-"""The field of `Setup` that the feature `inference` adds."""
+"""The field that the feature `inference` adds to `Setup` (a recipe's settings)."""
 
 from __future__ import annotations
 

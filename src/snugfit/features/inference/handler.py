@@ -1,4 +1,6 @@
-"""The handler of the cache of keys and values, which the step of generation reads from the `Setup`."""
+"""The handler of the key-value cache type, which the loop of text generation reads from `Setup` (a recipe's
+settings).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _TRAINS = "training and evaluation read no cache of keys and values. Leave it ou
 
 
 class CacheHandler(Handler):
-    """Handler of the field `cache`, which every loop but that of generation refuses."""
+    """Handler of the field `cache`, the key-value cache type. Every loop but that of text generation refuses
+    it.
+    """
 
     wish, slot, stage = CACHE.name, Slot.CACHE, InstallStage.LOOP
     read_by_loops = True

@@ -1,7 +1,7 @@
-"""Technique for the cache of keys and values: the types of transformers' caches, for plans of generation.
+"""Technique for the key-value cache in text generation: it selects one of transformers' cache types.
 
-`static` has all its bytes from the first pass on. `quantized` has half of the bytes of 16-bit numbers. There
-each step converts the cache of one layer after another to numbers of 16 bits.
+`static` allocates all its bytes in the first forward pass. `quantized` takes half of the bytes of a 16-bit
+cache. There, each decode step dequantizes the cache of one layer after another to 16 bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KvCache(Technique):
-    """Stores keys and values of earlier tokens in another type of cache than the job names."""
+    """Selects the type of key-value cache for text generation, in place of the job's."""
 
     title: ClassVar = "cache of keys and values"
     fidelity: ClassVar = Fidelity.ROUNDS
@@ -32,11 +32,13 @@ class KvCache(Technique):
     """Kind of the cache, as `--cache` has it: `static`, `quantized` or another."""
 
     def install(self, setup: Setup) -> Setup:
-        """Set the type of the key-value cache in the Setup."""
+        """Return the setup with this type of key-value cache."""
         return setup.with_fields(**{CACHE.name: self.kind})
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield an objection to another phase, and to a model without such a cache."""
+        """Yield the reasons against this technique: a job without text generation, or a model without such a
+        cache.
+        """
         if job.phase != "generate":
             yield f"the phase {job.phase} has no cache of keys and values. Leave it out."
         elif why := _lack(job, self.kind):
@@ -44,7 +46,9 @@ class KvCache(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why a plan may not change the cache: the job names one, or does not generate."""
+        """Return the reason why a plan may not change the cache type: the job names one, or does not generate
+        text.
+        """
         if job.phase != "generate":
             return f"the phase {job.phase} has no cache of keys and values"
         if (named := GenerationSettings.of(job).cache) != CACHES[0]:
@@ -53,13 +57,15 @@ class KvCache(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield each type of cache that the model can have, except for the default."""
+        """Yield the technique with each type of key-value cache that the model supports, except for the
+        default.
+        """
         if job.phase == "generate":
             yield from (cls(kind=kind) for kind in CACHES[1:] if not _lack(job, kind))
 
 
 def _lack(job: Job, kind: str) -> str:
-    """Return the error of a generation with this type of cache; empty without one."""
+    """Return the reason why a generation with this type of key-value cache fails; empty if it works."""
     try:
         GenerationSettings.complete(job, {**job.phase_settings, "cache": kind})
     except JobError as error:

@@ -1,8 +1,8 @@
-"""Bytes and seconds of loading a checkpoint: transformers' `from_pretrained` of safetensors to one GPU.
+"""Memory and time of loading a checkpoint: transformers' `from_pretrained` of safetensors to one GPU.
 
-The tensors are those of the real model class, without data. The order and the copies are those of
-`core_model_loading.py` and `modeling_utils.py` (transformers 5.17 to 5.23). On the CPU, real loads have the
-predicted peaks (`tests/test_loading.py`). No GPU has measured them, in particular not the warm-up.
+The tensors come from the model class on `meta`. The order and the copies are those of `core_model_loading.py`
+and `modeling_utils.py` (transformers 5.17 to 5.23). On the CPU, real loads have the predicted peaks
+(`tests/test_loading.py`). They were not measured on a GPU, in particular not the warm-up of the allocator.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ASSUMPTIONS = (
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor of a model, with the tensors of a checkpoint that it is loaded from."""
+    """A tensor of a model, with the tensors of the checkpoint from which it is loaded."""
 
     sources: tuple[int, ...]
     """Elements of each source; experts are stored apart and loaded into one tensor."""
@@ -64,7 +64,7 @@ class CheckpointTensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Number of elements of all sources."""
+        """Number of elements of the checkpoint's tensors for this one."""
         return sum(self.sources)
 
     @property
@@ -75,9 +75,9 @@ class CheckpointTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingResult:
-    """Predicted bytes of loading a checkpoint to a GPU, and the seconds of its copies.
+    """Predicted memory of loading a checkpoint to a GPU, and the seconds of its copies.
 
-    The bytes of the CUDA context are not part of it.
+    The bytes of the CUDA context are not included.
     """
 
     weights: str
@@ -99,10 +99,10 @@ class LoadingResult:
 
 
 def loading_results(prediction: Prediction) -> tuple[LoadingResult, ...]:
-    """Return the loading of a prediction's model as saved, and in 4 and 8 bits by bitsandbytes.
+    """Return memory and time of loading the prediction's model as saved, and in 4 and 8 bits by bitsandbytes.
 
-    The result is empty for a module, which has no checkpoint, and for a checkpoint that is quantized already.
-    Dtype and sizes of the checkpoint are those that its config declares.
+    The result is empty for a user's module, which has no checkpoint, and for a checkpoint that is quantized
+    already. The checkpoint's dtype and sizes come from its config.
     """
     from snugfit.job.config import ignored_keys
 
@@ -117,7 +117,7 @@ def loading_results(prediction: Prediction) -> tuple[LoadingResult, ...]:
 
 
 def loading_line(results: Sequence[LoadingResult]) -> str:
-    """Return a line for a report on loading a checkpoint: its peak bytes and its seconds."""
+    """Return a line for a report on loading a checkpoint: its peak memory and its seconds."""
     first, *quantized = results
     copies = "copies" if first.copy_seconds is None else show_seconds(first.copy_seconds)
     text = (
@@ -129,7 +129,7 @@ def loading_line(results: Sequence[LoadingResult]) -> str:
 
 
 def _skeleton(prediction: Prediction) -> Any:
-    """Return the model on `meta`, with the weights in the dtypes that the recipe loads."""
+    """Return the prediction's model on `meta`, with weights in the dtypes of the recipe."""
     import torch
 
     from snugfit.job.build import instantiate
@@ -142,8 +142,8 @@ def _skeleton(prediction: Prediction) -> Any:
 def tensors_of(model: Any, file_dtype: str | None) -> tuple[list[CheckpointTensor], int]:
     """Return a model's tensors in the order in which they are loaded, and the bytes of its other buffers.
 
-    `file_dtype` is the dtype of the checkpoint by torch's name; None if it is that of the model. Tied weights
-    are stored once.
+    `file_dtype` is torch's name for the checkpoint's dtype; None if it is that of the model. Tied weights are
+    stored once.
     """
     import torch
     from transformers.core_model_loading import dot_natural_key
@@ -174,7 +174,7 @@ def tensors_of(model: Any, file_dtype: str | None) -> tuple[list[CheckpointTenso
 
 
 def _sources(model: Any, state: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
-    """Return for each tensor of a model the checkpoint's tensors, by name, that it is loaded from."""
+    """Return for each tensor of a model the checkpoint's tensors, by name, from which it is loaded."""
     from transformers.core_model_loading import revert_weight_conversion
 
     def revert(part: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -224,11 +224,11 @@ def replay_loading(
     warm_up: int = 0,
     threads: bool = True,
 ) -> Allocator:
-    """Return the allocator after tensors were loaded in their order, and buffers of `buffers` bytes made.
+    """Return a simulated allocator after loading these tensors in order, and buffers of `buffers` bytes.
 
     Linear weights are quantized to 4 or 8 `bits`; 0 leaves them. The block of `warm_up` bytes is freed first.
-    With `threads`, a tensor's sources come with all tensors that lie between them in the files. Threads that
-    read further ahead are not modelled. transformers quantizes without threads.
+    With `threads`, a tensor's sources are read with all tensors between them in the files. Threads that read
+    further ahead are not modelled. transformers quantizes without threads.
     """
     from snugfit.prediction.allocator import Allocator
 
@@ -263,7 +263,7 @@ def replay_loading(
 
 
 def _quantized_sizes(one: CheckpointTensor, bits: int) -> tuple[list[int], list[int]]:
-    """Return the bytes of the copies while a weight is quantized, and of the results.
+    """Return the bytes of the temporary copies while a weight is quantized, and of the resulting tensors.
 
     Sources: `_quantize` of `Params4bit` and `Int8Params` in `nn/modules.py` (bitsandbytes 0.50), without
     nested scales, which are not the default. In 8 bits, the device holds the weight and its copy in fp16.
@@ -275,7 +275,8 @@ def _quantized_sizes(one: CheckpointTensor, bits: int) -> tuple[list[int], list[
 
 
 def warm_up_bytes(tensors: Sequence[CheckpointTensor], bits: int, gpu: Gpu | None) -> int:
-    """Return the bytes of the block that transformers reserves first in a new process.
+    """Return the bytes that transformers allocates and frees first in a new process, to fill the allocator's
+    cache.
 
     Source: `caching_allocator_warmup` and `get_total_byte_count` of `modeling_utils.py`. Quantized weights
     count without their scales.
@@ -309,7 +310,7 @@ def _result(tensors: Sequence[CheckpointTensor], buffers: int, gpu: Gpu | None, 
 
 
 def _host_copies(tensors: Sequence[CheckpointTensor], bits: int) -> int:
-    """Return the largest number of bytes of copies on the host at one time.
+    """Return the peak bytes of temporary copies in host memory while a checkpoint is loaded.
 
     The host casts before a copy to the device (`copy_kernel_cuda` of torch's `Copy.cu`). Without
     quantization, several threads do so.

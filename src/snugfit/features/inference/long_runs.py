@@ -1,11 +1,13 @@
-"""Trace of the generation of many tokens, interpolated from simulations of a few decode steps.
+"""Simulated trace of generating many tokens, interpolated from a few decode steps (forward passes for one new
+token).
 
 Decode steps differ in sizes alone, and a size is linear in the number of tokens so far. So a call is
 simulated in windows of a few steps: at its beginning, in its middle and at its end. Sizes between windows are
-interpolated if the window in the middle is on the line. Otherwise both halves are divided again. A bend in
-the line is, for example, the step at which a sliding window is full.
+interpolated if they grow linearly over the three windows. Otherwise both halves are divided again. Growth
+changes, for example, at the step at which a sliding attention window is full.
 
-Some kernels pad a mask to a multiple of 8 tokens. Then every eighth step is alike, and windows have 8 steps.
+Some kernels pad a mask to a multiple of 8 tokens. Then every eighth step has the same structure, and windows
+have 8 steps.
 
 A window is a shorter call: its prompt has the tokens that the long call would have by then, and its total
 length is the same. Its first decode step follows a prefill. Therefore a window contributes only later steps.
@@ -54,7 +56,7 @@ Record = Callable[[Any, int], "Recording"]
 
 
 def rehearse_generation(job: Job, open_step: Callable[[Job], Any], record: Record, steps: int) -> Trace:
-    """Return the trace of `CALLS` calls of `generate`, with the kernels of the last one.
+    """Return the simulated trace of `CALLS` calls of `generate`, with the kernels of the last one.
 
     All decode steps are simulated if they are few, or if the windows do not fit together. Replays of a CUDA
     graph take no time to simulate, so then all are simulated too, with one call more.
@@ -79,8 +81,8 @@ class CallWindows:
         self.count = 0
 
     def trace(self) -> Trace:
-        """Return the trace of the long call of `generate`, interpolated between windows of decode steps.
-        Raise `NotAlike` for few decode steps, and if windows have different structures.
+        """Return the simulated trace of the long call of `generate`, interpolated between windows of decode
+        steps. Raises `NotAlike` for few decode steps, and if windows have different structures.
         """
         apart = (self.decode_steps - 1 - HEAD - self.size) // self.period * self.period
         if apart < 3 * self.size:

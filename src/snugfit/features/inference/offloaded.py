@@ -1,12 +1,12 @@
-"""transformers' offloaded cache on a device without streams: in a simulation, and on the CPU.
+"""Substitutes for CUDA streams and host memory, so that transformers' offloaded cache runs in a simulation
+and on the CPU.
 
-After a layer has used its keys and values, the cache copies them to page-locked memory in the computing
-stream. One layer before they are needed again, it copies them back in a stream of its own. All of that is
-`Cache.update` of transformers, which runs unchanged. This file has substitutes for CUDA's streams and for the
-tensors in host memory.
+After a layer has used its keys and values, the cache copies them to pinned memory in the computing stream.
+One layer before they are needed again, it copies them back in a stream of its own. All of that is
+`Cache.update` of transformers, which runs unchanged.
 
-A simulation writes each copy to its trace. On the CPU, host memory is outside of torch's allocator, which
-represents the device.
+A simulation writes each copy to its trace. On the CPU, torch's allocator represents the device, and host
+memory is outside of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOST = torch.device("cpu", 0)
 
 
 class OffloadedTensor(torch.Tensor):
-    """Keys or values of a cache layer in host memory, without data in a simulation."""
+    """Keys or values of a cache layer in host memory; on `meta` in a simulation."""
 
     is_simulated: bool
     """True beside tensors on `meta`."""
@@ -41,7 +41,7 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def like(cls, tensor: torch.Tensor, *, is_simulated: bool, is_page_locked: bool) -> OffloadedTensor:
-        """Return a host tensor with the shape and dtype of a tensor; its numbers are not set."""
+        """Return a host tensor with the shape and dtype of another tensor. Its values are not set."""
         if is_simulated:
             # One element has any shape, and needs no memory.
             data = torch.empty(1, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
@@ -56,7 +56,9 @@ class OffloadedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a torch function; copies to the device and selections of beams have methods here."""
+        """Run a torch function. Copies to the device and selections of beams are replaced by methods of this
+        class.
+        """
         host = args[0] if args and isinstance(args[0], cls) else None
         with torch._C.DisableTorchFunctionSubclass():
             if host is not None and func is torch.Tensor.to:
@@ -68,7 +70,7 @@ class OffloadedTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     def _on_device(self, device: torch.device) -> torch.Tensor:
-        """Return a copy on the device. Its memory belongs to the current stream."""
+        """Return a copy on the device, whose memory belongs to the current stream."""
         data = self.as_subclass(torch.Tensor)
         if not self.is_simulated:
             return torch.empty(data.shape, dtype=data.dtype, device="cpu").copy_(data)
@@ -81,7 +83,7 @@ class OffloadedTensor(torch.Tensor):
         return copy
 
     def _select(self, dim: int, index: torch.Tensor) -> OffloadedTensor:
-        """Return the rows of an index, which the host copies to pageable memory."""
+        """Return the rows that an index selects. The host copies them to pageable memory."""
         result = OffloadedTensor.like(self, is_simulated=self.is_simulated, is_page_locked=False)
         if self.is_simulated:
             MetaLink.observer.work_on_host(2 * self.nbytes)
@@ -118,7 +120,7 @@ class PrefetchStream:
             self.recorder.memory.use_stream(self._before)
 
     def wait_stream(self, other: Any) -> None:
-        """Do nothing: a copy in the trace begins after the kernels that were launched before it."""
+        """Do nothing, because a copy in the trace begins after the kernels that were launched before it."""
 
 
 class DefaultStream:
@@ -132,7 +134,7 @@ class DefaultStream:
 
 
 class _Copies(TorchFunctionMode):
-    """A mode in which copies to the host become `OffloadedTensor`s; it keeps these."""
+    """Torch function mode in which copies to the host become `OffloadedTensor`s, which it stores."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class _Copies(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a torch function. A copy to the host is recorded or made here."""
+        """Run a torch function. Copies to the host become `OffloadedTensor`s."""
         if func is not torch.Tensor.to or isinstance(args[0], OffloadedTensor) or args[1] != "cpu":
             return func(*args, **(kwargs or {}))
         tensor = args[0]
@@ -158,7 +160,7 @@ class _Copies(TorchFunctionMode):
 
 
 class HostBlocks:
-    """The blocks of host memory of one call of `generate`, computed from the copies of its cache layers."""
+    """Blocks of host memory in one call of `generate`, computed from the copies of its cache layers."""
 
     def __init__(self, prompt: int) -> None:
         self.prompt = prompt
@@ -169,12 +171,13 @@ class HostBlocks:
         """True if the host has chosen between beams."""
 
     def add(self, layer: int, copied: Sequence[torch.Tensor]) -> None:
-        """Add the copies that one pass makes of a layer's keys and values."""
+        """Add the copies of a layer's keys and values in one forward pass."""
         for number, tensor in enumerate(copied):
             self.last[layer, number], self.itemsize = tensor.shape, tensor.itemsize
 
     def page_locked(self) -> int:
-        """Return the page-locked bytes. torch rounds a block up to a power of two, and keeps it.
+        """Return the bytes of pinned host memory. torch rounds a block up to a power of two, and does not
+        free it.
 
         A layer that grows leaves the smaller blocks behind (`CachingHostAllocator`). Further blocks whose
         copies have not ended are not counted.
@@ -192,7 +195,7 @@ class HostBlocks:
         return total
 
     def pageable(self) -> int:
-        """Return the bytes that are not page-locked."""
+        """Return the bytes of host memory that is not pinned."""
         return sum(one.numel() for one in self.last.values()) * self.itemsize if self.reordered else 0
 
 
@@ -202,10 +205,11 @@ def _block(nbytes: int) -> int:
 
 @contextlib.contextmanager
 def without_streams(observer: Observer, recorder: Any, call: int, *, prompt: int) -> Iterator[None]:
-    """Context of a call of `generate` with an offloaded cache, on `meta` or on the CPU.
+    """Context in which a call of `generate` with an offloaded cache runs on `meta` or on the CPU, without
+    CUDA streams.
 
-    `recorder` is that of a simulation, else None. `call` counts the calls from 0. `prompt` is the length of
-    the prompt, or 0 for a static cache, which does not grow.
+    `recorder` records a simulation's copies, or is None. `call` counts the calls from 0. `prompt` is the
+    length of the prompt, or 0 for a static cache, which does not grow.
     """
     from transformers.cache_utils import Cache
 

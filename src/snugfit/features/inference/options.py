@@ -1,4 +1,4 @@
-"""Options of the phase `generate`."""
+"""Command-line options of the phase `generate` (text generation), and their checks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ OPTIONS = (
 
 
 def add_prompt(flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
-    """Set the sequence length to the length of the prompt. Raises `UsageError` for another phase, and for
-    two lengths."""
+    """Set the sequence length in the settings to the length of the prompt. Raises `UsageError` for a phase
+    without text generation, and for two lengths.
+    """
     prompt = flags.get("prompt")
     if prompt is None:
         return
@@ -56,7 +57,7 @@ def add_prompt(flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
 
 
 def refuse_others(command: str, request: Any) -> None:
-    """Raise `UsageError` for a command or several GPUs that this phase does not support."""
+    """Raise `UsageError` for a command that does not support text generation, and for several GPUs."""
     if request.job.phase != "generate":
         return
     if command not in COMMANDS:

@@ -1,4 +1,4 @@
-"""The phase `generate`, as an object that the core finds."""
+"""The phase `generate` (text generation), which the core finds by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_CONTEXT, MOST_BEAMS = 1 << 24, 1 << 10
 
 
 class Generation(AddedPhase):
-    """Generation of text with transformers' `generate`."""
+    """The phase of text generation with transformers' `generate`."""
 
     name: ClassVar[str] = "generate"
     title: ClassVar[str] = "generation"
@@ -33,7 +33,9 @@ class Generation(AddedPhase):
     }
 
     def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the complete settings of a generation. Raises `JobError` for unusable ones."""
+        """Return all settings of text generation by name, with defaults. Raises `JobError` for invalid
+        ones.
+        """
         from snugfit.features.inference.settings import GenerationSettings
 
         return GenerationSettings.complete(job, given)
@@ -55,7 +57,9 @@ class Generation(AddedPhase):
         return int(job.batch_size * job.phase_settings["new_tokens"])
 
     def step_class(self, loop: str) -> type[Any]:
-        """Return the step of the plain loop. Raises `UsageError` for another loop."""
+        """Return the class whose step is one call of `generate`. Raises `UsageError` for another loop than
+        the plain one.
+        """
         from snugfit.errors import UsageError
         from snugfit.features.inference.step import GenerateStep
 
@@ -72,13 +76,15 @@ class Generation(AddedPhase):
         return rehearse_generation(job, open_step, record, steps)
 
     def summary(self, prediction: Any) -> Any:
-        """Return the `GenerationResult` of a prediction."""
+        """Return the key-value cache and the seconds of generation (`GenerationResult`) in a prediction."""
         from snugfit.features.inference.speed import GenerationResult
 
         return GenerationResult.of(prediction)
 
     def lines(self, summary: Any) -> Mapping[str, str]:
-        """Return the report lines of a `GenerationResult`, such as the cache and seconds per token."""
+        """Return the report lines of a `GenerationResult` by label, such as the cache and seconds per
+        token.
+        """
         return dict(summary.lines())
 
 

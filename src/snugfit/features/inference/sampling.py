@@ -1,4 +1,4 @@
-"""Draws of tokens in a simulation, by the operators that torch runs on a device."""
+"""Simulation of drawing random tokens, by the operators that torch runs on a device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 def draw(probabilities: torch.Tensor, num_samples: int, *arguments: Any, **named: Any) -> torch.Tensor:
-    """Return a result of `torch.multinomial` without replacement, without numbers.
+    """Return the result of `torch.multinomial` without replacement on `meta` tensors.
 
-    On `meta`, the operator makes its result alone. A device checks the probabilities, and divides them by
+    On `meta`, the operator allocates its result alone. A device checks the probabilities, and divides them by
     random numbers in a tensor of their size. The source is `native/Distributions.cpp` (torch 2.13).
     """
     import torch

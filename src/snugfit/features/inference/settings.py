@@ -1,4 +1,4 @@
-"""The settings of a generation: new tokens, beams, the type of the cache, and sampling."""
+"""Settings of text generation: new tokens, beams, the type of key-value cache, and sampling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TASKS = ("causal-lm", "seq2seq-lm", "speech-to-text")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """The settings of the phase `generate`."""
+    """Settings of the phase `generate` (text generation)."""
 
     new_tokens: int = 128
     """Tokens that each sequence gets."""
@@ -76,7 +76,7 @@ class GenerationSettings:
         return asdict(settings)
 
     def _check_sampling(self) -> None:
-        """Raise `JobError` for unusable sampling settings, such as `top_p`."""
+        """Raise `JobError` for invalid sampling settings, such as `top_p`."""
         if not isinstance(self.sample, bool):
             raise JobError(f"sample is {self.sample!r}; allowed are true and false.")
         _in_range("top_k", self.top_k, MOST_TOKENS, low=0)
@@ -89,7 +89,7 @@ class GenerationSettings:
             raise JobError("top_k and top_p select tokens of a draw. Add --sample, or leave them out.")
 
     def _refuse(self, job: Job) -> None:
-        """Raise `JobError` for a job whose model cannot generate in this way."""
+        """Raise `JobError` for a job whose model cannot generate text with these settings."""
         name = job.model.name
         if job.task not in TASKS:
             raise JobError(
@@ -120,12 +120,12 @@ class GenerationSettings:
 
     @property
     def is_offloaded(self) -> bool:
-        """Return True if layers keep their keys and values in host memory."""
+        """Return True if the cache keeps the keys and values of layers in host memory."""
         return self.cache.startswith("offloaded")
 
     def prepare(self, model: Any) -> None:
-        """Remove the end token from the defaults of a model, so that no sequence ends early. Import what its
-        cache needs.
+        """Remove the end token from a model's generation defaults, so that no sequence ends early. Import the
+        packages that its cache needs.
         """
         model.generation_config.eos_token_id = None
         if self.cache.endswith("static"):
@@ -167,7 +167,7 @@ def _lack_of_quantized(job: Job) -> str:
 
 
 def _lack_of_offloaded(job: Job, cache: str) -> str:
-    """Return the reason for which transformers' offloaded cache raises an error on a GPU; empty without one.
+    """Return the reason why transformers' offloaded cache raises an error on a GPU; empty if it works.
 
     Source: `EncoderDecoderCache` and `Cache.prefetch` of `cache_utils.py` (transformers 5.17 to 5.23).
     """

@@ -1,8 +1,8 @@
-"""The step of generation: one call of transformers' `generate` for a batch of prompts.
+"""The step of text generation: one call of transformers' `generate` for a batch of prompts.
 
-The first forward pass of the model belongs to the phase `prefill`. Each further one begins a part of the
-phase `decode`, which also contains the choice of its token. No token ends a sequence, so that each call makes
-the same number of tokens.
+The first forward pass of the model is the phase `prefill`. Each further pass begins a part of the phase
+`decode`, which also contains the choice of its token. No sequence ends early, so that each call generates the
+same number of tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
 
 class StoppedEarly(Exception):
-    """Internal signal that ends a simulation after the decode steps that it needs; never shown to a user."""
+    """Internal exception that ends a simulation after the decode steps that it needs; never shown to a
+    user.
+    """
 
 
 class GenerateStep(PlainStep):
@@ -58,7 +60,7 @@ class GenerateStep(PlainStep):
     """The recorder of the current simulation; None without one."""
 
     def kind_of(self, operator: str, module: str, dtype: str) -> str:
-        """Return the label "activations" for a memory block that a module allocates; the loop labels logits,
+        """Return the category of a memory block that a module allocates: activations. The loop labels logits,
         inputs and copies of the cache itself.
         """
         if module:
@@ -106,8 +108,8 @@ class GenerateStep(PlainStep):
 
     @contextlib.contextmanager
     def _off_the_gpu(self, observer: Observer, call: int) -> Iterator[None]:
-        """Context of a call, numbered from 0, with substitutes for CUDA's streams and random draws where the
-        device lacks them.
+        """Context of call number `call` with substitutes for CUDA's streams and random draws, if the device
+        lacks them.
         """
         import torch
 
@@ -148,7 +150,9 @@ class GenerateStep(PlainStep):
         return GenerationSettings.of(self.job, self.setup).config()
 
     def _inputs(self, model: Any, piece: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a host batch, without labels; with `decoder_prompt`, also decoder tokens."""
+        """Return the inputs of `generate` for a host batch, without labels. With `decoder_prompt`, they
+        include decoder tokens.
+        """
         import torch
 
         inputs = {name: value for name, value in piece.items() if name != "labels"}
@@ -159,15 +163,15 @@ class GenerateStep(PlainStep):
 
 
 def _generator_in(model: Any) -> Any:
-    """Return the module that generates, which adapters wrap."""
+    """Return the module that has `generate`, without the wrapper of adapters."""
     from transformers import GenerationMixin
 
     return next(module for module in model.modules() if isinstance(module, GenerationMixin))
 
 
 class _Follower:
-    """Hooks of a generating model that mark the phases `prefill` and `decode`. They label the bytes of cache
-    and logits, and set the values of beam search.
+    """Forward hooks that mark the phases `prefill` and `decode` of a call of `generate`. They label the
+    memory of cache and logits, and set the values of beam search.
     """
 
     def __init__(self, step: GenerateStep, model: Any, observer: Observer) -> None:
@@ -228,8 +232,9 @@ def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
 @contextlib.contextmanager
 def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
     """Context in which a simulation computes the values of a beam search that depend on the length alone.
-    Without an end token, beams continue until the length is reached. In a simulation they would depend on
-    scores, which have no data.
+
+    Without an end token, beams continue until the length is reached. Other values depend on scores, which are
+    on `meta`.
     """
     import torch
 

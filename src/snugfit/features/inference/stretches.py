@@ -1,9 +1,9 @@
 """Division of a simulated call of `generate` into parts: building the model, the prefill, and each decode
 step.
 
-In a stretch, a free names its block by the stretch of its allocation. For one of a decode step, that is the
-distance in stretches and the number there. For an earlier block, it is its operator, its module, and its
-number among the blocks with both.
+In such a part (`Stretch`), a free refers to its block by the allocation. If a decode step allocated the
+block, the reference is the distance in steps and the number there. For an earlier block, it is its operator,
+its module, and its number among the blocks with both.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MARKS = (MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
 
 
 class NotAlike(Exception):
-    """Internal signal: two decode steps differ in more than their sizes, so no interpolation is possible. It
-    is never shown to a user.
+    """Internal exception: two decode steps differ in more than their sizes, so no interpolation is possible.
+    It is never shown to a user.
     """
 
 
 class EarlyBlock(NamedTuple):
-    """Reference to a memory block that was allocated before the first decode step, such as a weight."""
+    """Reference to a memory block from before the first decode step, such as a weight."""
 
     phase: str
     operator: str
@@ -94,7 +94,9 @@ class RecordedCall:
 
     @classmethod
     def of(cls, recording: Recording, decode_steps: int) -> RecordedCall:
-        """Divide a recording into prefill and decode steps. Raise `NotAlike` for another structure."""
+        """Divide the recording of a call into prefill and decode steps. Raises `NotAlike` for another
+        structure.
+        """
         trace = recording.trace
         stretches = list(_split(recording))
         before = [one for one in stretches if one.phase != DECODE]
@@ -190,7 +192,7 @@ def _ids(stretches: Sequence[Stretch]) -> Iterator[BlockId]:
 
 
 class StepWindow(NamedTuple):
-    """A few neighbouring decode steps that were simulated, with the number of the first."""
+    """A few successive decode steps that were simulated, with the number of the first."""
 
     step: int
     """Number of the first step, from 1."""
@@ -293,7 +295,7 @@ def with_tables_of(last: Stretch, before: Stretch, start: Stretch) -> Stretch:
 
 
 def _alike(one: Stretch, other: Stretch) -> bool:
-    """Return True if two decode steps have the same allocations and kernels except for their sizes."""
+    """Return True if two decode steps have the same allocations and kernels, apart from their sizes."""
     return (
         one.events == other.events
         and one.waits == other.waits
@@ -307,10 +309,10 @@ def _alike(one: Stretch, other: Stretch) -> bool:
 def interpolate(
     left: StepWindow, right: StepWindow, period: int, together: int = 1
 ) -> Iterator[tuple[Stretch, int]]:
-    """Yield decode steps that represent all from the first of `left` to the one before `right`, each with its
-    number of repetitions.
+    """Yield decode steps that represent all steps from the first of `left` to the one before `right`, each
+    with its number of repetitions.
 
-    The middle of `together` periods represents them, because it has their mean sizes. Steps of another
+    The middle of `together` periods represents them, because it has their mean sizes. Steps with another
     structure than in `right` have the sizes of `left`.
     """
     apart = right.step - left.step
@@ -325,8 +327,8 @@ def interpolate(
 
 @dataclass
 class SizeLine:
-    """Linear interpolation between two decode steps of equal structure, for the memory blocks and kernels
-    whose sizes differ.
+    """Linear interpolation of the sizes of memory blocks and kernels between two decode steps of equal
+    structure.
     """
 
     first: Stretch
@@ -378,7 +380,7 @@ def _between(kernel: Kernel, other: Kernel, step: int, apart: int) -> Kernel:
 
 
 class CallWriter:
-    """Builder of the trace of several equal calls of `generate`, from their prefill and decode steps."""
+    """Builds the trace of several equal calls of `generate` from their prefill and decode steps."""
 
     def __init__(self, start: RecordedCall, end: RecordedCall) -> None:
         self._start, self._lasting, self._names = start, end.lasting, end.lasting_operators
@@ -395,8 +397,8 @@ class CallWriter:
         self._write(start.before[0], early=True)
 
     def begin(self, call: int) -> None:
-        """Append the prefill of a call, numbered from 0, to the trace; the first call also has the building
-        of the model.
+        """Append the prefill of a call, numbered from 0, to the trace. The first call also includes building
+        the model.
         """
         self._call, self._late = call, []
         self._kernels, self._waits = [], []
@@ -405,14 +407,14 @@ class CallWriter:
             self._write(stretch, early=True)
 
     def write(self, stretch: Stretch, times: int = 1) -> None:
-        """Append a decode step to the trace, and its kernels several times."""
+        """Append a decode step to the trace, with its kernels `times` times."""
         self._write(stretch, early=False)
         for _ in range(times - 1):
             self._write_kernels(stretch)
 
     def end(self) -> None:
-        """Append frees of a call's remaining memory blocks. Raise `NotAlike` if blocks of decode steps are
-        still alive.
+        """Append the frees of a call's remaining memory blocks to the trace. Raises `NotAlike` if blocks of
+        decode steps are still allocated.
         """
         for block_id in [block_id for block_id, block in self._early.items() if block in self._alive]:
             # The window at the end has no such block: it began with other tokens.

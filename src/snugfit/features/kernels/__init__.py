@@ -1,2 +1,1 @@
-"""The feature `kernels`: fused kernels in place of a model's own code, those of Liger-Kernel and of
-snugfit."""
+"""The feature `kernels`: fused kernels by Liger-Kernel and snugfit in place of a model's own code."""

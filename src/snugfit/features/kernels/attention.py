@@ -5,7 +5,7 @@ Each row of a batch is up to three sections: padding, tokens, padding. FlashAtte
 of several lengths attend within each section, so tokens get the result of a mask. Results at padding differ
 from those under a mask, and no result at a token depends on them.
 
-Padding is computed all the same (`padding_free` drops it), but not by attention among tokens.
+Padding is still computed (`padding_free` drops it), but tokens do not attend to it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def attend(
 
 def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Forward pre-hook of an encoder: replace a padding mask (B, S) by the offsets at which tokens and
-    padding begin. Unsupported calls keep their mask. So do all on a CPU, which has no such kernels.
+    padding begin. Unsupported calls keep their mask, and so do all calls on a CPU, which has no such kernels.
     """
     mask = keywords.get("attention_mask")
     if mask is None or mask.dim() != 2 or not model.training or len(arguments) > 1:
@@ -68,8 +68,8 @@ def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
 
 def takes(model: Any) -> bool:
-    """Return True if FlashAttention's kernels for padded batches support this encoder: 16 bits, no decoder,
-    heads that are not too wide.
+    """Return True if FlashAttention's kernels for padded batches support this encoder. They need 16 bits, no
+    decoder, and heads that are not too wide.
     """
     from snugfit.features.kernels.without_padding.attention import WIDEST, WIDTH_IN
 
@@ -82,10 +82,10 @@ def takes(model: Any) -> bool:
 
 
 def stretches(mask: torch.Tensor) -> torch.Tensor:
-    """Return the offsets at which tokens and padding of each sequence begin in the flattened batch, and its
-    end: (3 B + 1,), int32.
+    """Return the offsets at which the tokens and the padding of each sequence begin in the flattened batch,
+    and its end: (3 B + 1,), int32.
 
-    `mask` is (B, S) of zeros and ones. A mask with gaps among its ones fails on its device.
+    `mask` is (B, S) of zeros and ones. A mask with gaps between its ones raises an error on its device.
     """
     import torch
 

@@ -1,11 +1,13 @@
-"""A language model's loss in chunks of tokens: its logits never exist as a whole.
+"""Technique `chunked_loss`: a language model's loss in chunks of tokens, so that all logits never exist at
+once.
 
 Logits of 4,096 tokens over a vocabulary of 128,256 take 1 GiB in bfloat16. A copy in 32 bits, softmax and
-gradient bring that to about six times as much. For small models that exceeds everything else. The peak moves
-to the end of the forward pass. There all activations are alive, and gradients of the head already exist.
+gradient bring that to about six times as much. For small models that exceeds all other memory. With chunks,
+the peak is at the end of the forward pass. There all activations are alive, and gradients of the head already
+exist.
 
-A head may carry a kernel (`LossKernel`). The kernel computes a chunk's loss and overwrites its logits with
-their gradient. No other tensor is made of the logits. So chunks of 16 bits have twice as many tokens there,
+A head may have a kernel (`LossKernel`), which computes a chunk's loss and overwrites its logits with their
+gradient. No other tensor of their size is allocated. So chunks in 16 bits have twice as many tokens there,
 and the head's gradient is accumulated half as often.
 """
 
@@ -61,7 +63,7 @@ class ChunkedLoss(Technique):
         return LogitsWish(tokens=self.tokens)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield an objection to a model without a head over a vocabulary."""
+        """Yield the reason against this technique for a model without a head over a vocabulary."""
         if job.trains and (why := _lacks_vocabulary(job)):
             yield f"{why}. Try 'whole_logits'."
 
@@ -73,8 +75,8 @@ class ChunkedLoss(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason why no plan chooses chunked logits: no vocabulary, or so few logits that they are
-        one chunk.
+        """Return the reason why no plan uses chunked logits: no vocabulary, or so few logits that one chunk
+        contains them.
         """
         vocabulary = job.model.config.get("vocab_size")
         if why := _lacks_vocabulary(job):

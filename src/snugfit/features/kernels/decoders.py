@@ -1,9 +1,9 @@
 """Decoders whose modules snugfit's own kernels can compute: Llama, Qwen2, Qwen3, Mistral, and three Gemma
 models.
 
-Three kernels replace the operators between the products of a layer. One adds a branch to the stream and norms
-the sum. The others are the rotation of queries and keys, and the gated activation. The products of queries,
-keys and values are one, and so are those of gate and up.
+Three kernels replace the operators between the matrix products of a layer. One adds a sublayer's output to
+the residual stream and norms the sum. The others are the rotation of queries and keys, and the gated
+activation. Queries, keys and values are one matrix product, and so are gate and up.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
-    """Replace the forward passes of this model's supported modules by snugfit's; return their class names,
-    once each.
+    """Replace the forward passes of this model's supported decoder modules by snugfit's. Return the class
+    names of the replaced modules.
     """
     changed: dict[str, None] = {}
     for module in model.modules():
@@ -90,7 +90,7 @@ def _family(module: Any, part: str) -> DecoderFamily | None:
 
 
 def _replace(module: Any, forward: Callable[..., Any], family: DecoderFamily) -> None:
-    """Replace the module's forward pass in training, and keep its own elsewhere.
+    """Replace the module's forward pass in training, and keep the module's own in evaluation.
 
     `forward` takes the module, its family and its own forward pass first.
     """

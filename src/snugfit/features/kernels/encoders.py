@@ -67,8 +67,8 @@ class Patch:
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
-    """Replace the forward passes of this model's supported modules by snugfit's; return their class names,
-    once each.
+    """Replace the forward passes of this model's supported encoder modules by snugfit's. Return the class
+    names of the replaced modules.
     """
     seeds, changed = Seeds(), dict[str, None]()
     # The number of a module is its call site, so each draws other numbers of dropout.
@@ -132,10 +132,10 @@ def norm_with_stream(
 ) -> torch.Tensor:
     """Return the norm of a residual plus a sublayer's output, (B, S, H).
 
-    If the norm before it left its unrounded result (`STREAM`), that is the residual. It is removed when read,
-    because the rounded result stays alive until the backward pass. Within a checkpoint no norm leaves one,
-    because the checkpoint keeps a layer's input with all its attributes. It does not read one from a norm
-    outside either: the recomputed layer would not find it.
+    If the previous norm stored its result in fp32 (`STREAM`), that is the residual. It is removed when read,
+    because the rounded result stays alive until the backward pass. Within activation checkpointing no norm
+    stores one, because the checkpoint keeps a layer's input with all its attributes. It does not read one
+    from a norm outside either, because the recomputed layer would not find it.
     """
     exact = vars(residual).pop(STREAM, residual)
     if checkpoint_around():
@@ -217,8 +217,8 @@ def embed_positions(
 
 
 def embeds_plainly(module: Any) -> bool:
-    """Return True if an embeddings module has only a plain `LayerNorm` and plain `torch.nn.Embedding`
-    tables.
+    """Return True if an embeddings module has only an unmodified `LayerNorm` and unmodified
+    `torch.nn.Embedding` tables.
     """
     tables = [one for name, one in module.named_children() if name.endswith("_embeddings")]
     return is_layer_norm("LayerNorm")(module) and all(type(one) is torch.nn.Embedding for one in tables)
@@ -253,7 +253,7 @@ def attend_bert(
 def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Tensor]:
     """Return queries, keys and values (B, heads, S, width) of linear layers over (B, S, H).
 
-    They come from one product if all layers are torch's own.
+    They come from one matrix product if all layers are torch's own.
     """
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     # One joint bias needs one from every layer.

@@ -40,12 +40,13 @@ class Kernels(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which launches of Liger's kernels are recorded and not run."""
+        """Return a context in which launches of Liger's kernels are recorded instead of run."""
         from snugfit.features.kernels.launches import triton_launches
 
         return triton_launches(policy, recorder)
 
     def context_bytes(self, operators: Collection[str]) -> int:
-        """Return the bytes that a GPU's driver adds for Liger's kernels for experts; 0 if no operator is one
-        of them."""
+        """Return the bytes of GPU memory that the driver adds for Liger's mixture-of-experts kernels; 0
+        without such an operator.
+        """
         return EXPERTS * any(operator.startswith(EXPERT_KERNELS) for operator in operators)

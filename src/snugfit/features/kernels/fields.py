@@ -1,4 +1,4 @@
-"""The fields of `Setup` that this feature adds."""
+"""The fields that the feature `kernels` adds to `Setup` (a recipe's settings)."""
 
 from __future__ import annotations
 

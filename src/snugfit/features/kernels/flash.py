@@ -1,4 +1,5 @@
-"""FlashAttention-2 by the package flash-attn (transformers' `attn_implementation="flash_attention_2"`).
+"""Technique `flash`: FlashAttention-2 by the package flash-attn (transformers'
+`attn_implementation="flash_attention_2"`).
 
 torch includes the same kernels. Without a mask `sdpa` runs them, or cuDNN's. So without padding this
 technique only adds a package that has to be compiled. With a padding mask, `sdpa` runs a kernel that takes
@@ -6,8 +7,8 @@ the mask as a matrix. Here transformers gathers the rows without padding around 
 scatters them back. Attention then computes no padding, but gathering has its own costs, and the host waits
 for the device in every layer. `padding_free` gathers once for the whole model, and needs no package.
 
-It was measured on no GPU. The prediction uses torch's own FlashAttention-2, with or without the package. To
-measure or train with it, flash-attn must be installed. FlashAttention-3 is not predicted.
+It was not measured on a GPU. The prediction uses torch's own FlashAttention-2, with or without the package.
+To measure or train with it, flash-attn must be installed. FlashAttention-3 is not predicted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Flash(Technique):
-    """Computes attention by the package flash-attn, and leaves padding out of it."""
+    """Computes attention by the package flash-attn, without padding."""
 
     fidelity: ClassVar = Fidelity.SAME
     least_capability: ClassVar = (8, 0)
@@ -36,7 +37,9 @@ class Flash(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"model.attn_implementation": "flash_attention_2"}),)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to a dtype other than 16 bits, and to a model that cannot call the package."""
+        """Yield the reasons against this technique: a dtype other than 16 bits, or a model that cannot call
+        the package.
+        """
         checkpoint = recipe[Slot.CHECKPOINTING].value
         if why := _why_not(job):
             yield f"{why}. Take 'sdpa'."
@@ -48,7 +51,9 @@ class Flash(Technique):
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning that names the predicted substitute of the package and an equivalent technique."""
+        """Yield a warning that the prediction uses torch's FlashAttention-2, and that names an equivalent
+        technique.
+        """
         yield (
             "it was predicted by torch's own FlashAttention-2, whose tensors are the same; to run it, the "
             "package flash-attn must be installed."

@@ -3,9 +3,9 @@ for each group, forward and backward.
 
 Dropout, residual and norm are one kernel, bias and GELU another. Masks of dropout are not stored but drawn
 again in the backward pass. Their seed comes from torch's own generator in each forward pass, so a run resumes
-bit for bit. The products of queries, keys and values are one. Weights stay the model's own, under their own
-names. Norms return their result in the dtype of the products. Encoders that norm after a layer have the
-residual in 32 bits beside it, as under autocast.
+bit for bit. Queries, keys and values are one matrix product. Weights keep their names in the model. Norms
+return their result in the dtype of the products. Encoders that norm after a layer have the residual in 32
+bits beside it, as under autocast.
 
 In decoders, the addition of a branch and the norm after it are one kernel. So are the gated activation, and
 the rotation of queries and keys, which runs in place in their product. The stream of tokens stays in 32 bits
@@ -20,8 +20,8 @@ in place. Frozen weights get no gradients, and the layer's input is not copied. 
 for each product (`operations/four_bits.py`). Layers with unsupported settings of peft run its own code, and a
 warning lists the settings (`operations/adapted.py`). So do encoders' layers.
 
-Dropout draws other numbers than torch's does. Attention is torch's own: `sdpa`, which uses its fast kernels
-for a batch without a mask, or `padding_free`. A padded batch of an encoder in 16 bits runs the kernels for
+Dropout masks differ from those of torch. Attention is torch's own: `sdpa`, which uses its fast kernels for a
+batch without a mask, or `padding_free`. A padded batch of an encoder in 16 bits runs the kernels for
 sequences of several lengths, without a mask. With `padding_free` its padding is not computed at all.
 """
 
@@ -54,8 +54,9 @@ KNOWN = (*ENCODERS, *DECODERS)
 
 @dataclass(frozen=True, kw_only=True)
 class Fused(Technique):
-    """Runs snugfit's Triton kernels for norms, activations and dropout, and
-    attention's products as one."""
+    """Runs snugfit's Triton kernels for norms, activations and dropout, and computes queries, keys and values
+    by one matrix product.
+    """
 
     fidelity: ClassVar = Fidelity.ROUNDS
     needs: ClassVar = ("triton>=3.0",)
@@ -72,7 +73,7 @@ class Fused(Technique):
     pass."""
 
     def install(self, setup: Setup) -> Setup:
-        """Set the Setup's `fused` field, so that snugfit's kernels replace code of the model's modules."""
+        """Return the setup with snugfit's kernels in place of the code of the model's modules."""
         return setup.with_fields(fused_kernels=FusedWish(recomputed_mlps=self.recomputed_mlps))
 
     def is_searched(self) -> bool:
@@ -80,8 +81,9 @@ class Fused(Technique):
         return not self.recomputed_mlps
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to an unsupported model, an attention that is not torch's, and other changes of
-        its code."""
+        """Yield the reasons against this technique: an unsupported model, attention that is not torch's, or
+        other changes of its code.
+        """
         if why := self.planning_objection(job):
             yield f"{why} Try 'torch_kernels'."
         elif self.recomputed_mlps and not _is_decoder(job):
@@ -118,8 +120,8 @@ class Fused(Technique):
             yield cls()
 
     def smaller(self, job: Job) -> Sequence[Self]:
-        """Return settings that need less memory: the product of gate and up is recomputed in one more decoder
-        layer each, up to all.
+        """Return settings that need less memory. Each recomputes the product of gate and up in one more
+        decoder layer, up to all.
         """
         if self.recomputed_mlps or job.model.module is not None or not _is_decoder(job):
             return ()
@@ -127,8 +129,9 @@ class Fused(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique: it has no effect on this job's model. Empty if it has
-        one."""
+        """Return the reason why no plan uses this technique: it changes nothing in this job's model. Return
+        an empty text if it has an effect.
+        """
         module = job.model.module
         if module is None:
             model_type = str(job.model.config.get("model_type"))

@@ -1,8 +1,8 @@
 """Replacement of a model's code by snugfit's own kernels, for the supported model families.
 
-A patcher (`encoders.py`, `decoders.py`) searches a model's modules for classes of transformers that it lists
-by name. It gives those instances another forward pass over the same parameters. So a state dict keeps its
-names and shapes, other modules run unchanged, and no other model of the process is changed.
+`encoders.py` and `decoders.py` list the supported classes of transformers by name. Their instances in the
+model get another forward pass over the same parameters. So a state dict keeps its names and shapes, other
+modules run unchanged, and no other model of the process is changed.
 
 Importing this module imports the operators. Triton is imported at the first launch of a kernel.
 """

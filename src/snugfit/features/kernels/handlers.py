@@ -1,4 +1,4 @@
-"""Handlers of the fields `fused`, `liger` and `logits`, which change modules of a live or built model."""
+"""Handlers that apply the fields `fused`, `liger` and `logits` to a model's modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class KernelsHandler(Handler):
-    """Base of the handlers that replace torch's kernels in modules."""
+    """Base class of handlers that replace torch's kernels in a model's modules."""
 
     slot, stage = Slot.KERNELS, InstallStage.REPLACE
 
@@ -31,7 +31,7 @@ class KernelsHandler(Handler):
 
 
 class FusedHandler(KernelsHandler):
-    """Handler of the field `fused`: snugfit's kernels, which are plain torch on a CPU."""
+    """Handler of the field `fused`: it replaces code by snugfit's kernels, which are plain torch on a CPU."""
 
     wish = FUSED.name
     refused: ClassVar[Mapping[str, str]] = {"script": "its kernels are snugfit's own code"}
@@ -59,19 +59,19 @@ class FusedHandler(KernelsHandler):
 
 
 class LigerHandler(KernelsHandler):
-    """Handler of the field `liger`: Liger's kernels, which run on GPUs only."""
+    """Handler of the field `liger`: it replaces code by Liger's kernels, which run on GPUs only."""
 
     wish = LIGER.name
 
     def import_code(self, value: LigerWish | None) -> None:
-        """Import Liger and Triton before anything is timed or overridden."""
+        """Import Liger and Triton before a simulation or a measurement starts."""
         if value is not None:
             from snugfit.features.kernels.liger_model import import_code
 
             import_code()
 
     def set_process(self, value: LigerWish | None, device: torch.device) -> None:
-        """Raise `RecipeError` on a device without a Triton compiler, before anything is built."""
+        """Raise `RecipeError` for a device without a Triton compiler, before the model is built."""
         if value is not None:
             from snugfit.features.kernels.liger_model import refuse_without_triton
 
@@ -85,8 +85,8 @@ class LigerHandler(KernelsHandler):
             use_liger(model, **value.parts)
 
     def script(self, value: LigerWish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return Python lines for an exported script that call Liger's function; the Trainer calls it from
-        its arguments.
+        """Return the Python lines of an exported script that call Liger's function. The Trainer needs none,
+        because an argument makes it call the function.
         """
         # The Trainer applies Liger by its own argument.
         if value is None or context.trainer:
@@ -102,7 +102,7 @@ class LigerHandler(KernelsHandler):
 
 
 class LogitsHandler(Handler):
-    """Handler of the field `logits`: logits are computed in chunks and never exist as a whole."""
+    """Handler of the field `logits`: logits are computed in chunks, and never all at once."""
 
     wish, slot, stage = "logits", Slot.HEAD, InstallStage.HEAD
     refused: ClassVar[Mapping[str, str]] = {
@@ -117,8 +117,9 @@ class LogitsHandler(Handler):
             defer_logits(model, value)
 
     def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
-        """Change how the head of a model that already trains computes logits, also if it was changed
-        before."""
+        """Change the computation of logits in the head of a model that already trains, also if it was changed
+        before.
+        """
         from snugfit.features.kernels.head.deferred_logits import defer_logits
 
         defer_logits(live.model, value)

@@ -1,13 +1,13 @@
 """Recording of the Triton kernels that Liger launches, instead of running them.
 
-The rest of Liger is Python that allocates with torch, and runs on shapes as it does on a GPU. A launch is
-recorded with the kernel's name and the bytes that it moves. These count each tensor that the kernel loads
-from once, and each that it stores to once. A second pass over a block is assumed to hit the cache. The loaded
-and stored tensors are read from the kernel's source, where pointers are parameters that offsets are added to.
+The rest of Liger is Python that allocates with torch, and runs on `meta` tensors as on a GPU. A launch is
+recorded with the kernel's name and the bytes that it moves. Each tensor that the kernel loads from, or stores
+to, counts once. A second pass over a block is assumed to hit the cache. The loaded and stored tensors are
+read from the kernel's source, where pointers are parameters that offsets are added to.
 
 Liger compares the type of its tensors' device with "cuda". The result decides the number of rows of partial
-sums, and whether a product writes into an existing buffer. On shapes the type is "meta", so a simulation
-replaces that constant in Liger's functions.
+sums, and whether a product writes into an existing buffer. In a simulation the type is "meta", so that
+constant is replaced in Liger's functions.
 
 If a kernel has several settings, the first is launched. On a GPU Triton's autotuner times them all before the
 first launch with each of its keys, in every process. It flushes the cache with a buffer of one size on any
@@ -59,7 +59,7 @@ class Access(NamedTuple):
 def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
     """Context in which launches of Triton kernels are recorded instead of run.
 
-    It has no effect without an imported Triton or Liger.
+    If Triton or Liger is not imported, the context has no effect.
     """
     if "triton" not in sys.modules or _OPERATORS not in sys.modules:
         yield

@@ -1,4 +1,5 @@
-"""Liger-Kernel: fused Triton kernels in place of a model's own code (Hsu et al., arXiv 2410.10989).
+"""Technique `liger`: Liger-Kernel's fused Triton kernels in place of a model's code (Hsu et al., arXiv
+2410.10989).
 
 Rotary embeddings, RMSNorm and the gated activation become one kernel each. They save less for the backward
 pass and write gradients over their inputs. The fused linear cross-entropy never creates all logits. It takes
@@ -10,7 +11,7 @@ and a large vocabulary that takes longer than the logits did. So Llama-3.2-1B wi
 with Liger. In bfloat16 it is faster, and faster still without Liger's loss (`results/h200-2026-11-23/liger`).
 The host waits for the device twice: to count labels, and to check the scale of the loss.
 
-Liger's own table lists the supported models and their parts. Its own defaults select the parts that run,
+Liger's table lists the supported models and their kernels. Liger's defaults select the kernels that run,
 unless a setting overrides them.
 """
 
@@ -82,7 +83,7 @@ class Liger(Technique):
     """The loss and the head's gradients for some tokens at a time."""
 
     def install(self, setup: Setup) -> Setup:
-        """Set the Setup's `liger` field, so that Liger's kernels replace code of the model's modules."""
+        """Return the setup with Liger's kernels in place of the code of the model's modules."""
         return setup.with_fields(liger_kernels=LigerWish(parts=self.set_parts))
 
     @property
@@ -92,9 +93,10 @@ class Liger(Technique):
         return {part: value for part, value in values.items() if value is not None}
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections if Liger does not support the model, or another technique replaces the same code.
+        """Yield the reasons against this technique: an unsupported model, or another technique that replaces
+        the same code.
 
-        Its loss is a causal language model's, and only one loss may run.
+        Liger's loss is for causal language models, and only one technique may replace the loss.
         """
         if why := self.planning_objection(job):
             yield f"{why} Try 'torch_kernels'."
@@ -161,7 +163,9 @@ class Liger(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses Liger: the model is not supported. Empty if it is."""
+        """Return the reason why no plan uses Liger: the model is not supported. Return an empty text if it is
+        supported.
+        """
         return liger_table.why_not_covered(_model_type(job))
 
 

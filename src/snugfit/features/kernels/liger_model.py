@@ -2,9 +2,8 @@
 
 `_apply_liger_kernel_to_instance` is Liger's own function, which the Trainer calls too. It binds forward
 passes to the model's modules. It also replaces names in transformers' files, such as `apply_rotary_pos_emb`.
-Then every later model of the process would run Liger's, also one that is simulated or trained in another
-recipe. So this module restores the names. The modules of this model that look them up get methods that find
-Liger's.
+Then every later model of the process would run Liger's kernels, also with another recipe. So this module
+restores the names. Modules of this model that use them get methods that call Liger's functions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _FILES = "transformers.models."
 
 
 def import_code() -> None:
-    """Import Liger, and peft before it, because Liger checks for peft.
+    """Import peft and then Liger, which checks for an imported peft.
 
     Missing kernels of other devices are not logged. Liger looks for them at the first use of a kernel.
     """
@@ -40,7 +39,7 @@ def import_code() -> None:
 
 
 def refuse_without_triton(device: torch.device) -> None:
-    """Raise `RecipeError` on a CPU, for which Triton compiles nothing; its interpreter is for tests."""
+    """Raise `RecipeError` on a CPU, for which Triton has no compiler. Its interpreter is only for tests."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RecipeError("liger: Liger's kernels run on GPUs alone. Take 'torch_kernels' on a CPU.")
 
@@ -48,8 +47,8 @@ def refuse_without_triton(device: torch.device) -> None:
 def use_liger(model: torch.nn.Module, **parts: bool) -> None:
     """Apply Liger's kernels to this model's modules.
 
-    `parts` override Liger's defaults: True runs a part, False does not. Raises `RecipeError` for a model that
-    Liger does not support, or fails on.
+    `parts` override Liger's defaults: True uses a kernel, False does not. Raises `RecipeError` for a model
+    that Liger does not support, or on which it fails.
     """
     import_code()
     from liger_kernel.transformers import _apply_liger_kernel_to_instance

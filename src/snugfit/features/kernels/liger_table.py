@@ -37,7 +37,7 @@ def parts_by_model_type() -> Mapping[str, frozenset[str]]:
 
 
 def why_not_covered(model_type: str) -> str:
-    """Return the reason why Liger does not support such a model; empty if it does."""
+    """Return the reason why Liger does not support models of this type; empty if it does."""
     known = parts_by_model_type()
     if model_type in known:
         return ""

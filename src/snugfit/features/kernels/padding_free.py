@@ -1,15 +1,17 @@
-"""No padding in the batch: its sequences are concatenated, and attention stays within each.
+"""Technique `padding_free`: the sequences of a batch are concatenated without padding, and attention stays
+within each.
 
 A batch of B sequences is as long as its longest, and every layer computes the padding too. Here the padding
-is dropped before the model begins, so a step's activations, logits and seconds follow the counted tokens. The
-sums are the same: attention within each sequence, the loss over the same tokens. Dropout draws other numbers.
+is dropped before the model begins, so a step's activations, logits and time are proportional to the real
+tokens. Results are the same: attention within each sequence, the loss over the same tokens. Only dropout
+masks differ.
 
 Attention is FlashAttention's for sequences of several lengths, which torch includes (the operator behind
 `torch.nn.attention.varlen`). It needs 16 bits, Ampere or later, and heads of up to 256 numbers, but no
-package. In batches without padding nothing is dropped. The only effect then is to bypass torch's own choice
-of a kernel (on Hopper cuDNN's).
+package. In batches without padding, the only effect is to bypass torch's own choice of an attention kernel
+(on Hopper cuDNN's).
 
-snugfit's own loop drops the padding on the host without waiting. A captured step pads its rows to few
+snugfit's own loop drops the padding on the host without waiting. A step in a CUDA graph pads its rows to few
 lengths. In other loops (the Trainer, Accelerate, a user's own) the batch is on the device when the model is
 called. There the host waits once per micro-batch to read the number of tokens.
 """
@@ -53,7 +55,9 @@ class PaddingFree(Technique):
     elsewhere: ClassVar = ("varlen", "varlen_attention", "packing", "remove_padding", "unpad", "unpadding")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to a model without an output for each token, or with unsupported attention."""
+        """Yield the reasons against this technique: a model without an output for each token, or with
+        unsupported attention.
+        """
         setup = setup_of(*(recipe[slot] for slot in (Slot.PRECISION, Slot.SHARDING)))
         if not job.trains:
             yield "it drops padding in training alone. Take 'sdpa'."
@@ -74,8 +78,9 @@ class PaddingFree(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return why no plan chooses this technique; empty if one may. Batches without padding need no import
-        of the model."""
+        """Return the reason why no plan uses this technique; empty if a plan may. Batches without padding
+        need no import of the model.
+        """
         return _why_not(job) if job.padding else "batches have no padding, so there is none to drop"
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
@@ -85,7 +90,7 @@ class PaddingFree(Technique):
 
 
 def _why_not(job: Job) -> str:
-    """Return why the padding of this job's batches cannot be dropped; empty if it can."""
+    """Return the reason why the padding of this job's batches cannot be dropped; empty if it can."""
     module, model = job.model.module, job.model_class()
     config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
     known = job.task in TASKS if module is None else model.__name__.endswith(OF_A_TOKEN_EACH)

@@ -1,1 +1,1 @@
-"""The feature `lengths`: ways of padding for a dataset's sequence lengths, with their memory and speed."""
+"""The feature `lengths`: ways of padding the batches of a dataset, with their memory and speed."""

@@ -1,4 +1,4 @@
-"""Batches drawn from a dataset's lengths: their padded length and their share of padding.
+"""Random batches of a dataset's sample lengths: their padded length and their fraction of padding.
 
 A batch is padded to its longest sample, so its samples determine its length. Three orders exist:
 
@@ -6,13 +6,13 @@ A batch is padded to its longest sample, so its samples determine its length. Th
 - `random`: samples in random order, each micro-batch padded to its own longest sample. This is dynamic
   padding, as in transformers' `DataCollatorWithPadding`;
 - `grouped`: samples of similar lengths share a batch, as in transformers' `LengthGroupedSampler`
-  (`trainer_pt_utils.get_length_grouped_indices`, with `train_sampling_strategy="group_by_length"`). A
-  random order is cut into pieces of at most fifty global batches. Each piece is sorted, and the longest
-  sample of all comes first. `tests/test_lengths_batches.py` compares the two, sample by sample.
+  (`trainer_pt_utils.get_length_grouped_indices`, with `train_sampling_strategy="group_by_length"`). A random
+  order is cut into pieces of at most fifty global batches. Each piece is sorted, and the longest sample of
+  all comes first. `tests/test_lengths_batches.py` compares this with transformers, sample by sample.
 
-A global batch is cut into micro-batches in the order of its samples. Each is padded separately, as in
-every loop. An incomplete last global batch of an epoch is dropped. Draws use one seed: the same lengths
-give the same batches.
+A global batch is cut into micro-batches in the order of its samples. Each is padded separately, as in every
+loop. An incomplete last global batch of an epoch is dropped. With one seed, the same lengths give the same
+batches.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ MEGABATCHES = 50
 
 @dataclass(frozen=True)
 class DrawnBatches:
-    """Micro-batches of many global batches, in the drawn order: arrays of (global batches, micro-batches in
-    each)."""
+    """Sequence lengths of the micro-batches in many global batches, in the drawn order. The arrays are
+    (global batches, micro-batches in each).
+    """
 
     longest: Integers
     """Tokens of the longest sample."""
@@ -62,8 +63,9 @@ class DrawnBatches:
     """Number of samples in one micro-batch."""
 
     def padded_to(self, multiple: int) -> Integers:
-        """Return the length of each micro-batch, rounded up to a multiple: (global batches,
-        micro-batches)."""
+        """Return the length of each micro-batch in tokens, rounded up to a multiple: (global batches,
+        micro-batches).
+        """
         return -(-self.longest // multiple) * multiple
 
     def padding(self, multiple: int) -> float:
@@ -72,9 +74,8 @@ class DrawnBatches:
 
 
 def draw(lengths: Lengths, *, batch_size: int, micro_batches: int, order: str, seed: int = 0) -> DrawnBatches:
-    """Return random global batches of the dataset's sample lengths in this order (`random`, `grouped`, ...),
-    at least `FEWEST_STEPS` of them. Raises `JobError` for a dataset that has fewer samples than a global
-    batch.
+    """Return at least `FEWEST_STEPS` random global batches of the dataset's sample lengths, in this order
+    (such as `grouped`). Raises `JobError` for a dataset that has fewer samples than a global batch.
     """
     import numpy as np
 
@@ -100,10 +101,10 @@ def draw(lengths: Lengths, *, batch_size: int, micro_batches: int, order: str, s
 
 
 def group_by_length(order: Integers, batch_size: int, together: int) -> Integers:
-    """Return the lengths (samples,) of a random order, grouped as by `get_length_grouped_indices`.
+    """Group randomly ordered sample lengths (samples,) as `get_length_grouped_indices` does.
 
-    They are sorted within pieces of `together` global batches. The longest of all is exchanged with the
-    first.
+    The lengths are sorted within pieces of `together` global batches. The longest of all is exchanged with
+    the first.
     """
     import numpy as np
 
@@ -120,7 +121,7 @@ def _together(samples: int, batch_size: int) -> int:
 
 
 def _sample_lengths(lengths: Lengths, batch_size: int, random: np.random.Generator) -> Integers:
-    """Return every sample's length (samples,), or those of a random part of a very large dataset.
+    """Return every sample's length in tokens (samples,), or those of a random part of a very large dataset.
 
     The part includes the longest sample.
     """

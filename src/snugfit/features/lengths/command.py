@@ -1,6 +1,6 @@
-"""The command `snugfit lengths`: memory and speed by a dataset's lengths, and the best padding.
+"""The command `snugfit lengths`: memory and speed of a dataset's sequence lengths, and the best padding.
 
-Exit code 3 when the longest batch does not fit, for use in scripts.
+The exit code is 3 when the longest batch does not fit into memory, for use in scripts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def lengths(
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
 ) -> int:
-    """Show a dataset's longest batch, its mean speed, and the best padding."""
+    """Print the memory of a dataset's longest batch, its mean step time, and the best padding."""
     from snugfit.features.lengths.report import render
     from snugfit.report.text.page import print_as
 
@@ -88,7 +88,9 @@ def lengths(
 def plan_of(
     request: Request, recipe: str, *, loop: str = "plain", cut: int | None = None, fresh: bool = False
 ) -> LengthPlan:
-    """Return the answer to a request with lengths and a GPU under this recipe, cached like a plan."""
+    """Return the memory and speed of each way of padding for the requested job and GPU, cached like a
+    plan.
+    """
     from snugfit.cli.plan_cache import answer
     from snugfit.features.lengths.length_plan import LengthPlan
     from snugfit.features.lengths.search import plan_lengths
@@ -116,15 +118,15 @@ def plan_of(
 
 
 def read_lengths(path: Path, column: str | None) -> Lengths:
-    """Return the lengths in the file of `--lengths`."""
+    """Return the sequence lengths in the file of the option `--lengths`."""
     from snugfit.features.lengths.dataset import Lengths
 
     return Lengths.read(path, column=column)
 
 
 def settings_of(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the length and the padding of the longest batch as job settings. Raises `UsageError` for a flag
-    that contradicts them, and for a task without sequences.
+    """Return the sequence length and the padding of the longest batch as job settings. Raises `UsageError`
+    for a flag that contradicts them, and for a task without sequences.
     """
     from snugfit.job.inputs import has_sequence
 
@@ -141,7 +143,9 @@ def settings_of(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
 
 
 def _task_of(model: str | None) -> str | None:
-    """Return the task of a model's architecture; None if it is unknown here."""
+    """Return the training task of a model's architecture; None if the config is not available on this
+    machine.
+    """
     from snugfit.job.model import Model
 
     # An error about the model comes later, from the request.
@@ -151,7 +155,9 @@ def _task_of(model: str | None) -> str | None:
 
 
 def refuse_others(flags: Mapping[str, Any], gpus: int) -> None:
-    """Raise `UsageError` for a plan with lengths that is measured, or for several GPUs."""
+    """Raise `UsageError` for options that `plan --lengths` does not support: measurements, and several
+    GPUs.
+    """
     if flags.get("gpus") is not None or gpus != 1:
         raise UsageError("A plan with --gpus does not take --lengths. Leave it out.")
     if flags.get("verify"):

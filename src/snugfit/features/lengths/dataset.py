@@ -70,8 +70,9 @@ class Lengths:
 
     @classmethod
     def read(cls, path: Path | str, *, column: str | None = None) -> Self:
-        """Read the lengths from a file. Raises `UsageError` with the file, the line and the allowed
-        values."""
+        """Read the sequence lengths from a file. Raises `UsageError` with the file, the line and the allowed
+        values.
+        """
         path = Path(path)
         suffix = path.suffix.lower()
         if suffix not in FORMS:
@@ -88,7 +89,9 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Mapping[int, int], *, source: str = "given") -> Self:
-        """Return the lengths in a list, or in a histogram `{tokens: samples}`. Raises `UsageError`."""
+        """Return the sequence lengths in a list, or in a histogram `{tokens: samples}`. Raises `UsageError`
+        for invalid lengths.
+        """
         if isinstance(lengths, str) or not isinstance(lengths, Iterable):
             raise UsageError(
                 f"{source}: {lengths!r} is neither a list of lengths nor a histogram {{128: 5000}}. "
@@ -116,7 +119,7 @@ class Lengths:
 
     @property
     def samples(self) -> int:
-        """Number of samples in total."""
+        """Number of samples in the dataset."""
         return sum(samples for _, samples in self.counts)
 
     @property
@@ -157,7 +160,7 @@ class Lengths:
         return Lengths._count(pairs, f"{self.source}, cut at {longest}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object of a summary and the histogram."""
+        """Return the histogram of lengths and a summary (such as the mean) as a JSON object."""
         return {
             "source": self.source,
             "samples": self.samples,
@@ -171,7 +174,7 @@ class Lengths:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Lengths:
-        """Return the lengths of a document from `to_json`."""
+        """Return the lengths in a JSON object of `to_json`."""
         histogram = {int(length): samples for length, samples in document["histogram"].items()}
         return cls.of(histogram, source=document["source"])
 
@@ -180,7 +183,7 @@ class Lengths:
 
 
 def _length(value: object, where: str) -> int:
-    """Return the number of tokens that a value means: an int, its text, or a list of token ids."""
+    """Return the length in tokens that a value of the file means: a number, or a list of token ids."""
     if isinstance(value, list):
         value = len(value)
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
@@ -219,7 +222,7 @@ def _short(value: object) -> str:
 
 
 def _of_rows(path: Path, column: str | None) -> Iterator[tuple[int, int]]:
-    """Yield for each row of a file its length in tokens and the count 1, as (tokens, 1)."""
+    """Yield (tokens, 1) for each row of a lengths file."""
     suffix = path.suffix.lower()
     rows: Rows
     if suffix in (".csv", ".tsv"):
@@ -242,7 +245,7 @@ def _json_row(line: str, where: str) -> Row:
 
 
 def _column(heads: list[str], asked: str | None, where: str) -> str:
-    """Return the column of the lengths. Raises `UsageError` if it is missing or ambiguous."""
+    """Return the name of the column with the lengths. Raises `UsageError` if it is missing or ambiguous."""
     known = asked if asked is not None else next((name for name in NAMES if name in heads), None)
     if known is None and len(heads) == 1:
         known = heads[0]
@@ -259,7 +262,7 @@ def _column(heads: list[str], asked: str | None, where: str) -> str:
 
 
 def _of_document(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield the pairs (tokens, samples) of a list of lengths, or of a histogram."""
+    """Yield the pairs (tokens, samples) in a JSON file with a list of lengths or a histogram."""
     value, where = load_json(read_text(path), str(path), constants=True), str(path)
     if isinstance(value, list):
         yield from ((_length(length, where), 1) for length in value)

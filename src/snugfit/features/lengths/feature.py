@@ -1,4 +1,4 @@
-"""Registration of the feature `lengths`: ways of padding for the lengths of a dataset."""
+"""Registration of the feature `lengths`: ways of padding for a dataset's sequence lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class LengthsFeature(Feature):
-    """Add the command `lengths`, the option `plan --lengths`, and `plan_lengths`."""
+    """The feature that adds the command `lengths`, the option `plan --lengths`, and the function
+    `plan_lengths`.
+    """
 
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "dataset": ("Lengths",),
@@ -28,13 +30,13 @@ class LengthsFeature(Feature):
         return (lengths,)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the classes of JSON documents by command: lengths, and a plan with lengths."""
+        """Return the class of each command's JSON document: of `lengths`, and of a plan with `--lengths`."""
         from snugfit.features.lengths.length_plan import LengthPlan, PlanWithLengths
 
         return {"lengths --json": LengthPlan, "plan --lengths FILE --json": PlanWithLengths}
 
     def options(self, command: str) -> Sequence[inspect.Parameter]:
-        """Return the option `--lengths` of a plan, as a parameter."""
+        """Return the option `--lengths` of `plan`, as a parameter; none for other commands."""
         from snugfit.features.lengths.command import PLANNED
 
         return (PLANNED,) if command == "plan" else ()
@@ -47,8 +49,9 @@ class LengthsFeature(Feature):
             settings |= settings_of(flags, settings)
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return the request. Raises `UsageError` for a plan with lengths that is measured, or for several
-        GPUs."""
+        """Return the command's parsed options unchanged. Raises `UsageError` for `plan --lengths` with
+        measurements, or for several GPUs.
+        """
         if command == "plan" and request.flags.get("lengths") is not None:
             from snugfit.features.lengths.command import refuse_others
 
@@ -56,15 +59,15 @@ class LengthsFeature(Feature):
         return request
 
     def reports(self) -> Mapping[type, Callable[[Any], Any]]:
-        """Return the report of a dataset's lengths."""
+        """Return the function that renders the report of a `LengthPlan`, by that class."""
         from snugfit.features.lengths.length_plan import LengthPlan
         from snugfit.features.lengths.report import render
 
         return {LengthPlan: render}
 
     def add_to_plan(self, request: Any, plan: Any, *, fresh: bool) -> Mapping[str, Any]:
-        """Return a plan together with the results of each way of padding, under the plan's recipe for the
-        longest batch.
+        """Return the memory and speed of each way of padding under the plan's recipe, to add to the plan.
+        Return an empty dict without `--lengths`.
         """
         if request.flags.get("lengths") is None:
             return {}

@@ -1,14 +1,14 @@
-"""Interpolation of a step's kernels at any sequence length, from those of three lengths.
+"""Interpolation of a training step's CUDA kernels at any sequence length, from those of three lengths.
 
 A step at another sequence length runs the same list of operators; only their sizes change. Each operand size
 is linear in the length (samples x length, length, or neither). A kernel's work and traffic are at most
 quadratic (attention's scores are length x length). The kernels of three simulated lengths therefore determine
-those of any other, tile by tile and wave by wave. An interpolation of seconds would instead cut the corners
-off the stairs.
+those of any other, tile by tile and wave by wave. An interpolation of seconds would instead miss the jumps at
+full tiles and waves.
 
 A model whose operators change with the length raises `NotInterpolable`. Sizes with internal rounding, such as
-the rows of eight in which a mask is stored, are slightly off between the lengths. The caller simulates a
-fourth length and compares.
+the rows of eight in which a mask is stored, are slightly wrong between the lengths. The caller simulates a
+fourth length to measure this error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 
 class NotInterpolable(Exception):
-    """Error: the kernels of two sequence lengths differ in more than sizes, so they cannot be
-    interpolated.
+    """Error for two sequence lengths whose steps differ in more than kernel sizes, so that no interpolation
+    is possible.
     """
 
 
 class LengthSample(NamedTuple):
-    """The simulated kernels of a step with one sequence length."""
+    """The simulated kernels of a training step at one sequence length."""
 
     length: int
     """Tokens of a sequence."""
@@ -39,10 +39,12 @@ class LengthSample(NamedTuple):
 
 
 class KernelInterpolator:
-    """Interpolates the kernels of a step (after the first ones) at any sequence length."""
+    """Interpolates the kernels of a later training step (without first-step work) at any sequence length."""
 
     def __init__(self, samples: Sequence[LengthSample]) -> None:
-        """Interpolate between three lengths, the shortest first. Raises `NotInterpolable`."""
+        """Prepare the interpolation between three lengths, the shortest first. Raises `NotInterpolable` if
+        their kernels differ in more than sizes.
+        """
         if len({(len(sample.kernels), sample.waits) for sample in samples}) != 1:
             raise NotInterpolable
         self.waits = samples[0].waits
@@ -57,7 +59,7 @@ class KernelInterpolator:
             raise NotInterpolable
 
     def at(self, length: int) -> Trace:
-        """Return the trace of a step at this sequence length. It has only kernels and waits, no
+        """Return the simulated trace of a step at this sequence length. It has kernels and waits, but no
         allocations.
         """
         weights = _lagrange(self._lengths, length)

@@ -1,4 +1,4 @@
-"""Results for a dataset's lengths: each way of padding with its memory and seconds, and the best one."""
+"""Memory and step time of each way to pad a dataset, and the best way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIMPLEST = ("random", "grouped", "fixed")
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Results for the same job with sequences truncated to a length, which changes the learned model."""
+    """Memory and step time with sequences truncated to a length, which changes the learned model."""
 
     at: int
     """Greatest number of tokens in a sequence."""
@@ -42,7 +42,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthPlan(JsonDocument):
-    """Results of each way to pad a dataset, for a job under a recipe on a GPU."""
+    """Memory and step time of each way to pad a dataset, for a job under a recipe on a GPU."""
 
     what: ClassVar = "lengths"
 
@@ -105,15 +105,17 @@ class LengthPlan(JsonDocument):
     """Sentences on the uncertain parts of the result."""
 
     def fits(self, way: Way) -> bool | None:
-        """Return True if this way of padding fits into memory; None if it is impossible, or without a memory
-        limit.
+        """Return True if the step fits into memory with this way of padding. Return None if the model does
+        not accept the length, or without a memory limit.
         """
         if way.needed_bytes is None or self.memory_bytes is None:
             return None
         return way.needed_bytes <= self.memory_bytes
 
     def is_tight(self, way: Way) -> bool:
-        """Return True if this way of padding fits but leaves less than the headroom free."""
+        """Return True if the step with this way of padding fits, but leaves less memory free than
+        `headroom_bytes`.
+        """
         return bool(self.fits(way)) and self.spare_bytes(way) < self.headroom_bytes
 
     def spare_bytes(self, way: Way) -> int:
@@ -122,17 +124,18 @@ class LengthPlan(JsonDocument):
 
     @property
     def best(self) -> Way | None:
-        """The fastest way that fits and leaves the headroom; if none leaves it, the fastest that fits.
+        """The fastest way of padding that fits and leaves the headroom free. If none leaves it, the fastest
+        that fits.
 
-        Among equally fast ways it is the simplest. None if none fits.
+        Among equally fast ways it is the simplest. None if no way fits.
         """
         fitting = [way for way in self.ways if self.fits(way) is not False]
         return _best([way for way in fitting if not self.is_tight(way)]) or _best(fitting)
 
     @property
     def is_assumed(self) -> bool:
-        """True if the best way of padding is faster than less padding only by an assumed cost of unaligned
-        rows.
+        """True if the best way of padding gains time only by aligned rows (a multiple of 16 bytes). Their
+        gain is assumed, not measured.
         """
         best = self.best
         if best is None or best.aligned_step_seconds is None or knows_alignment(self.gpu):
@@ -155,7 +158,7 @@ class LengthPlan(JsonDocument):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWithLengths(Plan):
-    """A plan for the longest batch, with ways of padding under its recipe."""
+    """A plan for the longest batch of a dataset, with the ways of padding under its best recipe."""
 
     lengths: LengthPlan
     """Ways of padding under the best recipe."""

@@ -1,13 +1,13 @@
-"""Memory and seconds of one job under one recipe at many lengths.
+"""Memory and step time of one job under one recipe at many sequence lengths.
 
-Seconds are those of `prediction/seconds.py` for the trace of each length. A few lengths are simulated, and
-the kernels of all others are interpolated (`kernel_interpolation.py`). One more simulated length measures the
-error. Masks of attention are stored in rows of eight, and some kernels copy masks of other lengths. If that
-splits the lengths into two lists of kernels, each part is interpolated separately. If that fails too, seconds
-are linear between more simulated lengths, and the result reports it.
+The step time at each length follows from its simulated trace (`prediction/seconds.py`). A few lengths are
+simulated, and the kernels of all others are interpolated (`kernel_interpolation.py`). One more simulated
+length measures the error. Attention masks are stored in rows of eight, and some kernels copy masks of other
+lengths. If that splits the lengths into two lists of kernels, each part is interpolated separately. If that
+fails too, the time is interpolated linearly between more simulated lengths, with a warning.
 
-All sequences of a step are assumed to have one length. A batch without padding has no attention mask (the
-plain loop's rule), so it runs other kernels. Each length can therefore be profiled with padding and without.
+All sequences of a step are assumed to have one length. A batch without padding has no attention mask, so it
+runs other kernels. Each length can therefore be simulated with padding and without.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TIMED_PER_CLASS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Peak bytes of a step whose sequences have one length."""
+    """Peak memory in bytes of a step whose sequences all have one length."""
 
     requested_bytes: int
     """Peak of the bytes that tensors and kernels request."""
@@ -143,22 +143,22 @@ class LengthProfiler:
 
     @property
     def doubts(self) -> dict[str, None]:
-        """Sentences on uncertain results at the simulated lengths, each once."""
+        """Warnings about uncertain predictions at the simulated lengths, each once."""
         return dict.fromkeys(doubt for size in self._bytes.values() for doubt in size.doubts)
 
     def at(self, length: int, padded: bool) -> Job:
-        """Return the job with this sequence length, with padding or without. Raises `JobError` if the model
-        has no such positions.
+        """Return the job with this sequence length, with padding or without. Raises `JobError` if the model's
+        position embeddings are too short.
         """
         return replace(self.job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
 
     def bytes(self, length: int, padded: bool) -> Bytes:
-        """Return the memory of the step in which every sequence has this length."""
+        """Return the peak memory of a step in which every sequence has this length."""
         self.sample(length, padded)
         return self._bytes[BatchShape(length, padded)]
 
     def sample(self, length: int, padded: bool) -> LengthSample:
-        """Return the simulated kernels of a step (after the first ones) with this sequence length."""
+        """Return the simulated kernels of a later step (without first-step work) at this sequence length."""
         key = BatchShape(length, padded)
         if key not in self._samples:
             self.tell(f"simulating {length} tokens{'' if padded else ', unpadded'}")
@@ -179,11 +179,11 @@ class LengthProfiler:
         return self._samples[key]
 
     def timing(self, length: int, padded: bool, *, rates: Rates | None = None) -> StepSeconds:
-        """Return the predicted timing of a simulated step with this sequence length."""
+        """Return the predicted time of a step at this sequence length, which is simulated."""
         return self._timing(_trace(self.sample(length, padded)), rates)
 
     def seconds_of(self, trace: Trace) -> LengthSeconds:
-        """Return the predicted seconds of a step with this trace."""
+        """Return the predicted seconds of a step from its simulated trace."""
         priced = self._timing(trace).step_seconds
         clocks = KernelClock(self.rates), KernelClock(without_alignment_cost(self.rates))
         products = {kernel for kernel in trace.kernels if kernel.operator in MATRIX_PRODUCTS}
@@ -193,7 +193,7 @@ class LengthProfiler:
         return LengthSeconds(priced, self._timing(trace, without_alignment_cost(self.rates)).step_seconds)
 
     def seconds(self, lengths: Collection[int], padded: bool) -> dict[int, LengthSeconds]:
-        """Return seconds of the step at each of these lengths."""
+        """Return the predicted seconds of a step at each of these lengths, simulated or interpolated."""
         alone = {1} & set(lengths)  # one token has no others to attend to: its kernels differ
         return self._family(sorted(set(lengths) - alone), padded) | self._family(sorted(alone), padded)
 
@@ -231,7 +231,9 @@ class LengthProfiler:
         return self._line(lengths, padded)
 
     def _off(self, interpolator: KernelInterpolator, proof: int, padded: bool) -> float:
-        """Return the relative error of the interpolated seconds at a length that is simulated as a test."""
+        """Return the relative error of the interpolated seconds at the length `proof`, which is simulated as
+        a test.
+        """
         real = self.timing(proof, padded)
         if len(interpolator.at(proof).kernels) != len(self.sample(proof, padded).kernels):
             raise NotInterpolable
@@ -248,7 +250,7 @@ class LengthProfiler:
         self, lengths: Sequence[int], interpolator: KernelInterpolator
     ) -> dict[int, LengthSeconds]:
         """Return the seconds of a step at these lengths. Lengths are grouped by alignment (multiples of 8,
-        ...); in a large group, some are timed and the rest are interpolated.
+        ...); in a large group, some are predicted from kernels and the rest are interpolated linearly.
         """
         alike: dict[int, list[int]] = defaultdict(list)
         for length in lengths:
@@ -267,7 +269,7 @@ class LengthProfiler:
 
 
 def without_alignment_cost(rates: Rates) -> Rates:
-    """Return the rates without a cost of rows that are not a multiple of 16 bytes."""
+    """Return hardware rates without the extra time of matrix rows that are not a multiple of 16 bytes."""
     return replace(
         rates,
         products={name: replace(rate, unaligned=(1.0, 1.0, 1.0)) for name, rate in rates.products.items()},
@@ -275,7 +277,7 @@ def without_alignment_cost(rates: Rates) -> Rates:
 
 
 def _between(lengths: Sequence[int], known: dict[int, LengthSeconds]) -> dict[int, LengthSeconds]:
-    """Return the seconds at these lengths by linear interpolation between the known ones."""
+    """Return the seconds of a step at these lengths by linear interpolation between the known ones."""
     import numpy as np
 
     both = [
@@ -289,8 +291,8 @@ def _trace(sample: LengthSample) -> Trace:
 
 
 def _spread(lengths: Sequence[int], count: int) -> list[int]:
-    """Return `count` of these lengths, evenly spaced, with the first and the last; for a count of one the
-    middle.
+    """Return `count` of these lengths, evenly spaced, with the first and the last. For a count of one, return
+    the middle.
     """
     if len(lengths) <= count:
         return list(lengths)

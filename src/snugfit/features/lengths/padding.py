@@ -1,9 +1,10 @@
-"""Results of each way to pad a dataset's batches: bytes of the longest batch, and seconds of all batches.
+"""Memory and step time of each way to pad a dataset's batches.
 
-A step with micro-batches of several lengths takes the mean of the seconds at each length. That is exact if
-passes follow one another without a gap. A host may be faster than the device in long batches and slower in
-short ones. It could then run ahead and compensate. But CUDA's queue of launches is shorter than a pass of
-a large model, so this effect is ignored.
+Memory is that of the longest batch, and time the mean over all batches. A step with micro-batches of several
+lengths takes the mean of the seconds at each length. That is exact if forward and backward passes follow one
+another without a gap. The CPU may launch long batches faster than the device runs them, and short ones
+slower. It could then run ahead and compensate. But CUDA's launch queue is shorter than a pass of a large
+model, so this effect is ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to pad a dataset's batches, such as to their own longest sample, with its memory and
-    seconds.
+    """One way to pad a dataset's batches, such as to the longest sample of each, with its memory and step
+    time.
     """
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
@@ -75,8 +76,8 @@ class Way:
 
 
 class Ways:
-    """All ways to pad one dataset's batches (to the longest sample, dynamically, grouped by length), with
-    their costs.
+    """All ways to pad one dataset's batches (such as dynamically, or grouped by length), with their memory
+    and step time.
     """
 
     def __init__(self, profiler: LengthProfiler, lengths: Lengths, seed: int) -> None:
@@ -97,17 +98,17 @@ class Ways:
         self.why_not = {multiple: self._refusal(multiple) for multiple in MULTIPLES}
 
     def longest(self, multiple: int) -> int:
-        """Return the tokens of the longest possible batch."""
+        """Return the length in tokens of the longest possible batch, rounded up to a multiple."""
         return -(-self.lengths.longest // multiple) * multiple
 
     def shapes(self) -> Iterable[BatchShape]:
-        """Yield the shapes of the drawn batches: each length, with padding and without."""
+        """Yield the shapes (length, and with padding or without) of all drawn batches."""
         for drawn in self.drawn.values():
             for multiple in filterfalse(self.why_not.get, MULTIPLES):
                 yield from _shapes(drawn, multiple)
 
     def ways(self, seconds: Mapping[BatchShape, LengthSeconds]) -> tuple[Way, ...]:
-        """Return memory and seconds of each way of padding, from the seconds of each drawn batch shape."""
+        """Return each way of padding with its memory and step time, from the seconds of each batch shape."""
         return tuple(self._way(order, multiple, seconds) for order in ORDERS for multiple in MULTIPLES)
 
     def _way(self, order: str, multiple: int, seconds: Mapping[BatchShape, LengthSeconds]) -> Way:
@@ -141,8 +142,8 @@ class Ways:
         return ""
 
     def _may_be_padded(self, length: int, multiple: int, order: str) -> bool:
-        """Return True if the longest batch may contain padding: next to the longest sample, or from its own
-        rounding.
+        """Return True if the longest batch may contain padding, from shorter samples or from rounding up its
+        length.
         """
         alone = self.profiler.job.batch_size == self.micro_batches and order != "fixed"
         within = length - multiple if alone else 0
@@ -172,7 +173,7 @@ def _mean(of: Sequence[LengthSeconds]) -> LengthSeconds:
 
 
 def seconds_of(profiler: LengthProfiler, of: Sequence[Ways]) -> dict[BatchShape, LengthSeconds]:
-    """Return seconds of a step at every drawn length."""
+    """Return the predicted seconds of a step for every shape (length, padded or not) of the drawn batches."""
     shapes = {shape for ways in of for shape in ways.shapes()}
     seconds: dict[BatchShape, LengthSeconds] = {}
     for padded in (True, False):

@@ -1,5 +1,5 @@
-"""A dataset's lengths in a terminal and as Markdown: ways of padding, their memory and seconds, and
-inefficient sizes.
+"""Report of a dataset's sequence lengths for a terminal and Markdown: ways of padding with their memory and
+speed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASSUMPTION = (
 
 
 def render(plan: LengthPlan) -> Page:
-    """Return the report of a dataset's lengths: the best padding, memory and seconds of each way, and the
+    """Return the report of a dataset's lengths: the best padding, the memory and speed of each way, and
     inefficient sizes.
     """
     return Page(
@@ -46,7 +46,7 @@ def question(plan: LengthPlan) -> str:
 
 
 def dataset(lengths: Lengths) -> str:
-    """Return a line with the dataset's number of samples and lengths."""
+    """Return a line with the dataset's number of samples and their lengths."""
     return (
         f"{lengths.samples:,} samples of {lengths.shortest:,} to {lengths.longest:,} tokens, half of them up "
         f"to {lengths.median:,}, {lengths.mean:,.1f} on average ({lengths.source})."
@@ -72,7 +72,7 @@ def answer(plan: LengthPlan) -> str:
 
 
 def tightness(plan: LengthPlan) -> Iterator[str]:
-    """Yield a warning if no way of padding leaves the headroom free."""
+    """Yield a warning if no way of padding leaves the requested headroom of memory free."""
     if plan.best and plan.is_tight(plan.best):
         yield (
             f"Tight: no way of padding leaves the headroom free. This one leaves "
@@ -82,7 +82,7 @@ def tightness(plan: LengthPlan) -> Iterator[str]:
 
 
 def _how(way: Way) -> str:
-    """Return a description of a way of padding, with the names of transformers' arguments for it."""
+    """Return a description of a way of padding, with transformers' arguments that select it."""
     text = {
         "fixed": "to the longest sample of the dataset",
         "random": "to its own longest sample",
@@ -95,7 +95,7 @@ def _how(way: Way) -> str:
 
 
 def tables(plan: LengthPlan) -> Iterator[Grid]:
-    """Yield tables: the ways of padding, those of a truncation, and the inefficient sizes."""
+    """Yield tables of the ways of padding, of those for truncated sequences, and of inefficient sizes."""
     if plan.ways:
         title = (
             f"Predicted for {plan.steps:,} steps drawn from the dataset, each micro-batch padded on its own"
@@ -142,7 +142,9 @@ def _row(plan: LengthPlan, way: Way, mark: str) -> tuple[str, ...]:
 
 
 def remarks(plan: LengthPlan) -> Iterator[str]:
-    """Yield sentences on the limit of the step, the effect of grouping, and the assumptions."""
+    """Yield sentences on the resource that limits the step's speed, the effect of grouping, and the
+    assumptions.
+    """
     if plan.bound == "host":
         yield (
             "The host is the bottleneck, even for the longest batch. So padding costs little time, and "
@@ -163,7 +165,7 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
 
 
 def how_known(plan: LengthPlan) -> str:
-    """Return a sentence on which sequence lengths were simulated and which interpolated."""
+    """Return a sentence on the numbers of simulated and interpolated sequence lengths."""
     off = f" (error at most {100 * plan.off:.2g} %)" if plan.off else ""
     return (
         f"{plan.rehearsed} lengths were simulated, the others are interpolated{off}. All figures are "
@@ -173,7 +175,7 @@ def how_known(plan: LengthPlan) -> str:
 
 def sizes(costly: Sequence[Size]) -> Grid:
     """Return a table of sizes (batch, length, vocabulary) that are slow on the GPU, each with a faster
-    one.
+    alternative.
     """
     rows = tuple(
         (

@@ -1,11 +1,11 @@
 """Comparison of ways to pad a dataset: peak bytes of each way, and its average seconds.
 
-A run must survive its longest batch. Bytes are those of a step whose sequences all have the greatest possible
-length, simulated and replayed as in `predict`. Seconds are those of all batches. The batches are drawn
-(`batches.py`), and each length has separate seconds (`length_profile.py`). `padding.py` combines them.
+A run must not fail at its longest batch. So the peak memory is that of a step whose sequences all have the
+greatest length. The seconds are a mean over random batches (`batches.py`), with a prediction for each length
+(`length_profile.py`). `padding.py` combines them.
 
-Truncated sequences change the learned model. Truncation is another job: it is shown separately on request,
-and never proposed.
+Truncated sequences change the learned model. Its results are shown separately on request, and it is never
+proposed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from snugfit.techniques.recipe import Recipe
 def job_of(job: Job, lengths: Lengths) -> Job:
     """Return the job whose every batch is as long as the dataset's longest sample.
 
-    Raises `JobError` for a task without sequences, and for a sample longer than the model's positions.
+    Raises `JobError` for a task without sequences, and for a sample longer than the model's position
+    embeddings.
     """
     if not has_sequence(job.task):
         raise JobError(
@@ -59,12 +60,12 @@ def plan_lengths(
     seed: int = 0,
     tell: Callable[[str], None] = lambda what: None,
 ) -> LengthPlan:
-    """Return memory and seconds of each way to pad the dataset's batches, under this recipe on this GPU.
+    """Return memory and step time of each way to pad the dataset's batches, under this recipe on this GPU.
 
-    `headroom` (bytes, or text such as `2%`) of the memory stays free if a way of padding leaves it. Its
-    default is that of a plan. `cut` adds results for sequences of at most this number of tokens. `seed` draws
-    the batches, and `tell` receives messages on the progress. Raises `UsageError` for invalid arguments,
-    `RehearsalError` for a step without a trace.
+    `headroom` (bytes, or text such as `2%`) is memory that should stay free, by default as in `plan`. `cut`
+    adds results for sequences of at most this number of tokens. `seed` draws the batches, and `tell` receives
+    messages on the progress. Raises `UsageError` for invalid arguments, `RehearsalError` for a step that
+    cannot be simulated.
     """
     refuse_bad_request(job, memory_bytes=memory_bytes)
     if not isinstance(lengths, Lengths):
@@ -115,8 +116,9 @@ def _refuse_without_padding(recipe: Recipe, lengths: Lengths) -> None:
 
 
 def _refuse_graphs(recipe: Recipe) -> None:
-    """Raise `UsageError` for CUDA graphs. Each shape of a batch records separate graphs, and their memory
-    adds up."""
+    """Raise `UsageError` for CUDA graphs. Each batch shape would capture separate graphs, and their memory
+    adds up.
+    """
     wish = recipe.setup().lowering
     if wish is not None and wish.records_graphs:
         raise UsageError(

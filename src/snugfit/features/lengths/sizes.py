@@ -1,18 +1,18 @@
-"""Sizes that are slow on a device, their cost, and faster alternatives.
+"""Sizes (such as of the batch or vocabulary) that are slow on a GPU, and faster alternatives.
 
 Matrix products are computed in tiles, and tiles in waves (`prediction/kernel_seconds.py`; NVIDIA, "Matrix
 Multiplication Background User's Guide", sections 2.2 and 3). A size just past the end of a tile or a wave
-costs as much as a much larger one. Tensor cores need rows that are multiples of 16 bytes for full speed.
-Each size is found by predictions: bytes and seconds of the job with another size, and of the job itself.
-Gains below `WORTH` are not listed.
+costs as much as a much larger one. Tensor cores need rows that are multiples of 16 bytes for full speed. Each
+alternative is found by predicting memory and step time of the job with another size. Gains below `WORTH` are
+not listed.
 
 Only a change of the vocabulary and padding to another length are *proposed*: neither changes the learned
-model. Another batch is another job, and the widths belong to the model, so those are only listed.
+model. Another batch size or model width changes the training, so those are only listed.
 
 The cost of unaligned rows (`MatmulRate.unaligned`) was measured on an H200, and is assumed on other GPUs.
-Until cuBLAS 11 they kept products off the tensor cores. Since then they are only slower there, by an
-amount that depends on the shape (the guide's section 2.2). If the cost is assumed and the gain depends on
-it alone, the result reports this.
+Until cuBLAS 11, matrix products with such rows did not use the tensor cores. Since then they are only slower
+there, by an amount that depends on the shape (the guide's section 2.2). If the cost is assumed and the gain
+depends on it alone, the result reports this.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NEAR = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A size that is slow on the device, and a faster one."""
+    """A size (such as the vocabulary) that is slow on the device, and a faster one."""
 
     what: str
     """`vocabulary`, `sequence length`, `batch` or `width`."""
@@ -79,9 +79,9 @@ class Size:
 
 
 def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size, ...]:
-    """Return sizes whose change could speed up the step of this length.
+    """Return the sizes (such as the vocabulary) whose change could speed up the step at this length.
 
-    Empty if the host or the loading of batches bounds the step: no product is then waited for.
+    Return nothing if the CPU or the data loader limits the speed: faster matrix products then save no time.
     """
     if profiler.timing(length, padded).bound in ("host", "loading"):
         return ()
@@ -91,7 +91,7 @@ def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size,
 
 @dataclass(frozen=True)
 class _At:
-    """A simulated step of one job and sequence length, to be compared with steps of other sizes."""
+    """A simulated training step of one job and sequence length, to be compared with steps of other sizes."""
 
     profiler: LengthProfiler
     length: int
@@ -116,20 +116,20 @@ class _At:
         return self.profiler.timing(self.length, self.padded, rates=rates).step_seconds
 
     def gain(self, other: _At, *, tokens: bool = False, rates: Rates | None = None) -> float:
-        """Return the relative gain of the other step over this one in samples (or tokens) per second."""
+        """Return the relative gain in samples (or tokens) per second of the other step over this one."""
         work = other.profiler.job.batch_size / self.profiler.job.batch_size
         if tokens:
             work *= other.length / self.length
         return work * self.seconds(rates) / other.seconds(rates) - 1
 
     def steep(self, other: _At, share: float) -> bool:
-        """Return True if the other step, whose length is smaller by the fraction `share`, saves far more
-        seconds than that.
+        """Return True if the other step saves far more than the fraction `share` of the seconds. Its length
+        is smaller by `share`.
         """
         return 1 - other.seconds() / self.seconds() > STEEP * share
 
     def with_changes(self, **changes: Any) -> _At:
-        """Return the simulated step of the same length for a job with these fields changed."""
+        """Return the simulated step at the same length for a job with these fields changed."""
         profiler = self.profiler
         job = replace(profiler.job, **changes)
         return replace(
@@ -146,7 +146,7 @@ def up(size: int, multiple: int) -> int:
 
 
 def _vocabulary(at: _At) -> Iterator[Size]:
-    """Yield proposals of larger vocabularies with which a step is faster, as by
+    """Yield larger vocabulary sizes with which a step is faster, as by
     `resize_token_embeddings(pad_to_multiple_of=64)`.
     """
     rows = at.profiler.job.model.vocabulary
@@ -165,8 +165,8 @@ def _vocabulary(at: _At) -> Iterator[Size]:
 
 
 def _length(at: _At) -> Iterator[Size]:
-    """Yield proposals for the sequence length: a longer one with fewer seconds (padding), a shorter one with
-    more tokens per second.
+    """Yield faster sequence lengths: a longer one with fewer seconds (by padding), or a shorter one with more
+    tokens per second.
     """
     length = at.length
     longer = sorted({up(length, multiple) for multiple in MULTIPLES} - {length})
@@ -190,8 +190,8 @@ def _length(at: _At) -> Iterator[Size]:
 
 
 def _batch(at: _At) -> Iterator[Size]:
-    """Yield proposals for the batch: a smaller one with more samples per second, and the largest one whose
-    step is as fast. At both, the tiles of the matrix products fill the GPU's multiprocessors completely.
+    """Yield faster batch sizes: a smaller one with more samples per second, and the largest one whose step is
+    as fast. At both, the tiles of the matrix products fill the GPU's multiprocessors completely.
     """
     pieces = at.profiler.recipe.setup().micro_batches
     samples = at.profiler.job.batch_size // pieces
@@ -211,8 +211,8 @@ def _batch(at: _At) -> Iterator[Size]:
 
 
 def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
-    """Return the seconds of every batch size between the simulated `steps`, by interpolating their kernels;
-    empty if they cannot be interpolated.
+    """Return the seconds of a step for every batch size between the simulated `steps`, by interpolating their
+    kernels. Return an empty dict if that is impossible.
     """
     low, high = sorted(steps)
     by_size = {
@@ -230,8 +230,8 @@ def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
 
 
 def _widths(at: _At) -> Iterator[Size]:
-    """Yield warnings about dimensions of the model whose rows are not a multiple of 16 bytes, with their
-    estimated cost.
+    """Yield widths of the model whose matrix rows are not a multiple of 16 bytes, with their estimated extra
+    time.
     """
     job = at.profiler.job
     samples = job.batch_size // at.profiler.recipe.setup().micro_batches

@@ -1,1 +1,3 @@
-"""The feature `loops`: training in loops of the user, a Trainer of transformers or a hand-written loop."""
+"""The feature `loops`: training in the user's own loop, either a Trainer of transformers or a hand-written
+loop.
+"""

@@ -1,8 +1,8 @@
 """Detection of weights that change during a backward pass, in a run's first step.
 
 An optimizer may update a parameter in a hook of `register_post_accumulate_grad_hook`, to store one gradient
-at a time. Such a step cannot be stopped before its update or repeated, which a run promises. A hook that
-changes no weight is allowed.
+at a time. snugfit cannot stop such a step before its update, or repeat it. A hook that changes no weight is
+allowed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @final
 class BackwardWatch:
-    """Detects weights that a hook updates during a run's first backward pass, by comparison with their values
-    before.
+    """Detects weights that a hook updates during a run's first backward pass, by comparing them with earlier
+    values.
     """
 
     def __init__(self) -> None:
         self._before: list[tuple[str, torch.nn.Parameter, int, float]] | None = None
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Record the weights with hooks before the first step; do nothing at later ones."""
+        """Copy the weights with hooks before the first step; do nothing at later steps."""
         if self._before is None:
             self._before = [
                 (name, weight, weight._version, _sum(weight))
@@ -34,7 +34,7 @@ class BackwardWatch:
             ]
 
     def raise_if_updated(self) -> None:
-        """Raise `UsageError` if a weight has changed before the first step's update."""
+        """Raise `UsageError` if a weight has changed before the first step's `optimizer.step()`."""
         before, self._before = self._before or [], []
         changed = [
             name

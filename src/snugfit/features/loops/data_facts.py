@@ -1,8 +1,8 @@
-"""Properties that identify a user's data, for a comparison on a resume: the loader's order, and some samples.
+"""Properties that identify a user's data, compared on a resume: the loader's order, and some samples.
 
 A few samples of an indexable dataset are read, spread evenly, each twice. Values that differ the second time
-are left out, because they do not identify the data. An augmentation may draw from a generator of the dataset.
-The generators of the process and of the data are restored afterwards.
+do not identify the data and are left out. A dataset may draw augmentations from a generator of its own. The
+generators of the process and of the data are restored afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def loader_facts(loader: Any) -> Facts:
 def dataset_facts(dataset: Any) -> Facts:
     """Return a fingerprint of some samples of an indexable dataset.
 
-    Return nothing for other datasets, and for unreadable ones: training will raise their errors.
+    Return an empty result for other datasets, and for unreadable ones, which raise their errors in training.
     """
     count = count_of(dataset)
     if not count or not hasattr(dataset, "__getitem__"):
@@ -82,7 +82,7 @@ def _sample(dataset: Any, index: int) -> Any:
 
 
 def _values(sample: Any) -> Iterator[tuple[str, str]]:
-    """Yield a sample's values by name, or by position, as fingerprints."""
+    """Yield a fingerprint of each value in a sample, with its name or position."""
     if isinstance(sample, tuple):
         sample = dict(enumerate(sample))
     for name, value in sample.items() if isinstance(sample, Mapping) else [("", sample)]:

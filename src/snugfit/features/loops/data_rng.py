@@ -1,11 +1,11 @@
 """Random generators of a user's data, separate from those of the model.
 
-An epoch's order, a masking collator and an augmenting dataset draw from the process's generators. So does
-dropout, and a loader works ahead of the step. With shared generators, a resumed run would draw other numbers.
-So the data has its own states, and the process's generators are set to them while batches are fetched. The
-states at an epoch's beginning are saved, because a resumed run draws the epoch's order again. Those before
-each batch are saved too (`loader.py`). Worker processes have generators of their own, which an epoch's
-beginning determines. Generators inside the data's objects are included (`own_state.py`).
+An epoch's order, a masking collator and an augmenting dataset draw from the process's generators. Dropout
+draws from them too, and a loader works ahead of the step. With shared generators, a resumed run would draw
+other numbers. So the data has its own generator states, which the process's generators have while batches are
+loaded. The states at an epoch's beginning are saved, because a resumed run draws the epoch's order again.
+Those before each batch are saved too (`loader.py`). Worker processes have separate generators, which an
+epoch's beginning determines. Generators inside the data's objects are included (`own_state.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ generators."""
 
 
 class DataRngStates(NamedTuple):
-    """States of all random generators that a loader's data uses."""
+    """States of all random generators that a loader and its dataset use."""
 
     host: HostRngStates
     """States of the process's generators for the data."""
@@ -50,8 +50,8 @@ def states_from_json(document: list[Any]) -> DataRngStates:
 
 @final
 class DataRng:
-    """The states of a loader's random numbers: those of the process's generators while batches are fetched,
-    and of the data's own generators.
+    """The random states of a loader: those of the process's generators while it loads batches, and of its own
+    generators.
     """
 
     def __init__(self, loader: Any = None) -> None:
@@ -60,7 +60,7 @@ class DataRng:
         """States for the next fetch, and those from which this epoch's order was drawn."""
 
     def watch(self, loader: Any) -> None:
-        """Find the random generators inside this loader's objects, and use them from now on."""
+        """Find the random generators inside this loader's objects, and include them from now on."""
         self._own = OwnState(loader)
         self.now = self.now._replace(own=self._own.state())
 
@@ -72,26 +72,28 @@ class DataRng:
         return DataRngStates(host_rng_states(), self._own.state())
 
     def set(self, states: DataRngStates) -> None:
-        """Restore the random generators to the states that `states` returned."""
+        """Restore the data's random generators to these states."""
         set_host_rng_states(states.host)
         self._own.set(states.own)
 
     def begin_epoch(self) -> None:
-        """Start an epoch with the next fetch, and search for generators created with its first batches."""
+        """Start an epoch with the next loaded batch. Then search for generators that are created with its
+        first batches.
+        """
         self._looks = LOOKS
         self.at_epoch_start = self.between_epochs
 
     @property
     def between_epochs(self) -> DataRngStates:
-        """Return the states at the start of a new epoch.
+        """Return the states of the data's random generators at the start of a new epoch.
 
-        The data's own generators may have advanced since the last batch. An evaluation has the same collator,
-        and a counter may be set.
+        The data's own generators may have advanced since the last batch. For example, an evaluation may use
+        the same collator.
         """
         return self.now._replace(own=self.states().own)
 
     def resume(self, at_epoch_start: DataRngStates, now: DataRngStates) -> None:
-        """Restore the random generators to the states of a run that another process started."""
+        """Restore the random generators of a resumed run, from its states at the epoch's start and `now`."""
         self.at_epoch_start, self.now, self._looks = at_epoch_start, now, LOOKS
         self._own.set(now.own)
 
@@ -109,8 +111,8 @@ class DataRng:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context in which the process's random generators have the data's states; the model's states are
-        restored at its end.
+        """Context in which the process's random generators have the data's states. At its end the model's
+        states are restored.
         """
         models = host_rng_states()
         set_host_rng_states(self.now.host)

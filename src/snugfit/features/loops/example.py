@@ -1,4 +1,4 @@
-"""The first batch of a user's loader, as the example of a job."""
+"""The first batch of a user's loader, which gives a job its input shapes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def example_of(
     make_loader: Callable[[], Iterable[Any]], device: torch.device, *, resumes: bool
 ) -> dict[str, Any]:
-    """Return the first batch (B, ...) of a loader, on the host; restore the generators of process and data.
+    """Return the first batch (B, ...) of a loader, on the CPU. Restore all random generators afterwards.
 
-    Raises `UsageError` for an invalid batch. Also raises it for data that a run which `resumes` could not
-    repeat: the same states give another batch.
+    Raises `UsageError` for an invalid batch. With `resumes`, also raises it if the same random states give
+    another batch.
     """
     import torch
 

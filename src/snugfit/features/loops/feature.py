@@ -1,4 +1,6 @@
-"""The functions `snugfit.fit` for a Trainer, and `snugfit.accelerate` for a hand-written loop."""
+"""Registration of the feature `loops`: `snugfit.fit` for a Trainer, and `snugfit.accelerate` for a
+hand-written loop.
+"""
 
 from __future__ import annotations
 

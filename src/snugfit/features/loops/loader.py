@@ -1,4 +1,4 @@
-"""A user's loader: recreated with other arguments, or started in the middle of an epoch.
+"""A user's data loader: a copy with other arguments, or a restart in the middle of an epoch.
 
 A resumed run must continue with the next batches in order. The loader is restarted with the random states of
 the epoch's beginning.
@@ -8,19 +8,19 @@ the epoch's beginning.
     any other                       (streams, workers, custom loaders) creates all previous batches again, and
                                     they are discarded.
 
-In both cases the last previous batch is created again, and its fingerprint must match the checkpoint's.
-Otherwise the data changed, or draws from something that no checkpoint contains. The run is then not resumed.
+In both cases the last trained batch is loaded again, and its fingerprint must match the checkpoint's.
+Otherwise the data has changed, or depends on state outside of the checkpoint. The run is then not resumed.
 
 **Position.** The data has random generators of its own (`data_rng.py`). A checkpoint stores their states at
 an epoch's beginning and before each batch. It also stores the epoch and its number of trained batches. A
-resumed run continues from them. transformers itself computes the position from the number of steps. That is
-wrong for a stream after its first epoch. It also creates none of the previous batches.
+resumed run restores them. transformers itself computes the position from the number of steps. That is wrong
+for a stream after its first epoch. It also does not load the last trained batch for a comparison.
 
-**Prefetching.** A run that waits for the gradients before each update leaves the GPU idle until the update
-and the next forward pass are launched. The plain Trainer creates the next batch in between, after the update.
-With BERT-large at 4 x 512 in fp32, a step thus took 6.1 % longer than in the bare loop
-(results/h200-2026-11-22/train-overhead-doors-waiting.json). Created while the device is still in the previous
-backward pass, the batch leaves an overhead of 2.8 % (train-overhead-doors.json).
+**Prefetching.** A run that checks the gradients before each update makes the GPU wait. The GPU is idle until
+the update and the next forward pass are launched. The plain Trainer loads the next batch in between, after
+the update. With BERT-large at 4 x 512 in fp32, a step thus took 6.1 % longer than in the bare loop
+(results/h200-2026-11-22/train-overhead-doors-waiting.json). Loading the batch while the device is still in
+the previous backward pass reduces this to 2.8 % (train-overhead-doors.json).
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ it.
 
 
 class BatchMark(NamedTuple):
-    """States of the random generators before a batch, and a fingerprint of the batch."""
+    """States of the random generators before a batch is loaded, and a fingerprint of the batch."""
 
     before: DataRngStates
     fingerprint: str
 
     def to_json(self) -> list[Any]:
-        """Return the states and the fingerprint as JSON values, which `mark_from_json` reads."""
+        """Return the random states and the batch's fingerprint as JSON values, which `mark_from_json`
+        reads.
+        """
         return [self.before.to_json(), self.fingerprint]
 
 
 def mark_from_json(document: list[Any] | None) -> BatchMark | None:
-    """Return the batch mark from the JSON values of `BatchMark.to_json`, or None."""
+    """Return the `BatchMark` in the JSON values of `BatchMark.to_json`; None for None."""
     return None if document is None else BatchMark(states_from_json(document[0]), document[1])
 
 
@@ -95,8 +97,8 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def count_of(things: Any) -> int | None:
-    """Return the length of a loader or dataset, or None without one; torch's `DataLoader` has `__len__` and
-    raises for a stream.
+    """Return the length of a loader or dataset, or None if it has no length. A `DataLoader` over a stream
+    raises in `__len__`.
     """
     try:
         return len(things)
@@ -119,21 +121,21 @@ def made_like(loader: Any, **changed: Any) -> Any:
 
 
 def is_torchs(loader: Any) -> bool:
-    """Return True for torch's own `DataLoader` that forms batches of its samples."""
+    """Return True for a torch `DataLoader` that collates its samples to batches itself."""
     import torch
 
     return type(loader) is torch.utils.data.DataLoader and loader.batch_sampler is not None
 
 
 def is_plain(loader: Any) -> bool:
-    """Return True for torch's own loader of a dataset whose batches come from a sampler."""
+    """Return True for a torch `DataLoader` whose batches of an indexable dataset come from a sampler."""
     import torch
 
     return is_torchs(loader) and not isinstance(loader.dataset, torch.utils.data.IterableDataset)
 
 
 def has_an_order(loader: Any) -> bool:
-    """Return True if two passes from one random state yield the batches in one order.
+    """Return True if two epochs from the same random state yield the batches in the same order.
 
     With `in_order=False` and several workers, the order depends on their speed.
     """
@@ -141,14 +143,14 @@ def has_an_order(loader: Any) -> bool:
 
 
 def without_workers(loader: Any) -> Any:
-    """Return the loader, or a copy of torch's own without worker processes."""
+    """Return the loader, or for a torch `DataLoader` a copy without worker processes."""
     return made_like(loader, num_workers=0) if is_torchs(loader) and loader.num_workers else loader
 
 
 def renew_workers(loader: Any) -> None:
-    """Start the loader's next pass with new worker processes, even with `persistent_workers`.
+    """Start the loader's next epoch with new worker processes, even with `persistent_workers`.
 
-    Workers of an earlier pass have advanced their generators, and no resumed run could repeat that. Starting
+    Workers of an earlier epoch have advanced their generators, which a resumed run cannot repeat. Starting
     new workers also draws a seed.
     """
     real = getattr(loader, "base_dataloader", loader)
@@ -162,9 +164,9 @@ def batches_from(
 ) -> Iterator[Any]:
     """Return an iterator over an epoch's batches from `position` on.
 
-    `rng` must be at the epoch's beginning. The batch before `position` must match `last`, which is None if
-    batches have another size now. The states before the `following` batch are then restored. Raises
-    `SnugfitError` when the batch differs.
+    `rng` must be at the epoch's beginning. The batch before `position` is compared with `last`, unless `last`
+    is None because the batch size changed. Then the random states before the `following` batch are restored.
+    Raises `SnugfitError` when the compared batch differs.
     """
     renew_workers(loader)
     if not position:
@@ -193,7 +195,7 @@ def batches_from(
 
 
 def name_of(loader: Any) -> str:
-    """Return a text that names the loader in messages: its dataset or its class."""
+    """Return the name of the loader's dataset or class, for messages."""
     dataset = getattr(loader, "dataset", None)
     return f"the {type(loader).__name__}" if dataset is None else f"the dataset {type(dataset).__name__}"
 
@@ -218,7 +220,7 @@ ONCE = Fraction(1)
 
 @final
 class DataPosition:
-    """The position of a run in its data, with the generators to continue from it.
+    """The position of a run in its data, with the random states to continue from it.
 
     It consists of the epoch, its trained batches, and the states of the random generators before each
     remaining batch.
@@ -241,14 +243,14 @@ class DataPosition:
         """True after an epoch's last batch, while its end is processed."""
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Restore the random generators to their saved states."""
+        """Restore the random generators to the states in a checkpoint."""
         self.rng.resume(**_states_of(saved, "now"))
 
     # ---- an epoch ----------------------------------------------------------------------------------------
 
     def watch(self, loader: Any) -> Any:
-        """Return the trainer's loader in a wrapper whose epochs begin at the run's position; accelerate's
-        loader wraps the real one.
+        """Return the trainer's loader in a wrapper whose epochs begin at the run's position. accelerate's
+        loader wraps the user's.
         """
         shell = loader if hasattr(loader, "base_dataloader") else None
         real = loader if shell is None else shell.base_dataloader
@@ -262,9 +264,9 @@ class DataPosition:
         return loader
 
     def begin_epoch(self, loader: Any, epoch: int, skipped: int, saved: Mapping[str, Any] | None) -> Any:
-        """Start this epoch of a watched loader, or continue after `skipped` batches of a run `saved` before.
+        """Return an iterable over the remaining batches of this epoch of a wrapped loader.
 
-        Return the object to iterate over.
+        For a resumed run, `saved` has its state, and the first `skipped` batches are left out.
         """
         self._epoch, self.used, self._made, self._saved = epoch, skipped, 0, saved
         self._is_exhausted = self.epoch_is_over = False
@@ -279,13 +281,13 @@ class DataPosition:
         return loader
 
     def end_epoch(self) -> None:
-        """Mark the batches of the epoch as all taken, before its end is processed."""
+        """Mark all batches of the epoch as used, before the Trainer logs and saves at its end."""
         self.epoch_is_over = True
         if self._saved is not None and not self._made:  # none was left when the run was resumed
             self.rng.resume(**_states_of(self._saved, "now"))
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield the remaining batches of this epoch."""
+        """Yield the remaining batches of this epoch from the loader."""
         saved, self._made = self._saved or {}, self.used + 1
         last, following = mark_from_json(saved.get("last")), saved.get("next")
         if last is not None:
@@ -303,13 +305,13 @@ class DataPosition:
             yield batch
 
     def use(self, batches: int) -> None:
-        """Count `batches` batches as used by a step."""
+        """Count this many batches as used by a training step."""
         # The mark of the last trained batch stays for the comparison after a resume.
         self.marks = {index: mark for index, mark in self.marks.items() if index >= self.used - 1}
         self.used += batches
 
     def unuse(self, batches: int) -> None:
-        """Return `batches` batches of a rejected step to the epoch, so that they are yielded again."""
+        """Return `batches` batches of a failed step to the epoch, so that they are yielded again."""
         self.used -= batches
 
     # ---- state for checkpoints ---------------------------------------------------------------------------
@@ -332,9 +334,8 @@ class DataPosition:
 
 
 def position_of(saved: Mapping[str, Any], rows: int, *, more: Fraction = ONCE) -> tuple[int, int]:
-    """Return a checkpoint's epoch, and its number of trained batches of `rows` samples in each process.
-
-    `more` is the old number of processes over the new one.
+    """Return the epoch in a checkpoint, and its number of trained batches of `rows` samples in each
+    process.
     """
     # If the batches have another size now, a partly trained one counts as trained.
     return saved["epoch"], math.ceil(saved["place"] * saved["rows"] * more / rows)

@@ -1,17 +1,16 @@
 """Random generators and counters inside the objects of a user's data, saved and restored with a run.
 
 A dataset may draw from `self.rng`. A collator may create a generator with its first batch, and a sampler may
-receive one. A stream may count its epochs to seed them. The process's generator states contain none of these.
-So the objects reachable from a loader are searched once an epoch. Attributes with these values are saved and
+receive one. A stream may count its epochs to seed them. The process's random states contain none of these. So
+the objects reachable from a loader are searched once an epoch. Attributes with such values are saved and
 restored:
 
 - a random generator: torch's, Python's `random.Random`, numpy's `Generator` and `RandomState`
 - None, which may be replaced by a generator later
-- a plain number in an object of the user's own classes; libraries' objects are controlled by `set_epoch`
+- a plain number in an object of the user's own classes; for libraries' objects `set_epoch` sets it
 
-A closure's cell is found and cannot be replaced, but the state of its generator can be set. Anything hidden
-elsewhere (a module's global, the clock, the system's entropy) is not found. A comparison of batches detects
-that (`loader.py`).
+A generator in a closure cannot be replaced, but its state can be set. State elsewhere (a module's global, the
+clock, the system's entropy) is not found. A comparison of batches detects its effect (`loader.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ generator."""
 
 @final
 class OwnState:
-    """The random generators and the counters that are reachable from one loader's objects."""
+    """The random generators and counters in objects that are reachable from one loader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -54,15 +53,13 @@ class OwnState:
         self._numbers = {path: value for path, value in values.items() if _kind_of(value) is None}
 
     def look(self) -> None:
-        """Search the loader's objects again for random generators and counters, since these may have
-        changed.
+        """Search the loader's objects again for random generators and counters, because training may have
+        changed them.
         """
         self._held = dict(_attributes(self._loader))
 
     def state(self) -> State:
-        """Return the states of the random generators, and the counters that differ from their
-        initial values.
-        """
+        """Return the states of the random generators, and the counters whose values have changed."""
         values = {path: held.value() for path, held in self._held.items()}
         return {
             path: [kind, _GET[kind](value)] if kind else value
@@ -73,8 +70,8 @@ class OwnState:
     def set(self, state: Mapping[str, Any]) -> None:
         """Restore the random generators and counters that `state` returned.
 
-        Values that did not exist then are removed, and missing generators are created. Raises `SnugfitError`
-        on failure.
+        Attributes that did not exist then are removed, and missing generators are created. Raises
+        `SnugfitError` on failure.
         """
         self.look()
         for path in self._held.keys() - state.keys():
@@ -88,7 +85,7 @@ class OwnState:
 
 
 class _Attribute:
-    """A random generator or number of the user's objects, with the attribute that contains it."""
+    """An attribute of the user's objects that contains a random generator or a number."""
 
     def __init__(self, owner: Any, name: str, value: Any = None) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -97,7 +94,7 @@ class _Attribute:
         return self._value if self._owner is None else vars(self._owner).get(self._name)
 
     def set(self, state: Any) -> None:
-        """Set the state of the random generator in this attribute; replace a number or another value."""
+        """Set the state of the random generator in this attribute, or replace the attribute's value."""
         before = self.value()
         if isinstance(state, list) and _kind_of(before) == state[0]:
             _SET[state[0]](before, state[1])
@@ -115,9 +112,9 @@ def _is_librarys(value: Any) -> bool:
 
 
 def _attribute_at(loader: Any, path: str) -> _Attribute:
-    """Return the attribute with a random generator that the data creates with its first batch.
+    """Return the attribute at a saved path, whose random generator the data creates with its first batch.
 
-    Raises `SnugfitError` if its owner does not exist.
+    Raises `SnugfitError` if the attribute's object does not exist.
     """
     owner, (*parents, name) = loader, path.split(".")
     for parent in parents:
@@ -131,7 +128,9 @@ def _attribute_at(loader: Any, path: str) -> _Attribute:
 
 
 def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
-    """Yield the attributes with a random generator or a counter, by their paths; the nearest first."""
+    """Yield the path and the attribute of each random generator or counter that is reachable from a loader,
+    the nearest first.
+    """
     waiting: list[tuple[str, Any, int]] = [("", loader, 0)]
     visited: set[int] = set()
     while waiting and len(visited) < MOST:
@@ -155,7 +154,9 @@ def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, value and owner of each child of an object; without an owner it cannot be replaced."""
+    """Yield the name and value of each attribute or element, and the object that contains it. That object is
+    None if the value cannot be replaced.
+    """
     import numpy
     import torch
 
@@ -231,7 +232,7 @@ _SET: dict[str, Callable[[Any, Any], None]] = {
 
 
 def _new_generator(kind: str, state: Any) -> Any:
-    """Return a new random generator in this state."""
+    """Return a new random generator of this class with this state."""
     import numpy
 
     bits = (getattr(numpy.random, state["bit_generator"])(),) if kind == "numpy" else ()

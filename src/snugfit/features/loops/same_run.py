@@ -1,11 +1,10 @@
-"""Comparison of a live run with the run that a checkpoint belongs to, for both `fit` and `accelerate`.
+"""Comparison of the current run with the run of a checkpoint, for both `fit` and `accelerate`.
 
-`snugfit.train` builds its run from a description and compares that (`training/run/run.py`). Here a run is
-defined by its facts (`training/checkpoint/facts.py`) and its recipe. Recipes may differ in slots that do not
-affect the states, with a warning. These are attention, checkpointing, micro-batches and the allocator (as
-after running out of memory), workers, and the rounding of matrix products. An optimizer is identified by its
-class and hyperparameters: fused or not, it is the same. Another precision, or other adapters, make another
-run.
+Two runs are the same if their facts (`training/checkpoint/facts.py`) and recipes agree. Recipes may differ in
+slots that do not affect the saved state, with a warning. These are attention, checkpointing, micro-batches,
+the allocator, workers, and the rounding of matrix products. Running out of memory can change some of them. An
+optimizer is identified by its class and hyperparameters, fused or not. Another precision, or other adapters,
+make another run.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def refuse_another_run(
 ) -> None:
     """Compare a checkpoint's description of its run with the current one, `now`.
 
-    Compared are the entries `names`, the recipe in the entry `recipe`, and the facts. Raises `UsageError` for
+    The entries `names`, the recipe in the entry `recipe`, and the facts are compared. Raises `UsageError` for
     another run's checkpoint. A difference that changes the bits of the results, such as one in `warned`,
     gives a warning.
     """
@@ -53,8 +52,8 @@ def refuse_another_run(
 
 
 def recipe_differences(before: str, now: str) -> tuple[list[str], list[str]]:
-    """Return the differences of two recipes in two lists: those that affect the state of a run, and those in
-    `FREE_SLOTS`, which do not.
+    """Return the differences of two recipes in two lists. The first affects the saved state of a run. The
+    second, of `FREE_SLOTS`, does not.
     """
     try:
         old, new = Recipe.parse(before), Recipe.parse(now)

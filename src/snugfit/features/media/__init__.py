@@ -1,2 +1,3 @@
-"""The feature `media`: pictures and sounds, with their tasks, synthetic batches, files, processors and
-samples."""
+"""The feature `media`: training on pictures and sounds, with synthetic batches, files, processors and
+samples.
+"""

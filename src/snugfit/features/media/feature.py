@@ -1,4 +1,4 @@
-"""Registration of the feature `media`: datasets of pictures and sounds."""
+"""Registration of the feature `media`: training tasks and datasets of pictures and sounds."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 
 
 class Media(Feature):
-    """The feature that reads rows of pictures or sounds, and folders of pictures."""
+    """The feature that reads datasets with pictures or sounds, and folders of pictures."""
 
     column_roles: ClassVar[tuple[str, ...]] = ("image", "audio")
 
     def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
-        """Return the function that reads pictures from folders named by class."""
+        """Return a function that reads the pictures in folders named by class; None if `folders` has no
+        pictures.
+        """
         from snugfit.features.media.picture_folders import ClassFolders, holds_pictures
 
         return partial(ClassFolders, folders=folders) if holds_pictures(folders) else None
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
-        """Return samples for a task of pictures or sounds; None for other tasks."""
+        """Return the dataset's rows as samples for a task with pictures or sounds; None for other tasks."""
         from snugfit.features.media.samples import INPUTS, read_samples
 
         return read_samples(rows, job, processor, tokenizer, **how) if job.task in INPUTS else None

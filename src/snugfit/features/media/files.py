@@ -1,4 +1,4 @@
-"""The file behind a picture or a sound: its path, its bytes, or its decoded content in a dataset's row.
+"""The picture or sound in a dataset's row: a path, the bytes of a file, or decoded content.
 
 | a row has                                | meaning                                             |
 |------------------------------------------|-----------------------------------------------------|
@@ -7,7 +7,7 @@
 | {"bytes": ..., "path": ...}              | as `datasets` and its Parquet files keep media      |
 | anything else                            | a decoded picture or sound                          |
 
-Nothing is downloaded.
+No file is downloaded.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from snugfit.errors import UsageError
 
 
 def path_in(value: Any, folder: Path) -> str | None:
-    """Return the path that a row's value gives; None if the value contains the file itself. A relative path
-    begins in `folder`."""
+    """Return the path of the media file that a row's value names; None if the value contains the file itself.
+    A relative path begins in `folder`.
+    """
     # A mapping with bytes contains the file itself, and its path is only a name.
     if isinstance(value, Mapping) and value.get("bytes") is None:
         value = value.get("path")
@@ -34,7 +35,7 @@ def path_in(value: Any, folder: Path) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaEntry:
-    """A row's value in the media column, and the location of the row."""
+    """A row's value in the column of pictures or sounds, and the location of the row."""
 
     value: Any
     """A path, bytes, a mapping of both, or decoded content."""
@@ -60,7 +61,9 @@ class MediaEntry:
         return self.where if path is None or path in self.where else f"{self.where}: {path}"
 
     def content(self) -> bytes | None:
-        """Return the bytes of the file; None if the value is decoded already. Raises `UsageError`."""
+        """Return the bytes of the media file; None if the value is decoded already. Raises `UsageError` for
+        an unreadable file.
+        """
         held = self.value.get("bytes") if isinstance(self.value, Mapping) else self.value
         if isinstance(held, bytes | bytearray | memoryview):
             return bytes(held)
@@ -75,7 +78,7 @@ class MediaEntry:
             ) from None
 
     def missing_error(self) -> UsageError:
-        """Return the error for a path without a file."""
+        """Return the error for a path at which there is no file."""
         return UsageError(f"{self.name}: no such file; correct the path.{self._hint()}")
 
     def _hint(self) -> str:

@@ -1,7 +1,7 @@
 """Shapes of synthetic pictures and sounds, read from a model's config.
 
-A picture has the size in the config. A sound has 30 seconds, the fixed input of Whisper's encoder, and the
-length used here for the other extractors. One sample is one of these (C channels, H x W pixels, M mel bins, F
+A picture has the size in the config. A sound has 30 seconds, the fixed input of Whisper's encoder. Other
+feature extractors get the same length. One sample is one of these (C channels, H x W pixels, M mel bins, F
 frames of 10 ms, P patches, D numbers of a patch or a frame):
 
 | the config of the encoder has             | input                 | shape of a sample              |
@@ -14,10 +14,10 @@ frames of 10 ms, P patches, D numbers of a patch or a frame):
 | none of these                             | input_values          | (samples), or (1, samples)     |
 | num_codebooks (Kyutai)                    | input_ids             | (frames, 1 + codebooks)        |
 
-A model with a decoder of its own takes its labels beside the sound. A language model with sound input takes
-the sound in the place of tokens. Their number depends on its code, and `_TOKENS` has it by architecture. Its
-batch is input_ids (B, A + T), of which the first A are placeholders of the sound. In seq2seq-lm there are S
-text tokens between the two. Labels are the last T tokens, and -100 before.
+A model with a decoder, such as Whisper, takes the labels as a separate input. A language model with sound
+input takes the sound in the place of tokens. Their number depends on its code, and `_TOKENS` has it by
+architecture. Its batch is input_ids (B, A + T), of which the first A are placeholders of the sound. In
+seq2seq-lm there are S text tokens between the two. Labels are the last T tokens, and -100 before.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ A text token and codes share each codec frame.
 
 @dataclass(frozen=True)
 class PictureInput(SampleInputs):
-    """The synthetic input of a model for pictures."""
+    """The shape of a model's picture input, which creates synthetic batches."""
 
     shape: tuple[int, ...]
     """The shape (C, H, W), or (P, D) of patches."""
@@ -91,7 +91,7 @@ class PictureInput(SampleInputs):
 
 @dataclass(frozen=True)
 class SoundInput(SampleInputs):
-    """The synthetic input of a model for sounds."""
+    """The shape of a model's sound input, which creates synthetic batches."""
 
     name: str
     """Name of the argument of `forward`."""
@@ -115,11 +115,13 @@ class SoundInput(SampleInputs):
 
     @property
     def frames(self) -> int:
-        """Return the number of frames of a sample, as its mask counts them."""
+        """Return the number of frames of a sample, the length of its attention mask."""
         return self.shape[0 if self.frames_first else -1]
 
     def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
-        """Return a sound, and for a language model with sound input its tokens (B, A + T)."""
+        """Return a batch of synthetic sounds, and for a language model with sound input its tokens (B, A +
+        T).
+        """
         import torch
 
         # A codec's stream has codes in the place of a wave.
@@ -150,7 +152,7 @@ class SoundInput(SampleInputs):
         return batch | {"input_ids": ids, "attention_mask": mask}
 
     def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
-        """Return the labels, or None for a model with a decoder of its own.
+        """Return the labels of a synthetic batch, or None for a model whose decoder has separate ones.
 
         A codec's labels are its stream of text. A language model with sound input has labels (B, A + T): its
         last T tokens, or all of them.
@@ -169,7 +171,7 @@ class SoundInput(SampleInputs):
 
 def pixels(config: Any) -> tuple[int, ...]:
     """Return the shape of one picture for a model with this config, (C, H, W) or (P, D). Configs of
-    convolutional networks have no size, because these accept any.
+    convolutional networks have no size, because these networks accept any.
     """
     vision = config if getattr(config, "image_size", None) else getattr(config, "vision_config", config)
     channels = getattr(vision, "num_channels", 3)
@@ -181,9 +183,7 @@ def pixels(config: Any) -> tuple[int, ...]:
 
 
 def sound(config: Any) -> SoundInput | None:
-    """Return the synthetic sound input for a model with this config; None for a model without a known sound
-    input.
-    """
+    """Return the `SoundInput` of a model with this config; None for a model without a known sound input."""
     model_type, part = config.model_type, _encoder(config)
     if model_type in _TOKENS:
         token = getattr(config, "audio_token_id", None)
@@ -225,7 +225,7 @@ def _encoder(config: Any) -> Any:
 
 
 def _features(model_type: str, part: Any) -> tuple[int, ...]:
-    """Return the shape of a spectrogram; empty where the model takes the wave itself."""
+    """Return the shape of a spectrogram; empty if the model takes the waveform itself."""
     bins, positions = getattr(part, "num_mel_bins", None), getattr(part, "max_source_positions", None)
     stacked = getattr(part, "feature_projection_input_dim", None) or getattr(part, "input_dim", None)
     if getattr(part, "conv_dim", None):  # wav2vec 2.0 and its kind have convolutions over the wave
@@ -253,7 +253,7 @@ def _pooled_tokens(config: Any, part: Any) -> int:
 
 
 def _merged_tokens(config: Any, part: Any) -> int:
-    """Return the number of tokens if Whisper's convolutions halve the frames, and four of those make a
+    """Return the number of tokens if Whisper's convolutions halve the frames, and four of those form one
     token.
     """
     return FRAMES // 8
@@ -300,36 +300,37 @@ ADDED = "voxtral_realtime"
 
 
 class Pictures(ModelInputs):
-    """Input type of models for pictures: its synthetic batches and labels."""
+    """Input type of models for pictures, with synthetic batches and labels."""
 
     task = tasks.PICTURES.name
     has_classes = True
 
     def of_job(self, job: Job, config: Any) -> PictureInput:
-        """Return the shape of the model's pictures."""
+        """Return the `PictureInput` with the shape of the model's pictures."""
         return PictureInput(pixels(config))
 
 
 class Sounds(ModelInputs):
-    """Input type of models for sounds, alone or among tokens: its synthetic batches and labels."""
+    """Input type of models for sounds, alone or among tokens, with synthetic batches and labels."""
 
     task = tasks.SOUNDS.name
     has_target = True
 
     def serves(self, task: str, architecture: str) -> bool:
-        """Return True if a model has sound input and the task has text labels."""
+        """Return True if models of this architecture take sounds and the task has text labels."""
         return task == self.task or (task == Task.SEQ2SEQ_LM and architecture in _TOKENS)
 
     def complete(self, config: Any) -> None:
-        """Set the config's placeholder token for sounds if it is missing: the hub's configs have one, and no
-        byte depends on its value."""
+        """Set the config's placeholder token for sounds if it is missing. Configs on the hub have one, and no
+        memory depends on its value.
+        """
         if config.model_type in _TOKENS and getattr(config, "audio_token_id", 0) is None:
             config.audio_token_id = 0
 
     def of_job(self, job: Job, config: Any) -> SoundInput:
-        """Return the model's sound input.
+        """Return the `SoundInput` with the shape of the model's sounds.
 
-        Raises `JobError` if its shape is unknown.
+        Raises `JobError` if the shape is unknown.
         """
         heard = sound(config)
         if heard is None:

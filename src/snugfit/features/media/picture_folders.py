@@ -1,13 +1,12 @@
-"""Pictures in folders named by their classes, as torchvision and `datasets` read them: the formats and the
-rows.
+"""Datasets of pictures in folders named by their classes, as torchvision and `datasets` read them.
 
     pets/cat/1.png
     pets/cat/2.png
     pets/dog/1.jpg
 
-Only the names are read here, and stored as bytes in one array, which worker processes share with their
+Only the file names are read here, and stored as bytes in one array. Worker processes share it with their
 parent. Classes are numbered in alphabetical order. `imagefolder` of `datasets` reads such folders too. But it
-takes classes named `train` and `test` for splits, and reads every file again at each start.
+reads classes named `train` and `test` as splits, and reads every file again at each start.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ def holds_pictures(folders: Sequence[Path]) -> bool:
 
 @final
 class ClassFolders(Rows):
-    """Rows of pictures in folders named by class: the picture's path as `image`, and the name of its folder
-    as `label`."""
+    """Dataset rows of pictures in folders named by class. Each has the picture's path as `image`, and the
+    folder's name as `label`.
+    """
 
     columns = ("image", "label")
 
@@ -52,7 +52,7 @@ class ClassFolders(Rows):
         self._owners = np.array(owners, dtype=np.int32)  # the number of each picture's class
 
     def _pictures(self, folder: Path) -> list[str]:
-        """Return the names of this folder's pictures, in order."""
+        """Return the sorted names of this folder's pictures."""
         # `scandir` has no fixed order, and samples need one in every run.
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         entries = [entry for entry in entries if not entry.name.startswith(".")]
@@ -82,13 +82,11 @@ class ClassFolders(Rows):
         return os.path.join(self.source, self._classes[self._owners[index]], name)
 
     def class_names(self, column: str) -> tuple[str, ...]:
-        """Return the names of the folders, for the column `label`."""
+        """Return the class names of the column `label`, which are the folders' names."""
         return self._classes if column == "label" else ()
 
     def notes(self) -> Iterator[str]:
-        """Yield a note with the number of files in the folders that are not pictures, and the name of the
-        first.
-        """
+        """Yield a note with the number of files that are not pictures, and the name of the first."""
         if self._other_files:
             first = self._other_files[0]
             yield f"{len(self._other_files)} files are not images and are ignored, the first is {first}."

@@ -1,7 +1,7 @@
 """Preparation of a picture as the model's input, by Pillow and the model's own image processor.
 
-It is rotated by its EXIF tag and converted to the model's channels, as in `datasets` and transformers'
-pipelines. The processor sets size, scale and normalisation. Nothing is random: a sample is the same in every
+A picture is rotated by its EXIF tag and converted to the model's channels, as in `datasets` and transformers'
+pipelines. The processor resizes, scales and normalizes it. No step is random: a sample is the same in every
 epoch, in every worker and after every restart.
 """
 
@@ -32,7 +32,7 @@ ORIENTATION, UPRIGHT = 0x0112, 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class PicturePreprocessor:
-    """Prepares the inputs of samples, one picture at a time."""
+    """Converts the pictures of samples to a model's input, one at a time."""
 
     processor: Any
     """The model's image processor of transformers."""
@@ -44,7 +44,9 @@ class PicturePreprocessor:
     """Name of the model's input."""
 
     def input_of(self, entry: MediaEntry) -> torch.Tensor:
-        """Return the pixels, (C, H, W) of fp32. Raises `UsageError` that names the row and its file."""
+        """Return a picture's pixels as the model's input, (C, H, W) of fp32. Raises `UsageError` that names
+        the row and its file.
+        """
         picture = self._in_mode(_open(entry), entry)
         try:
             pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
@@ -62,7 +64,7 @@ class PicturePreprocessor:
         return pixels
 
     def raw_bytes(self, entry: MediaEntry) -> bytes:
-        """Return the bytes for a checksum of the data: the file's bytes, or the decoded pixels."""
+        """Return a picture's bytes for a checksum of the dataset: the file's bytes, or the decoded pixels."""
         content = entry.content()
         if content is not None:
             return content
@@ -104,7 +106,7 @@ def _open(entry: MediaEntry) -> Image:
 
 
 def _array(entry: MediaEntry) -> np.ndarray:
-    """Return pixels that are in memory already as an array, (H, W) or (H, W, C) of uint8."""
+    """Return an already decoded picture as an array, (H, W) or (H, W, C) of uint8."""
     import numpy as np
 
     try:

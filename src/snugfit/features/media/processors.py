@@ -1,8 +1,8 @@
 """Loading of the model's image processor or feature extractor, and its settings for a checksum.
 
-It is found in a folder or in the hub's cache, like a tokenizer (`tokens.py`). Image processors have several
-implementations that differ in the last bits. The one that needs Pillow alone is used, so that a run is the
-same on every machine.
+The processor is loaded from a folder or the hub's cache, like a tokenizer (`tokens.py`). Image processors
+have several implementations that differ in the last bits. The implementation that needs only Pillow is used,
+so that a run is the same on every machine.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def load_processor(given: Any, job: Job) -> Any:
-    """Return the image processor or feature extractor with this name, in this folder, or in this processor.
+    """Return the image processor or feature extractor for the job's task.
 
-    Raises `UsageError`.
+    `given` is its name, its folder, or a processor of transformers, perhaps with several parts. Raises
+    `UsageError` if it cannot be loaded.
     """
     from transformers import AutoFeatureExtractor
 
@@ -60,21 +61,23 @@ _KINDS = {
 
 
 def own_folder(job: Job) -> Path | None:
-    """Return the model's folder, if it has a processor; None otherwise."""
+    """Return the model's folder if it contains a processor, else None."""
     folder = folder_of_model(job.model.name, job.model.origin)
     return folder if folder and has_processor(folder, job) else None
 
 
 def has_processor(given: Any, job: Job) -> bool:
-    """Return True if a folder, or a multi-part processor, contains the job's processor."""
+    """Return True if a folder, or a transformers processor with several parts, contains the processor for the
+    job's task.
+    """
     if isinstance(given, str | os.PathLike):
         return any((Path(given).expanduser() / name).exists() for name in FILES)
     return hasattr(given, _KINDS[job.task][0])
 
 
 def settings_of(preprocessor: Any) -> dict[str, Any]:
-    """Return the class and the settings of the transformers processor that a preprocessor uses, for a
-    checksum.
+    """Return the class and settings of the transformers processor in a preprocessor, for a checksum of the
+    dataset.
     """
     processor = getattr(preprocessor, fields(preprocessor)[0].name)
     settings = processor.to_dict() if hasattr(processor, "to_dict") else {}
@@ -92,8 +95,9 @@ def _load_image_processor(name: str, **options: Any) -> Any:
 
 
 def _by_its_class(folder: Path) -> Any:
-    """Return a processor of the class that a folder's config names, in the implementation that needs Pillow
-    alone."""
+    """Return the image processor of the class in a folder's config, in the implementation that needs only
+    Pillow.
+    """
     import transformers
 
     named = json.loads((folder / FILES[0]).read_text())["image_processor_type"].removesuffix("Fast")

@@ -1,10 +1,11 @@
-"""Samples of pictures and sound: labels and texts are read at the start, media when a sample is loaded.
+"""Samples of pictures and sounds. Labels and texts are read at the start, picture and sound files when a
+sample is loaded.
 
-A dataset of tokens is held in memory as a whole; one of pictures would not fit. So a run stores one label or
-text of each row, and the path of its file. The worker that builds the batch decodes a picture or sound,
-always to the same numbers. The existence of files is checked before the first step, and a decoding error
-appears when the sample is loaded. The first sample is built at once, so a processor that does not fit the
-model fails at the start.
+A dataset of tokens is held in memory as a whole; one of pictures would not fit. So only the label or text of
+each row, and the path of its file, are in memory. The loader's worker decodes a picture or sound, always to
+the same numbers. The existence of files is checked before the first step, and a decoding error appears when
+the sample is loaded. The first sample is built at once, so a processor with a wrong shape for the model fails
+at the start.
 
     {"pixel_values": (C, H, W), "label": 3}
     {"input_features": (M, F), "labels": [...]}      M mel bands by F frames, or "input_values": (samples)
@@ -64,7 +65,9 @@ RATE = "sampling_rate"
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MediaSamples(IndexedSamples):
-    """Samples of pictures or sounds, with a class, a number, or the tokens of the spoken text."""
+    """A dataset of pictures or sounds. Each sample has a class, a number, or the tokens of the spoken
+    text.
+    """
 
     media: Rows
     """The dataset's rows with only the columns of a sample."""
@@ -79,16 +82,16 @@ class MediaSamples(IndexedSamples):
         return len(self.media)
 
     def _sample(self, index: int, epoch: int) -> Sample:
-        """Return the sample, which is the same in every epoch."""
+        """Return the sample with this index as the model's input and its label, the same in every epoch."""
         entry = self._entry(self.media[index], index)
         return {self.preprocessor.input_name: self.preprocessor.input_of(entry), **self.target(index)}
 
     def collate_with(self, targets: Collate) -> MediaCollate:
-        """Return a function that batches inputs by their preprocessor."""
+        """Return the collate function: it batches inputs by the preprocessor, and labels by `targets`."""
         return MediaCollate(preprocessor=self.preprocessor, targets=targets)
 
     def checksum(self, index: int) -> bytes:
-        """Return a checksum of this sample's sources, without building it."""
+        """Return a checksum of a sample's file, label and processor settings, without building the sample."""
         checksum = hashlib.sha256(self.preprocessor.raw_bytes(self._entry(self.media[index], index)))
         settings = settings_of(self.preprocessor)
         checksum.update(json.dumps([self.target(index), settings], default=str).encode())
@@ -106,7 +109,7 @@ class MediaSamples(IndexedSamples):
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaCollate:
-    """A picklable function from samples of pictures or sound to the model's batch.
+    """A picklable collate function from samples of pictures or sound to the model's batch.
 
     Pictures and sound features of one shape are stacked: (B, C, H, W), (B, M, F). The feature extractor pads
     sounds of several lengths with its own value, and marks the padding in an attention mask.
@@ -138,8 +141,9 @@ def read_samples(
     pack: bool,
     label_names: Sequence[str],
 ) -> MediaSamples:
-    """Return the rows as samples, through the processor that was given; else that of the tokenizer's folder,
-    or of the model's own. Raise `UsageError` where there is none."""
+    """Return a dataset's rows as samples, through the given processor, else that in the tokenizer's folder or
+    the model's. Raises `UsageError` if there is none.
+    """
     if pack:
         raise UsageError(f"Packing joins texts, but the task {job.task} has none. Leave packing out.")
     sources = (processor, tokenizer if has_processor(tokenizer, job) else None, own_folder(job))
@@ -162,7 +166,9 @@ def read_samples(
 
 
 def _tokenizer_of(processor: Any) -> Any | None:
-    """Return the tokenizer in the processor's folder, or the processor's own part."""
+    """Return the folder of a processor, which also has its tokenizer, or the processor's attribute
+    `tokenizer`.
+    """
     if isinstance(processor, str | os.PathLike):
         return processor
     return getattr(processor, "tokenizer", None)
@@ -176,7 +182,7 @@ def media_samples(
     *,
     label_names: Sequence[str] = (),
 ) -> MediaSamples:
-    """Return the rows as samples of a job on pictures or sound.
+    """Return a dataset's rows as samples of a job on pictures or sound.
 
     `processor` is transformers' image processor or feature extractor; `tokenizer` is for the spoken texts of
     sounds. `label_names` is the order of classes in the training split, for an evaluation split. Raises
@@ -202,9 +208,9 @@ def media_samples(
 
 
 def _refuse_missing(media: Rows, column: str) -> None:
-    """Raise an error if a file of any row is missing.
+    """Raise an error if the picture or sound file of any row is missing.
 
-    Only the first row is checked for a path. If it contains the file itself, all rows are taken to do so.
+    If the first row contains the file itself, no row is checked.
     """
     if path_in(media.value(media[0], column, 0), media.folder_of(0)) is None:
         return
@@ -227,7 +233,9 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
 
 
 def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the class of each row, or its number for a regression, as fields of `MediaSamples`."""
+    """Return the class of each row (or its number for a regression) and the class names, as fields of
+    `MediaSamples`.
+    """
     values = [rows.value(row, column, index) for index, row in enumerate(rows)]
     if job.labels == 1:
         return {"label": regression_values(values, rows.where)}
@@ -239,7 +247,7 @@ def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> M
 
 
 def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[str, Any]:
-    """Return the tokens of the rows' texts, as fields of `MediaSamples`.
+    """Return the tokens of each row's spoken text, as fields of `MediaSamples`.
 
     The decoder's start token is removed if a tokenizer adds it, because the model adds it itself.
     """

@@ -1,10 +1,9 @@
-"""Preparation of a sound as the model's input: it is decoded, and converted by the model's own feature
-extractor.
+"""Conversion of a sound to the model's input, by decoding and by the model's own feature extractor.
 
 Python itself reads PCM `.wav`, and soundfile reads other files where it is installed. Several channels are
-averaged. A sound at another sampling rate is refused, with advice. At the wrong rate a model gets other
-words. Good resampling needs a library, and should run once and not in every epoch. A sound longer than the
-model's limit is refused too, and not cut, because its text would not be cut with it.
+averaged. A sound at another sampling rate raises an error with advice. At the wrong rate a model would
+recognize other words. Good resampling needs a library, and should run once and not in every epoch. A sound
+longer than the model's limit also raises an error. It is not cut, because its text would remain whole.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Sound(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SoundPreprocessor:
-    """Prepares the inputs of samples, one sound at a time."""
+    """Converts the sounds of samples to a model's input, one at a time."""
 
     extractor: Any
     """The model's feature extractor of transformers."""
@@ -53,8 +52,9 @@ class SoundPreprocessor:
         return name
 
     def input_of(self, entry: MediaEntry) -> np.ndarray:
-        """Return the features, (M, F) or (samples) of fp32. Raises `UsageError` that names the row and its
-        file."""
+        """Return a sound's features, (M, F) or (samples) of fp32. Raises `UsageError` that names the row and
+        its file.
+        """
         sound = _decode(entry)
         self._refuse(sound, entry)
         try:
@@ -73,13 +73,13 @@ class SoundPreprocessor:
         return features.astype("float32", copy=False)
 
     def pad(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Pad the features of sounds of several lengths, and return them with a mask."""
+        """Pad the features of sounds to one length. Return them with an attention mask."""
         lists = {self.input_name: [features.numpy() for features in inputs]}
         padded = self.extractor.pad(lists, padding=True, return_attention_mask=True, return_tensors="pt")
         return dict(padded)
 
     def raw_bytes(self, entry: MediaEntry) -> bytes:
-        """Return the bytes for a checksum of the data: the file's bytes, or the decoded sound."""
+        """Return a sound's bytes for a checksum of the dataset: the file's bytes, or the decoded sound."""
         content = entry.content()
         return content if content is not None else _in_memory(entry).samples.tobytes()
 
@@ -126,7 +126,7 @@ def _in_memory(entry: MediaEntry) -> Sound:
 
 
 def _array(value: Any, entry: MediaEntry) -> np.ndarray:
-    """Return a sound that is in memory already, (N) of floats or of 16-bit integers, as fp32."""
+    """Return an already decoded sound, (N) of floats or of 16-bit integers, as fp32."""
     import numpy as np
 
     try:
@@ -146,7 +146,7 @@ def _array(value: Any, entry: MediaEntry) -> np.ndarray:
 
 
 def _read(content: bytes, entry: MediaEntry) -> Sound:
-    """Return the sound in a file's bytes."""
+    """Return the decoded sound in a file's bytes."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             return _pcm(file, entry)
@@ -183,7 +183,9 @@ def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
 
 
 def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
-    """Return the sound in a file that is not a PCM `.wav`; `said` is the error of Python's own reader."""
+    """Decode a file that is not a PCM `.wav` by the package soundfile. `said` is the error of Python's own
+    reader.
+    """
     try:
         soundfile = importlib.import_module("soundfile")
     except ImportError:

@@ -1,4 +1,4 @@
-"""The tasks of models of pictures and sounds."""
+"""The training tasks of models for pictures and sounds."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The feature `page`: results as HTML pages, pictures and output of notebook cells."""
+"""The feature `page`: results of commands as HTML pages, plots and output of notebook cells."""

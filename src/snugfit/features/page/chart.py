@@ -1,4 +1,6 @@
-"""The charts of a result as plain data. `document.py` puts them on a page, `static.py` draws a file."""
+"""The charts of a command's result as plain data. `document.py` puts them on a page, `static.py` draws them
+to a file.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ class BarFigure(NamedTuple):
 
 
 class BarGroup(NamedTuple):
-    """Bars of a chart that share a name, such as a recipe: one for each series."""
+    """Bars of a chart that share a name, such as a recipe's, with one bar for each series."""
 
     name: str
     bars: Sequence[BarFigure | None]
@@ -109,7 +111,7 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The timeline of a step: when the host launches each phase, and when the device runs it."""
+    """The timeline of a training step: each phase's launches on the host, and its run on the device."""
 
     spans: Sequence[PhaseSpan]
     end_seconds: float
@@ -117,7 +119,7 @@ class Timeline:
 
 
 class RecipePoint(NamedTuple):
-    """One recipe of a plan's Pareto front, as a point."""
+    """One recipe of a plan's Pareto front (of memory and speed), as a point of the chart."""
 
     number: int
     recipe: str
@@ -131,7 +133,7 @@ class RecipePoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Front:
-    """The chart of a Pareto front: memory against speed, one point for each recipe."""
+    """The chart of a plan's Pareto front: memory against speed, one point for each recipe."""
 
     points: Sequence[RecipePoint]
     limit: int | None
@@ -164,7 +166,7 @@ class Chart:
 
 
 class Figure(NamedTuple):
-    """One large number at the top of a page, with its name and a remark."""
+    """One large number at the top of a page, such as the memory, with its name and a remark."""
 
     name: str
     value: str
@@ -176,7 +178,7 @@ class Figure(NamedTuple):
 
 
 class PageParts(NamedTuple):
-    """The title, charts and texts of a result, for a page, a plot or a notebook's cell."""
+    """The title, charts and texts of a command's result, for a page, a plot or a notebook cell."""
 
     title: str
     """The verdict in everyday words."""
@@ -193,5 +195,5 @@ class PageParts(NamedTuple):
 
     @property
     def meanings(self) -> Iterable[str]:
-        """Entries of the legend for all colours and lines, in the order of their first use."""
+        """Entries of the legend for all colours and lines of the charts, in the order of their first use."""
         return dict.fromkeys(meaning for chart in self.charts for meaning in chart.drawing.meanings)

@@ -1,4 +1,4 @@
-"""Colours by meaning, the same in every picture of a page, a plot and a notebook's cell."""
+"""Colours of memory categories and lines, the same on every page, plot and notebook cell."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PAPER = {"ink": "#1b1f24", "faint": "#5b6470", "rule": "#d9dde2", "bad": "#b3261
 
 
 def colours_of(meanings: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each entry of a legend. Entries without their own colour get the next free one."""
+    """Return a colour for each entry of a legend. Entries without a fixed colour get the next free one."""
     table: dict[str, str] = {}
     further = iter(_FURTHER)
     for meaning in dict.fromkeys(meanings):

@@ -1,8 +1,9 @@
-"""A page or a notebook's cell around the charts of a result.
+"""An HTML page, or the output of a notebook cell, with the charts of a command's result.
 
-A page has Apache ECharts inline (`echarts/`), so that it needs no network. The charts' data are JSON in the
-page, and `templates/charts.js` draws them. Bars and timelines are plain HTML. Without JavaScript the tables
-have the same figures. A notebook's cell has no script and no library: its pictures are one static image.
+A page contains the library Apache ECharts (`echarts/`), so that it needs no network. The charts' data are
+JSON in the page, and `templates/charts.js` draws them. Bars and timelines are plain HTML. Without JavaScript
+the tables have the same numbers. A notebook cell has no script and no library: its charts are one static
+image.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ MOST_ROWS, MOST_CHARTS = 60, 4
 
 
 def document(parts: PageParts, *, command: str, versions: Mapping[str, str], when: datetime) -> str:
-    """Return a whole HTML page that needs no other file and no network.
+    """Return an HTML page with the charts and the report, which needs no other file and no network.
 
-    `command` is the command line that made it; `versions` are those of the packages behind the result.
+    `command` is the command line that produced the result; `versions` are those of the packages behind it.
     """
     # The template draws bars and timelines without the chart library.
     drawn = [chart for chart in parts.charts if not isinstance(chart.drawing, Bars | Timeline)]
@@ -59,7 +60,7 @@ def document(parts: PageParts, *, command: str, versions: Mapping[str, str], whe
 
 
 def fragment(parts: PageParts) -> str:
-    """Return the contents of `document` for a notebook's cell: an inert fragment with a static picture."""
+    """Return the contents of `document` as HTML for a notebook cell, with a static picture and no script."""
     picture = ""
     if parts.charts:
         shown = parts._replace(charts=parts.charts[:MOST_CHARTS])
@@ -68,7 +69,7 @@ def fragment(parts: PageParts) -> str:
 
 
 def _shorten(svg: bytes) -> bytes:
-    """Return a drawing without metadata, and with short paths."""
+    """Return an SVG drawing without metadata, and with short paths."""
     bare = re.sub(r"<metadata>.*?</metadata>", "", svg.decode("utf-8"), flags=re.DOTALL)
     return re.sub(r' d="([^"]*)"', lambda path: f' d="{_shorten_path(path[1])}"', bare).encode("utf-8")
 
@@ -86,8 +87,7 @@ def _shorten_path(path: str) -> str:
 
 
 def _fill(template: str, parts: PageParts, **further: Any) -> str:
-    """Return a template filled with a page's parts. Words from foreign files lose their control
-    characters."""
+    """Return an HTML template filled with a page's parts. Control characters in texts are removed."""
     return (
         _templates()
         .get_template(template)
@@ -107,7 +107,7 @@ def _kind_of(chart: Chart) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """Return data for JSON, with named tuples as objects and without control characters in texts."""
+    """Convert data for JSON: named tuples become objects, and texts lose their control characters."""
     if isinstance(value, str):
         return harmless(value)
     # A named tuple is a tuple too, so it is recognised first.

@@ -1,4 +1,6 @@
-"""The chart of a plan's Pareto front: memory against speed, one point for each recipe."""
+"""The chart of a plan's Pareto front: memory against speed, one point for each recipe (its training
+techniques).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from snugfit.units import show_bytes, show_mib, show_seconds
 
 
 def draw_front(plan: Plan) -> Chart:
-    """Return the chart of the front's recipes, the best one, and the memory limit. Numbers are those of the
-    table."""
+    """Return the chart of the recipes on a plan's Pareto front, with the best one and the memory limit. The
+    points have the numbers of the table.
+    """
     front = plan.fitting_first
     speeds = [plan.speed(choice) for choice in front]
     points = [

@@ -1,4 +1,4 @@
-"""The headline of a result in everyday words, and the four numbers below it."""
+"""The headline of a command's result in everyday words, and the large numbers below it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXACT = 0.005
 
 
 class Headline(NamedTuple):
-    """A title, and its tone for colours: `good`, `tight`, `bad`, or empty for no verdict."""
+    """The headline of a page, and its tone for colours: `good`, `tight`, `bad`, or empty."""
 
     title: str
     tone: str = ""
@@ -57,7 +57,9 @@ def of_measurement(one: Measurement) -> Headline:
 
 
 def of_comparison(one: Comparison) -> Headline:
-    """Return the headline for a prediction next to its measurement: a sentence on the error of the memory."""
+    """Return the headline for a prediction next to its measurement: a sentence on the error of the predicted
+    memory.
+    """
     error = next(
         (e for figure in ("nvml_bytes", "reserved_bytes") if (e := one.error(figure)) is not None), None
     )
@@ -71,7 +73,7 @@ def of_comparison(one: Comparison) -> Headline:
 
 
 def of_recipes(compared: RecipeComparison) -> Headline:
-    """Return the headline for several recipes: a sentence on how many of them fit."""
+    """Return the headline for a comparison of recipes: a sentence on how many of them fit into memory."""
     several = compared.predictions
     name, where = _model(several[0].job), _place(several[0].gpu, several[0].gpus)
     fitting = sum(one.fits is True for one in several)
@@ -83,7 +85,7 @@ def of_recipes(compared: RecipeComparison) -> Headline:
 
 
 def of_gpu_plans(several: GpuPlans) -> Headline:
-    """Return the headline for plans on many GPUs: a sentence on how many GPUs fit a recipe."""
+    """Return the headline for plans on many GPUs: a sentence on the number of GPUs on which a recipe fits."""
     fitting, whole = len(several.fitting), len(several.answers)
     count = f"{fitting} of {whole} GPUs" if fitting else "None of these GPUs"
     return Headline(
@@ -92,8 +94,9 @@ def of_gpu_plans(several: GpuPlans) -> Headline:
 
 
 def figures_of_prediction(one: Prediction) -> list[Figure]:
-    """Return the large numbers of a page: the memory, the spare bytes, the seconds of a step and the samples
-    per second."""
+    """Return the large numbers of a prediction's page: memory, free memory, step time and samples per
+    second.
+    """
     tone = of_prediction(one).tone
     per_gpu = ", on each GPU" if one.gpus > 1 else ""
     return [
@@ -103,8 +106,9 @@ def figures_of_prediction(one: Prediction) -> list[Figure]:
 
 
 def figures_of_plan(plan: Plan) -> list[Figure]:
-    """Return the large numbers of a page for the best recipe, or the nearest miss: memory, spare bytes,
-    seconds and throughput."""
+    """Return the large numbers of a plan's page, for the best recipe or the nearest to fitting. They are
+    memory, free memory, step time and throughput.
+    """
     shown = plan.best_or_nearest
     source = "predicted" if plan.best else "predicted, of the nearest miss"
     memory = _memory(shown.needed_bytes, plan.memory_bytes, of_plan(plan).tone, source, plan.headroom_bytes)
@@ -112,7 +116,9 @@ def figures_of_plan(plan: Plan) -> list[Figure]:
 
 
 def figures_of_recipes(compared: RecipeComparison) -> list[Figure]:
-    """Return the least memory of all recipes, and the fastest step of those that fit."""
+    """Return the large numbers of a comparison's page: the least memory of all recipes, and the fastest step
+    of those that fit.
+    """
     smallest = min(compared.predictions, key=attrgetter("needed_bytes"))
     figures = [Figure("Least memory", show_bytes(smallest.needed_bytes), f"predicted, {smallest.recipe}")]
     if (best := compared.best) and (speed := best.speed):
@@ -140,7 +146,9 @@ def figures_of_gpu_plans(several: GpuPlans) -> list[Figure]:
 
 
 def figures_of_measurement(one: Measurement) -> list[Figure]:
-    """Return the measured memory, the memory left, the seconds of a step and the samples per second."""
+    """Return the large numbers of a measurement's page: memory, free memory, step time and samples per
+    second.
+    """
     size, whole = measured_bytes(one), one.device.total_bytes
     figures = _memory(size, whole, "", "measured", 0) if size and whole else []
     if timing := one.timing:
@@ -158,7 +166,9 @@ def figures_of_measurement(one: Measurement) -> list[Figure]:
 
 
 def figures_of_comparison(one: Comparison) -> list[Figure]:
-    """Return the predicted and the measured memory, and the predicted and measured seconds."""
+    """Return the large numbers of a page: predicted and measured memory, and predicted and measured step
+    time.
+    """
     known = {line.figure: line for line in one.lines}
     figures = []
     if line := known.get("nvml_bytes", known.get("reserved_bytes", one.worst)):
@@ -181,7 +191,7 @@ def _error(error: float) -> str:
 
 
 def measured_bytes(one: Measurement) -> int | None:
-    """Return the measured peak as NVML counts it, or else as the allocator does; None without figures."""
+    """Return the measured peak memory by NVML, or else by PyTorch's allocator; None without a measurement."""
     footprint = one.footprint
     sizes = (footprint.nvml_bytes, footprint.reserved_bytes, footprint.requested_bytes) if footprint else ()
     return next((size for size in sizes if size), None)

@@ -1,4 +1,4 @@
-"""The chart of bytes by category during a step, with its phases and micro-batches."""
+"""The chart of memory by category (such as activations) during a step, with its phases and micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def memory_over_step(
     moment: Moment | None = None,
     turn: str = "step",
 ) -> Chart:
-    """Return the chart of bytes by category during a step, of reserved bytes, and of the memory limit.
+    """Return the chart of memory by category (such as activations) during a step, reserved memory, and the
+    memory limit.
 
     `moment` is that of the whole run's peak. It names the curve's peak if both are in the same phase.
     `turn` is the noun for a step.

@@ -1,4 +1,4 @@
-"""Charts of the bytes by module at the peak, and of the phases of host and device."""
+"""Charts of the memory by module at the peak, and of a step's phases on host and device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOP = "(the loop)"
 
 
 def modules_at_peak(modules: Sequence[ModuleLine]) -> Chart:
-    """Return the chart of the bytes at the peak by the module that allocated them, and by category."""
+    """Return the chart of the memory at the peak, by the module that allocated it and by category."""
     whole = sum(line.bytes for line in modules) or 1
     first = modules[0]
     return Chart(

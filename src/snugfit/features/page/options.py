@@ -1,4 +1,4 @@
-"""The options `--html`, `--open` and `--plot`, and the files that they name."""
+"""The options `--html`, `--open` and `--plot`, and the writing of the files that they name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Open = Annotated[
 
 
 def _pictures(*, html: Html = None, open: Open = False, plot: Plot = None) -> None:
-    """Declare, as parameters, the options `--html`, `--open` and `--plot` of commands whose answers have
+    """Declare, as parameters, the options `--html`, `--open` and `--plot` of commands whose results have
     charts.
     """
 
@@ -47,19 +47,19 @@ _PICTURES = inspect.signature(_pictures, eval_str=True).parameters
 
 
 def options(command: str) -> list[inspect.Parameter]:
-    """Return the options of a command; empty for one whose answers have no charts."""
+    """Return the options of this feature for a command; empty if its result has no charts."""
     return list(_PICTURES.values()) if command in COMMANDS else []
 
 
 def check_options(command: str, flags: Mapping[str, Any], gpus: int) -> None:
-    """Raise `UsageError` for options that a plan for several GPUs does not take."""
+    """Raise `UsageError` for options of this feature that a plan for several GPUs does not support."""
     several = command in ("plan", "gpus") and (flags.get("gpus") is not None or gpus != 1)
     if several and (alone := [f"--{name}" for name in _PICTURES if flags.get(name)]):
         raise UsageError(f"`{command}` with --gpus does not take {', '.join(alone)}. Leave it out.")
 
 
 def write_pictures(flags: Mapping[str, Any], answer: object) -> None:
-    """Draw the answer into the requested page and plot, if any, and open the page for `--open`."""
+    """Write a result's page and plot to the requested files, and open the page for `--open`."""
     html, opens, plot = (flags.get(name) for name in _PICTURES)
     if not (html or plot or opens):
         return
@@ -84,7 +84,9 @@ def write_pictures(flags: Mapping[str, Any], answer: object) -> None:
 
 
 def _open(page: Path) -> None:
-    """Open a page in the browser, or print that there is none. A text browser would take the terminal."""
+    """Open a page in the browser, or print that there is none. A text-mode browser is not used, because it
+    would occupy the terminal.
+    """
     import webbrowser
 
     try:

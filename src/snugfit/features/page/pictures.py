@@ -1,4 +1,4 @@
-"""The charts of each type of result, and the page, plot and notebook cell that show them."""
+"""The page, plot and notebook output for each type of result, such as a prediction."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ BESIDE = (PREDICTED, MEASURED)
 
 @dataclass(frozen=True)
 class PageMaker:
-    """Functions that draw the page of one class of result, such as predictions. Another feature has those of
-    its own results in its `plot.py`.
+    """Functions that make the page for one class of result, such as predictions. Another feature provides
+    those for its own results in its `plot.py`.
     """
 
     kind: type
@@ -49,7 +49,9 @@ class PageMaker:
 
 
 def parts_of(answer: object) -> PageParts | None:
-    """Return the page of this answer; None for one without charts. The parts themselves are an answer too."""
+    """Return the page's parts for this result; None if it has no charts. A `PageParts` is returned
+    unchanged.
+    """
     if isinstance(answer, PageParts):
         return answer
     if make := _PARTS.get(type(answer)):
@@ -59,9 +61,9 @@ def parts_of(answer: object) -> PageParts | None:
 
 
 def draw_page(parts: PageParts, used: Mapping[str, str], *, command: str = "") -> bytes:
-    """Return the charts of an answer, with its whole report as text, as one self-contained page.
+    """Return the charts and the report of a result as one self-contained HTML page.
 
-    `used` has versions of packages behind the answer, and `command` is the command line that made it.
+    `used` has the versions of packages behind the result, and `command` is the command line that produced it.
     """
     named = versions() | dict(used)
     shown = {name: named[name] for name in SHOWN_VERSIONS if name in named}
@@ -69,8 +71,9 @@ def draw_page(parts: PageParts, used: Mapping[str, str], *, command: str = "") -
 
 
 def draw_prediction(one: Prediction) -> list[Chart]:
-    """Return bytes through the step, bytes by module, and the step's timeline, as far as they are
-    predicted."""
+    """Return the charts of a prediction: memory during the step, memory by module, and the step's timeline.
+    Charts without predicted data are left out.
+    """
     anatomy, charts = one.anatomy, []
     if anatomy.curve and anatomy.curve[0].kinds:
         over_step = memory_over_step(
@@ -92,7 +95,7 @@ def draw_prediction(one: Prediction) -> list[Chart]:
 def draw_bars(
     title: str, groups: Sequence[BarGroup], series: Sequence[str], limit: float | None = None
 ) -> Chart:
-    """Return a chart with a name and bars for each group, one bar for each series."""
+    """Return a bar chart with a name for each group, and in each group one bar for each series."""
     return Chart(
         title=title, about=f"Bars: {title}.", drawing=Bars(series=series, groups=groups, limit=limit)
     )
@@ -109,7 +112,7 @@ def _of_prediction(one: Prediction) -> PageParts:
 
 
 def _of_recipes(compared: RecipeComparison) -> PageParts:
-    """Return the page of a comparison: the memory of each recipe side by side, and each recipe's bytes during
+    """Return the page for a comparison of recipes: their memory side by side, and each one's memory during
     the step.
     """
     several = compared.predictions
@@ -211,7 +214,7 @@ def _size(size: float) -> BarFigure:
 
 
 def _seconds(seconds: float, speed: StepSpeed | None = None) -> BarFigure:
-    """Return a bar of seconds, with the range of a predicted speed."""
+    """Return a bar for a number of seconds, with the range of a predicted speed."""
     if speed is None or speed.low_seconds is None or speed.high_seconds is None:
         return BarFigure(seconds, show_seconds(seconds))
     low, high = speed.low_seconds, speed.high_seconds

@@ -1,4 +1,4 @@
-"""The charts of a result as one `png` or `svg` file of matplotlib, for `--plot` and notebooks.
+"""The charts of a command's result as one `png` or `svg` file of matplotlib, for `--plot` and notebooks.
 
 The file is a column of blocks: sentences, the legend, and each chart with its title and note. Each block has
 a known height in inches. So the figure's height is their sum.
@@ -57,7 +57,8 @@ class PlotBlock(NamedTuple):
 def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool = False) -> bytes:
     """Return a picture of a result as a file: the headline, the charts and the warnings.
 
-    Without `with_words` it has the charts alone. A `coarse` file has fewer points, and texts as text.
+    Without `with_words` the file has the charts alone. A `coarse` file has fewer points, and letters as text
+    instead of paths.
     """
     blocks = [_words([parts.title, *parts.lines], bold=True)] if with_words else []
     blocks += [_legend(parts)] if parts.meanings else []
@@ -80,7 +81,7 @@ def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool =
 
 
 def _thin(shape: Any) -> Any:
-    """Reduce a curve to the highest point of each short interval; return other drawings unchanged."""
+    """Reduce a memory curve to the highest point of each short interval. Return other charts unchanged."""
     if not isinstance(shape, MemoryCurve) or len(shape.positions) <= COARSE:
         return shape
     totals = [sum(sizes) for sizes in zip(*(layer.bytes for layer in shape.layers), strict=True)]
@@ -101,7 +102,7 @@ def _thin(shape: Any) -> Any:
 
 
 def _words(paragraphs: Sequence[str], *, bold: bool = False, size: int = SIZE) -> PlotBlock:
-    """Return a block of the picture with wrapped paragraphs of text, the first one large for `bold`."""
+    """Return a block of the picture with wrapped paragraphs of text. With `bold`, the first one is large."""
     room = WIDTH - 2 * MARGIN
     lines = []
     for number, paragraph in enumerate(paragraphs):
@@ -161,7 +162,9 @@ def _line_style(meaning: str) -> dict[str, Any]:
 
 
 def _chart_blocks(chart: Chart, parts: PageParts) -> list[PlotBlock]:
-    """Return the blocks of a chart: its title, its drawing, its note, and the names of its numbers."""
+    """Return the blocks of the picture for one chart: its title, drawing, note, and the explanation of its
+    numbers.
+    """
     colours = colours_of(parts.meanings)
     shape = chart.drawing
     if isinstance(shape, MemoryCurve):
@@ -207,7 +210,7 @@ def _unit(top: float) -> tuple[int, str]:
 
 
 def _byte_axis(axes: Axes, top: float) -> int:
-    """Scale an axis of bytes up to `top`, and return its unit."""
+    """Scale an axis for bytes from 0 to `top`, and return the bytes of its unit, such as GiB."""
     unit, name = _unit(top)
     axes.set_ylim(0.0, 1.08 * top / unit)
     axes.set_ylabel(name, fontsize=SIZE)
@@ -246,8 +249,8 @@ def _memory(axes: Axes, curve: MemoryCurve, colours: dict[str, str]) -> None:
 
 
 def _passages(axes: Axes, passages: Sequence[Passage], room: float, *, minor: bool) -> None:
-    """Write the names of the step's phases below a time axis where they are wide enough. Micro-batches have
-    theirs below the phases.
+    """Write the names of the step's phases below a time axis where they are wide enough. Names of
+    micro-batches are below those of phases.
     """
     shown = [one for one in passages if LETTER * len(one.name) <= (one.end - one.start) * room]
     middles = [(one.start + one.end) / 2 for one in shown]
@@ -361,8 +364,9 @@ def _timeline(axes: Axes, shape: Timeline) -> None:
 
 
 def _front(axes: Axes, shape: Front) -> None:
-    """Draw the recipes of a Pareto front as points. A point too close to a numbered one has no number; the
-    best has one."""
+    """Draw the recipes of a Pareto front as points. A point too close to a numbered one has no number, but
+    the best recipe always has one.
+    """
     unit = _byte_axis(axes, max(*(point.bytes for point in shape.points), shape.limit or 0))
     # Without seconds all speeds are 0, and the axis still needs a length.
     fastest = 1.08 * max(point.speed for point in shape.points) or 1.0

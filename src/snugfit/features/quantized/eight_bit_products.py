@@ -1,10 +1,9 @@
-"""Matrix products with bitsandbytes' 8-bit weights (LLM.int8(), arXiv 2208.07339), simulated as they run on a
-GPU.
+"""Simulation of matrix products with bitsandbytes' 8-bit weights on a GPU (LLM.int8(), arXiv 2208.07339).
 
 bitsandbytes quantizes the inputs of each product in float16 and multiplies integers. The result is rescaled
-in float16 and cast to the dtype of the inputs. The backward pass dequantizes the whole weight. The inputs
-stay with the graph itself, so no checkpoint frees them. `MatMul8bitLt` chooses columns of outliers by their
-values, which shapes do not have. They are few, and here there are none.
+in float16 and cast to the dtype of the inputs. The backward pass dequantizes the whole weight. The autograd
+graph keeps the inputs itself, so activation checkpointing does not free them. `MatMul8bitLt` chooses outlier
+columns by values, which tensors on `meta` do not have. Outlier columns are few, and the simulation has none.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def eight_bit_products(policy: Policy) -> Iterator[None]:
-    """Context in which products with 8-bit weights run on `meta` as on the simulated device.
+    """Context in which products with 8-bit weights run on `meta` tensors as on the simulated GPU.
 
-    Without an imported bitsandbytes the context has no effect.
+    If bitsandbytes is not imported, the context has no effect.
     """
     if "bitsandbytes" not in sys.modules:
         yield
@@ -41,17 +40,23 @@ def eight_bit_products(policy: Policy) -> Iterator[None]:
 
 
 def _product_of(functions: Any) -> Any:
-    """Return bitsandbytes' autograd function for products, with a forward pass on shapes."""
+    """Return a subclass of bitsandbytes' autograd function for products, whose forward pass runs on `meta`
+    tensors.
+    """
     import torch
 
     ops: Any = torch.ops.bitsandbytes
 
     class Product(functions.MatMul8bitLt):  # type: ignore[misc]
-        """bitsandbytes' autograd function of a matrix product, for inputs without outlier columns."""
+        """Subclass of bitsandbytes' autograd function for a matrix product, for inputs without outlier
+        columns.
+        """
 
         @staticmethod
         def forward(ctx: Any, A: Any, B: Any, out: Any = None, bias: Any = None, state: Any = None) -> Any:
-            """Return the product, after allocating the tensors of the kernels for a GPU."""
+            """Return the product on `meta` tensors, after allocating the temporary tensors of the GPU
+            kernels.
+            """
             shape = A.shape
             if len(shape) == 3:
                 A = A.reshape(-1, shape[-1])

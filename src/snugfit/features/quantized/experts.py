@@ -1,7 +1,9 @@
-"""Experts in a model with 4-bit weights: they stay unquantized, and adapters on them are large. bitsandbytes
-replaces linear layers. transformers 5 keeps all experts of a layer in one parameter with three dimensions,
-which is not a linear layer. peft adapts such a parameter if it is a target, with one pair of matrices for
-each expert.
+"""Mixture-of-experts weights in a model with 4-bit weights: they stay unquantized, and adapters on them are
+large.
+
+bitsandbytes replaces linear layers. transformers 5 stores all experts of a layer in one parameter with three
+dimensions, which is not a linear layer. peft adapts such a parameter if it is a target, with one pair of
+matrices for each expert.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ _ADAPTER = re.compile(r"(?:\.base_layer)*\.lora_\w+(?:\.\w+)?$")
 
 
 def doubts_on_experts(setup: Setup, blocks: Sequence[Block], missing: int) -> list[str]:
-    """Return warnings about unquantized experts and about their adapters.
+    """Return warnings about unquantized experts and about large adapters on them.
 
-    `missing` is the number of bytes that do not fit.
+    `missing` is the number of bytes by which the step exceeds the memory.
     """
     if QUANTIZE.of(setup) is None:
         return []
@@ -54,7 +56,7 @@ def doubts_on_experts(setup: Setup, blocks: Sequence[Block], missing: int) -> li
 
 
 def _about_adapters(blocks: Sequence[Block], experts: set[str], missing: int) -> Iterator[str]:
-    """Yield a warning about large adapters of experts, with targets that leave them out."""
+    """Yield a warning about large adapters on experts, with LoRA targets that leave them out."""
     nbytes, attention = 0, dict[str, None]()
     for block in blocks:
         module, adapters = _ADAPTER.subn("", block.module)

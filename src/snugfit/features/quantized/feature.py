@@ -27,7 +27,9 @@ class Quantized(Feature):
     needs: ClassVar[Mapping[str, str]] = {"qlora": "adapters"}
 
     def handlers(self) -> Sequence[Any]:
-        """Return the handlers of the fields `quantize` and `float8`."""
+        """Return the handlers that apply the fields `quantize` and `float8` of `Setup` (a recipe's
+        settings).
+        """
         from snugfit.features.quantized.float8 import Float8Handler
         from snugfit.features.quantized.quantize import QuantizeHandler
 
@@ -36,7 +38,7 @@ class Quantized(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which products with quantized weights run on shapes."""
+        """Return a context in which matrix products with quantized weights run on `meta` tensors."""
         from snugfit.features.quantized.eight_bit_products import eight_bit_products
         from snugfit.features.quantized.four_bit_products import four_bit_products
 
@@ -44,7 +46,7 @@ class Quantized(Feature):
         return eight_bit_products(policy) if wish and wish.bits == 8 else four_bit_products(policy)
 
     def timing_doubts(self, setup: Setup) -> Sequence[str]:
-        """Return a warning about the predicted seconds of products with 8-bit weights."""
+        """Return a warning about the predicted time of matrix products with 8-bit weights."""
         wish = QUANTIZE.of(setup)
         if wish is None or wish.bits != 8:
             return ()
@@ -55,19 +57,21 @@ class Quantized(Feature):
         )
 
     def packed_dtype(self, tensor: Any) -> str:
-        """Return `nf4` or `fp4` for a tensor of packed 4-bit numbers of bitsandbytes; empty for other
+        """Return `nf4` or `fp4` for a tensor with packed 4-bit weights of bitsandbytes; empty for other
         tensors.
         """
         return getattr(tensor, "quant_type", "") if getattr(tensor, "quant_state", None) is not None else ""
 
     def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
-        """Return a warning about experts that stay in 16 or 32 bits, and one about their adapters."""
+        """Return a warning about experts that stay in 16 or 32 bits, and one about adapters on them."""
         from snugfit.features.quantized.experts import doubts_on_experts
 
         return doubts_on_experts(setup, blocks, missing)
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
-        """Return the objects and attribute names that contain the scales and code books of a 4-bit weight."""
+        """Return the objects and attribute names that hold the scales and code books (tables of values) of a
+        4-bit weight.
+        """
         from snugfit.features.quantized.quantized_weights import scales_in_order
 
         return scales_in_order(weight)

@@ -1,4 +1,4 @@
-"""The fields of `Setup` that the feature `quantized` adds."""
+"""The fields that the feature `quantized` adds to `Setup` (a recipe's settings)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class QuantizeWish:
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Wish:
-    """Value of the field `float8`: products of linear layers in 8-bit floats."""
+    """Value of the field `float8`: matrix products of linear layers in 8-bit floats."""
 
     recipe: str = "tensorwise"
     """torchao's name for the range of one scale: a whole matrix, or each of its rows."""

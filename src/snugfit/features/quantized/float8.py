@@ -1,8 +1,8 @@
-"""Conversion of linear layers to torchao's, which multiply in 8-bit floats (`torchao.float8`).
+"""Conversion of linear layers to torchao's `Float8Linear`, which multiplies in 8-bit floats.
 
-The linear layers of the model's repeated layers are converted. The head and the modules around the layers
-stay unchanged, as in torchtitan. A converted layer has the same parameter under the same name, so optimizers
-and checkpoints need no change.
+The linear layers inside the model's repeated (transformer) layers are converted. The head and the modules
+around them stay unchanged, as in torchtitan. A converted layer has the same parameter under the same name, so
+optimizers and checkpoints need no change.
 """
 
 from __future__ import annotations
@@ -29,39 +29,40 @@ if TYPE_CHECKING:
 
 
 class Float8Handler(Handler):
-    """Handler of the field `float8`: it replaces linear layers by torchao's, which multiply in 8-bit
-    floats.
+    """Handler that applies the field `float8`: it replaces linear layers by torchao's, which multiply in
+    8-bit floats.
     """
 
     wish, slot, stage = FLOAT8.name, Slot.PRECISION, InstallStage.REPLACE
 
     def import_code(self, value: Float8Wish | None) -> None:
-        """Import torchao before anything is timed or overridden."""
+        """Import torchao before a simulation or a measurement starts."""
         if value is not None:
             import_torchao()
 
     def wrap(self, value: Float8Wish | None, model: Any) -> None:
-        """Replace linear layers by torchao's, around the same parameters."""
+        """Replace the model's linear layers by torchao's, with the same parameters."""
         if value is not None:
             convert(model, value)
 
     def change(self, value: Float8Wish | None, live: LiveTraining) -> Iterator[str]:
-        """Convert a live model's linear layers, after undoing the conversion of another recipe."""
+        """Convert the linear layers of a model that is in training, after undoing the conversion of another
+        recipe.
+        """
         put_back(live.model)
         self.wrap(value, live.model)
         if value is not None:
             yield f"products of linear layers are those of {live.technique(self.slot)}"
 
     def script(self, value: Float8Wish | None, context: ScriptContext) -> dict[str, Any]:
-        """Return an exported script's lines: a call of torchao's own function, on the layers of the same
-        names."""
+        """Return the lines of an exported script that call torchao's conversion on the same layers."""
         if value is None:
             return {}
         return {"converting": script_lines(value, context.job)}
 
 
 def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
-    """Convert this model's linear layers to torchao's. Raises `RecipeError` if none can be converted."""
+    """Replace this model's linear layers by torchao's. Raises `RecipeError` if none can be converted."""
     import_torchao()
     from torch.utils._python_dispatch import _disable_current_modes
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -84,8 +85,9 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
 
 
 def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the linear layers that may be converted: torch's own, with trained weights, of the repeated
-    layers."""
+    """Yield the linear layers that may be converted: plain `nn.Linear` with trained weights, inside the
+    repeated layers.
+    """
     import torch
 
     # The head stays in 16 bits, as in torchtitan.
@@ -101,7 +103,7 @@ def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def why_unconverted(model: torch.nn.Module) -> str:
-    """Return the reason why none of a model's layers is converted; empty where some are."""
+    """Return the reason why no linear layer of a model can be converted; empty if some can."""
     if any(convertible(model)):
         return ""
     return (
@@ -111,7 +113,9 @@ def why_unconverted(model: torch.nn.Module) -> str:
 
 
 def put_back(model: torch.nn.Module) -> None:
-    """Restore the original layers of a converted model. Layers that a user has converted stay converted."""
+    """Restore the original linear layers of a converted model. Layers that the user converted stay
+    converted.
+    """
     if "torchao" not in sys.modules:
         return
     # A list, since the modules change meanwhile.

@@ -1,9 +1,9 @@
-"""Matrix products with bitsandbytes' 4-bit weights, simulated as they run on the chosen device.
+"""Simulation of matrix products with bitsandbytes' 4-bit weights on the chosen GPU.
 
-`bitsandbytes::gemm_4bit` is one operator whose shape function returns its result alone. On a GPU it has two
-paths (`backends/cuda/ops.py`). Few rows use a kernel that unpacks while it multiplies. For more rows, the
-scales and then the whole weight are dequantized, and cuBLAS multiplies. The operators of the second path have
-shape functions of their own. So they run instead, in that order and with the same memory.
+`bitsandbytes::gemm_4bit` is one operator, whose fake kernel allocates only the result. On a GPU it has two
+paths (`backends/cuda/ops.py`). Inputs with few rows use a kernel that dequantizes while it multiplies. For
+more rows, the scales and then the whole weight are dequantized, and cuBLAS multiplies. The simulation runs
+the operators of the second path, which have fake kernels of their own, with the same memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _NESTED_BLOCK = 256
 
 @contextlib.contextmanager
 def four_bit_products(policy: Policy) -> Iterator[None]:
-    """Context in which products with 4-bit weights run on `meta` as on the simulated device.
+    """Context in which products with 4-bit weights run on `meta` tensors as on the simulated GPU.
 
-    Without an imported bitsandbytes the context has no effect. The products are registered as a kernel of
+    If bitsandbytes is not imported, the context has no effect. The products are registered as a kernel of
     torch's dispatcher. `torch.ops.bitsandbytes.gemm_4bit.default` must not be replaced. The dispatcher caches
     that object at the first call, without a reference to it (`getTorchApiFunction`, torch 2.13).
     """
@@ -103,7 +103,7 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_fused(policy: CudaPolicy, dtype: Any, rows: int, shape: tuple[int, int], blocksize: int) -> bool:
-    """Return True if one kernel computes the product with a 4-bit weight.
+    """Return True if one kernel both dequantizes the 4-bit weight and computes the product.
 
     Raises `PoliciesDiffer` where GPUs that are simulated together differ.
     """
@@ -117,8 +117,8 @@ def _is_fused(policy: CudaPolicy, dtype: Any, rows: int, shape: tuple[int, int],
 def fuses(
     multiprocessors: int, major: int, minor: int, dtype: Any, rows: int, columns: int, inner: int
 ) -> bool:
-    """Return True if bitsandbytes multiplies by a 4-bit weight (columns, inner) in one kernel for this number
-    of input rows.
+    """Return True if bitsandbytes dequantizes a 4-bit weight (columns, inner) and multiplies in one kernel.
+    This depends on the number of input rows.
     """
     names = _bitsandbytes_choice()
     # The table depends on the GPU, so its properties replace those of a device.
@@ -128,8 +128,8 @@ def fuses(
 
 @functools.cache
 def _bitsandbytes_choice() -> dict[str, Any]:
-    """Return bitsandbytes' own function that chooses the kernel. A part of its source is executed with the
-    names that it needs.
+    """Return the names in bitsandbytes' source that choose the kernel, with their values. A part of its
+    source is executed.
 
     Raises `AttributeError` where the source has another form.
     """

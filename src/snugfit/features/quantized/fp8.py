@@ -1,16 +1,16 @@
-"""Products of linear layers in 8-bit floats, by torchao; everything else as with `bf16`.
+"""Matrix products of linear layers in 8-bit floats, by torchao; everything else as with the technique `bf16`.
 
 Both matrices of a product are scaled so that their largest element is the largest that 8 bits represent. Then
 they are rounded to 8 bits (e4m3: 3 bits of mantissa; gradients with `tensorwise` e5m2: 2), multiplied, and
-scaled back. All three products of a linear layer run so: forward, the gradient of the input and that of the
-weight. From Ada Lovelace and Hopper on, tensor cores compute them at twice the rate of 16 bits. `tensorwise`
-has one scale for a matrix, `rowwise` one for each row. `rowwise` is more accurate where few elements are
-large, and slower: separate kernels rescale two of its three products.
+scaled back. This applies to all three products of a linear layer: forward, the input's gradient and the
+weight's gradient. From Ada Lovelace and Hopper on, tensor cores compute them at twice the rate of 16 bits.
+`tensorwise` has one scale for a matrix, `rowwise` one for each row. `rowwise` is more accurate where few
+elements are large, and slower: separate kernels rescale two of its three products.
 
-The base is `bf16`: autocast, around weights in their loaded dtype. accelerate (and the Trainer over it) does
-the same where `mixed_precision` is `fp8`. Everything but the linear layers of the repeated layers
-(embeddings, norms, attention, the head, the loss) is computed as without it. It saves no memory: weights,
-gradients, optimizer states and saved activations stay in 16 or 32 bits.
+Other operators run as with `bf16`: autocast, with weights in their loaded dtype. accelerate (and the Trainer
+over it) does the same where `mixed_precision` is `fp8`. Everything but the linear layers of the repeated
+layers (embeddings, norms, attention, the head, the loss) is computed as with `bf16`. The technique saves no
+memory: weights, gradients, optimizer states and saved activations stay in 16 or 32 bits.
 
 Separate kernels find the largest element, scale and round, and read and write each matrix about ten times.
 Compilation (`compiled`) fuses them into two. Uncompiled they take longer than the faster products save,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8(Technique):
-    """Computes products of linear layers in 8-bit floats, and all else as bf16 does."""
+    """Computes matrix products of linear layers in 8-bit floats, and all other operators as bf16 does."""
 
     fidelity: ClassVar = Fidelity.LEARNS
     needs: ClassVar = ("torchao>=0.18",)
@@ -63,11 +63,13 @@ class Fp8(Technique):
     """Range of one scale: a whole matrix, or each of its rows."""
 
     def install(self, setup: Setup) -> Setup:
-        """Set autocast as with bf16, and the conversion of linear layers."""
+        """Return the setup with autocast as in bf16, and with the conversion of linear layers."""
         return setup.with_precision(products="bfloat16").with_fields(float8=Float8Wish(recipe=self.recipe))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield an objection if weights do not train or another technique replaces the operators."""
+        """Yield the reasons against this technique: no trained linear layers, or other techniques that do not
+        combine with it.
+        """
         checkpoint = recipe[Slot.CHECKPOINTING].value
         if not job.trains:
             yield "its products are simulated in training only. Try 'bf16'."
@@ -86,9 +88,7 @@ class Fp8(Technique):
 
 
 def _why_unconverted(job: Job) -> str:
-    """Return the reason why none of this job's linear layers can be converted to 8-bit floats; empty where
-    some can.
-    """
+    """Return the reason why no linear layer of this job's model can use 8-bit floats; empty if some can."""
     from snugfit.features.quantized.float8 import why_unconverted
 
     module = job.model.module

@@ -1,9 +1,8 @@
-"""Weights of linear layers in 4 or 8 bits by bitsandbytes, for models that do not train.
+"""Weights of linear layers in 4 or 8 bits by bitsandbytes, for inference.
 
-transformers quantizes while it loads (`BitsAndBytesConfig`). Formats and kernels are those of `qlora`. Four
-bits are NF4 with one scale for 64 weights, and `double` stores the scales in 8 bits. Eight bits are integers
-with one scale for a row.
-Embeddings, normalisations and the head stay as they are loaded.
+transformers quantizes while it loads (`BitsAndBytesConfig`). Formats and kernels are those of the technique
+`qlora`. Four bits are NF4 with one scale for 64 weights, and `double` stores the scales in 8 bits. Eight bits
+are integers with one scale for a row. Embeddings, normalisations and the head stay as they are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LowBits(Technique):
-    """Loads the weights of linear layers in 4 or 8 bits, for evaluation and generation."""
+    """Loads the weights of linear layers in 4 or 8 bits, for inference (evaluation and generation)."""
 
     # Coarse weights change a model's answers, so no plan takes them without permission.
     fidelity: ClassVar = Fidelity.LEARNS
@@ -38,11 +37,11 @@ class LowBits(Technique):
     """True quantizes the scales of 4-bit weights too."""
 
     def install(self, setup: Setup) -> Setup:
-        """Set the quantization of weights while the model is built."""
+        """Return the setup with the quantization of weights while the model is built."""
         return setup.with_fields(quantize=QuantizeWish(bits=self.bits, double=self.double))
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to training, and to modules that transformers does not build."""
+        """Yield the reasons against this technique: training, and models that transformers does not build."""
         if job.trains:
             yield "quantized weights do not train. Try 'qlora', which trains adapters too."
         if job.model.module is not None:
@@ -55,13 +54,17 @@ class LowBits(Technique):
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
-        """Return the reason against the technique for a job that trains, and for a module from Python."""
+        """Return the reason why a plan leaves this technique out: the job trains, or its model is a user's
+        module.
+        """
         if job.trains:
             return "quantized weights do not train"
         return "the module's weights are loaded already" if job.model.module is not None else ""
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield both numbers of bits for a model that transformers builds and that does not train."""
+        """Yield the technique with 4 and with 8 bits, for an inference job with a model that transformers
+        builds.
+        """
         if not job.trains and job.model.module is None:
             yield from (cls(bits=8), cls(bits=4))

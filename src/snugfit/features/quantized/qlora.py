@@ -1,10 +1,10 @@
-"""QLoRA: the frozen weights in 4 or 8 bits, and LoRA's adapters beside them (Dettmers et al., 2305.14314).
+"""QLoRA: frozen weights in 4 or 8 bits, with trained LoRA adapters (Dettmers et al., arXiv 2305.14314).
 
 bitsandbytes stores each linear layer's weight as 4-bit numbers of NF4, two to a byte, with one scale for 64
 of them. With `double` the scales themselves are 8-bit numbers: 0.516 bytes a weight in all, else 0.5625. Each
-product, forward and backward, dequantizes the whole weight into the dtype of the computation. That temporary
-is as large as the largest layer. Small batches use a kernel without a temporary. Embeddings,
-normalisations, the head and fused experts (`experts.py`) are not quantized.
+product, forward and backward, dequantizes the whole weight into the dtype of the computation. This temporary
+tensor is as large as the largest layer. Small batches use a kernel without it. Embeddings, normalisations,
+the head and fused experts (`experts.py`) are not quantized.
 
 With `bits=8` weights are integers with one scale for a row (LLM.int8(), arXiv 2208.07339): 1 byte a weight.
 
@@ -12,7 +12,8 @@ The precision slot sets the other dtypes. With `bf16` or `fp16`, all unquantized
 are computed in 16 bits. That is `prepare_model_for_kbit_training` of peft and `bf16=True` of the Trainer, as
 in axolotl and the guides of transformers and peft. With `bf16_pure` everything is bfloat16 but the adapters,
 which are fp32, as TRL and LLaMA-Factory load it. Then embeddings and head are half as large. Weights are
-quantized from the dtype of the computation, one by one. So at most one of them is ever whole on the GPU.
+quantized from the dtype of the computation, one by one. So at most one unquantized weight is on the GPU at a
+time.
 """
 
 from __future__ import annotations
@@ -73,14 +74,17 @@ class Qlora(LowRank):
     """Bits of a frozen weight."""
 
     def install(self, setup: Setup) -> Setup:
-        """Set the quantization of weights while the model is built, and peft's wrapper around it."""
+        """Return the setup with the quantization of weights while the model is built, and with peft's
+        adapters.
+        """
         return setup.with_fields(
             quantize=QuantizeWish(bits=self.bits, double=self.double), adapt=self.adapters()
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to modules that transformers does not build, and to code that reads weights or
-        products."""
+        """Yield the reasons against this technique: a model that transformers does not build, or techniques
+        that read the weights.
+        """
         if job.model.module is not None:
             yield (
                 "weights are quantized while transformers loads a model, and this module is "
@@ -101,6 +105,6 @@ class Qlora(LowRank):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield common ranks, on every matrix, as in the paper."""
+        """Yield the technique with common LoRA ranks on every linear layer, as in the paper."""
         if job.model.module is None:
             yield from (cls(r=rank, targets=(ALL_LINEAR,)) for rank in (8, 64))

@@ -1,4 +1,6 @@
-"""Handler of frozen weights in 4 or 8 bits: bitsandbytes quantizes them while the model is built."""
+"""Handler that applies the field `quantize`: bitsandbytes quantizes frozen weights to 4 or 8 bits while the
+model is built.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,22 @@ _LIVE = (
 
 
 class QuantizeHandler(Handler):
-    """Handler of the field `quantize`: linear layers' frozen weights in 4 or 8 bits by bitsandbytes."""
+    """Handler of the field `quantize`: bitsandbytes stores the frozen weights of linear layers in 4 or 8
+    bits.
+    """
 
     wish, slot, stage = QUANTIZE.name, Slot.ADAPTERS, InstallStage.BUILD
     refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
 
     def import_code(self, value: QuantizeWish | None) -> None:
-        """Import bitsandbytes before anything is timed or overridden."""
+        """Import bitsandbytes before a simulation or a measurement starts."""
         if value is not None:
             from snugfit.hub_kernels import import_bitsandbytes
 
             import_bitsandbytes()
 
     def model_arguments(self, value: QuantizeWish | None) -> dict[str, Any]:
-        """Return the builder of quantized models as a keyword argument of `instantiate`, in a dict."""
+        """Return the keyword argument of `instantiate` with which the model is built quantized, in a dict."""
         return (
             {"construct": partial(QuantizedConstruction, bits=value.bits, double=value.double)}
             if value is not None
@@ -58,8 +62,8 @@ class QuantizeHandler(Handler):
     def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
         """Return the `quantization_config` argument of `from_pretrained` for an exported script.
 
-        Unquantized weights are loaded in the dtype of the computation. They are widened afterwards where
-        autocast narrows them again.
+        Unquantized weights are loaded in the dtype of the products. With autocast they are cast to fp32
+        afterwards.
         """
         if value is None:
             return {}

@@ -28,7 +28,7 @@ HEADS = ("classifier", "score")
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedConstruction(Construction):
-    """Construction of a model whose linear layers are quantized: NF4 in blocks of 64, or 8-bit integers."""
+    """Builds a model whose linear layers are quantized, to NF4 in blocks of 64 or to 8-bit integers."""
 
     bits: int
     """Bits of a weight: 4 or 8."""
@@ -37,7 +37,7 @@ class QuantizedConstruction(Construction):
     """True quantizes the blocks' scales too."""
 
     def config(self, model: Any) -> Any:
-        """Return transformers' `BitsAndBytesConfig` for a model like this one.
+        """Return the `BitsAndBytesConfig` of transformers that quantizes this model.
 
         Its `llm_int8_skip_modules` are transformers' own exceptions, and classifiers, which peft trains
         whole.
@@ -60,19 +60,21 @@ class QuantizedConstruction(Construction):
 
     @property
     def loaded_dtype(self) -> str:
-        """The dtype of the products, and of the weights that are quantized."""
+        """The dtype of the matrix products, in which the weights are loaded before quantization."""
         # Weights are quantized from the dtype of the products.
         return self.autocast or self.dtype
 
     def loading_arguments(self, model: Any) -> dict[str, Any]:
-        """Return `from_pretrained`'s arguments to quantize a model like this one."""
+        """Return the arguments of `from_pretrained` that quantize this model."""
         import torch
 
         # With a device map, transformers quantizes on the device, tensor by tensor.
         return {"quantization_config": self.config(model), "device_map": {"": torch.get_default_device()}}
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Return the model from `make`, quantized and with random weights, on the ambient device."""
+        """Return the model that `make` creates, quantized and with random weights, on the current default
+        device.
+        """
         import torch
         from torch.utils._python_dispatch import _disable_current_modes
         from transformers.quantizers import AutoHfQuantizer
@@ -94,7 +96,7 @@ class QuantizedConstruction(Construction):
         return self.finish(model)
 
     def _materialize(self, model: Any, device: torch.device) -> None:
-        """Allocate each tensor of a model without data on the device, in the order of its modules."""
+        """Allocate each tensor of a model on `meta` on the device, module by module."""
         import torch
 
         spread = getattr(model.config.get_text_config(), "initializer_range", SPREAD)
@@ -118,7 +120,7 @@ class QuantizedConstruction(Construction):
                     module._buffers[name] = torch.empty_like(buffer, device=device)
 
     def _random_weight(self, parameter: Any, device: torch.device, spread: float) -> nn.Parameter:
-        """Return a quantized weight of random numbers in place of this one, which has no data.
+        """Return a quantized weight of random numbers, in place of a parameter on `meta`.
 
         bitsandbytes calls `_quantize` when such a weight first moves to a device other than `meta`.
         """
@@ -133,8 +135,9 @@ class QuantizedConstruction(Construction):
         return weight  # type: ignore[no-any-return]
 
     def finish(self, model: Any) -> nn.Module:
-        """Return the model with unquantized weights in `dtype`, without its device map, which lists one
-        device."""
+        """Return the model with unquantized weights cast to `dtype`. Its attribute for the device map is
+        removed.
+        """
         import torch
 
         vars(model).pop("hf_device_map", None)
@@ -147,7 +150,8 @@ class QuantizedConstruction(Construction):
 
 
 def scales_in_order(weight: Any) -> list[tuple[Any, str]]:
-    """Return owners and names of the tensors that bitsandbytes stores beside a quantized weight.
+    """Return the objects and attribute names of the tensors that bitsandbytes stores beside a quantized
+    weight, such as scales.
 
     The order is that of `QuantState.to` (bitsandbytes 0.50): code book and scales, then those of the scales.
     The list is empty for any other weight.
@@ -168,7 +172,7 @@ def _is_quantized(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _without_initialization() -> Iterator[None]:
-    """Disable transformers' weight initialization for a model without data.
+    """Context in which transformers does not initialize the weights of a model on `meta`.
 
     A simulation needs this too, because there transformers is given a device to build on.
     """
@@ -182,11 +186,11 @@ def _without_initialization() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_code_books(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context in which a model on `meta` gets its own 8-bit code book.
+    """Context in which a model on `meta` gets an 8-bit code book (table of values) of its own.
 
-    bitsandbytes caches the first 8-bit code book for the rest of a process, on its first device. A code book
-    without data would then be used by a real model. The book of a `meta` model is left unwritten:
-    `torch.tensor`, which creates it elsewhere, is not an operator in a trace.
+    bitsandbytes caches the first 8-bit code book for the rest of a process, on its first device. A real model
+    would then use a code book without data. The code book of a `meta` model stays unwritten, because
+    `torch.tensor`, which creates it elsewhere, is no operator in a trace.
     """
     import torch
     from bitsandbytes import functional

@@ -1,1 +1,1 @@
-"""The feature `serving`: memory of inference servers at their start."""
+"""The feature `serving`: memory of inference servers (vLLM, sglang, llama.cpp) at their start."""

@@ -1,4 +1,6 @@
-"""The result about an inference server: its memory at the start, its cache, and the sequences that fit."""
+"""The predicted memory of an inference server at its start: weights, key-value cache, and the sequences that
+fit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ServingAnswer:
-    """The memory of one rank of a server. All figures are formulas; none was measured."""
+    """The predicted memory of one rank of an inference server. All numbers come from formulas; none was
+    measured.
+    """
 
     model: str
     """Name of the model."""
@@ -102,13 +106,13 @@ class ServingAnswer:
     """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit serve --json` prints."""
+        """Return the JSON document that `snugfit serve --json` prints."""
         return {"schema": SCHEMA, "what": "serving", "basis": "formula", **encode_fields(self)}
 
 
 @dataclass(frozen=True)
 class ServingComparison:
-    """The same server on several GPUs."""
+    """The predicted memory of the same inference server on several GPUs."""
 
     answers: tuple[ServingAnswer, ...]
     """One answer per GPU."""
@@ -120,5 +124,5 @@ class ServingComparison:
     """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that `snugfit serve --all-gpus --json` prints."""
+        """Return the JSON document that `snugfit serve --all-gpus --json` prints."""
         return {"schema": SCHEMA, "what": "servings", **encode_fields(self)}

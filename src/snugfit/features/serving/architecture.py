@@ -1,4 +1,4 @@
-"""The architecture of a served model: its config, and transformers' own class without data."""
+"""The architecture of a served model: its config, and transformers' model class on `meta`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
 
 @lru_cache(maxsize=32)
 def served_config(model: Model) -> Any:
-    """Return the transformers config of a model, to be read only.
+    """Return the transformers config of a model, which must not be changed.
 
-    Raises `ModelError` for a model that no engine here serves, because it is no decoder of text.
+    Raises `ModelError` for a model that no inference engine here serves, because it is no text decoder.
     """
     config = model.transformers_config("causal-lm", 2)
     # The text model decides, and transformers 5 ties the head of Mistral 3 regardless of it.
@@ -38,7 +38,7 @@ def served_config(model: Model) -> Any:
 
 
 def build_without_data(model: Model) -> nn.Module:
-    """Return the real model of a config on `meta`, in bfloat16.
+    """Build the model of a config on `meta`, in bfloat16.
 
     Raises `ModelError` for a config that transformers cannot use.
     """

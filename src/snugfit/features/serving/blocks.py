@@ -1,4 +1,4 @@
-"""Blocks of a paged cache: groups of layers with pages of one size, and the blocks of a sequence."""
+"""Blocks (pages) of a paged key-value cache: groups of layers, and the blocks that a sequence takes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PagedCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one more token adds, as long as no attention window is full."""
+        """Bytes of cache that one more token takes, as long as no sliding window is full."""
         pages = sum(not group.stateful for group in self.groups)
         return pages * self.block_bytes // self.block_size
 
@@ -70,24 +70,26 @@ class PagedCache:
         return math.ceil(held / self.block_size) + 1
 
     def blocks_in(self, available: int) -> int:
-        """Return the number of blocks in this number of bytes."""
+        """Return the number of cache blocks that fit into `available` bytes."""
         return max(0, available) // self.block_bytes if self.block_bytes else 0
 
     def tokens_in(self, available: int) -> int:
-        """Return the tokens that the engine reports for this number of bytes: blocks shared evenly by
-        groups.
+        """Return the cached tokens that the engine reports for `available` bytes. It divides the blocks
+        evenly among the groups.
         """
         return self.blocks_in(available) // len(self.groups) * self.block_size
 
     def longest_in(self, available: int, limit: int) -> int:
-        """Return the tokens of the longest sequence in this number of bytes, at most `limit`."""
+        """Return the tokens of the longest sequence whose cache fits into `available` bytes, at most
+        `limit`.
+        """
         blocks = self.blocks_in(available)
         return largest(limit, lambda tokens: self.blocks_of(tokens) <= blocks)
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `limit` for which a condition holds, by bisection; 0 if it holds for
-    none. The condition must also hold for each smaller number.
+    """Return the largest number up to `limit` for which `fits` is true, by bisection; 0 if there is none.
+    `fits` must also be true for each smaller number.
     """
     low, high = 0, limit
     while low < high:
@@ -100,15 +102,15 @@ def paged_cache(
     layers: Sequence[LayerCache], *, number_bytes: float, state_bytes: int, block_size: int, batched: int,
     caches_prefixes: bool = False,
 ) -> PagedCache:  # fmt: skip
-    """Return the paged cache of these layers. `number_bytes` is the size of a cached number, and
-    `state_bytes` that of a number in a Mamba state.
+    """Return the paged cache of these layers. A cached number takes `number_bytes`, and a number in a Mamba
+    state `state_bytes`.
 
-    With `caches_prefixes`, a sequence of a model that has attention too keeps two states (vllm 0.33,
-    `v1/kv_cache_interface.py`, `MambaSpec.max_memory_usage_bytes` in the mode `align`).
+    With `caches_prefixes`, a sequence of a model with both Mamba and attention layers keeps two states (vllm
+    0.33, `v1/kv_cache_interface.py`, `MambaSpec.max_memory_usage_bytes` in the mode `align`).
 
-    All pages have one size, and all groups one number of layers. So a layer with a window has pages as large
-    as another's (vllm 0.19, `v1/core/kv_cache_utils.py`, `unify_kv_cache_spec_page_size`). vLLM has larger
-    blocks in layers with fewer numbers per token. Here all layers have one size of block.
+    All pages have one size, and all groups the same number of layers. So the pages of a sliding-window layer
+    are as large as others (vllm 0.19, `v1/core/kv_cache_utils.py`, `unify_kv_cache_spec_page_size`). vLLM
+    gives larger blocks to layers with fewer numbers per token. Here all layers have one block size.
     """
     per_token = max((math.ceil(layer.token_numbers * number_bytes) for layer in layers), default=0)
     state = max((layer.state_numbers * state_bytes for layer in layers), default=0)

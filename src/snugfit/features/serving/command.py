@@ -1,7 +1,7 @@
-"""The command `snugfit serve`: the memory of an inference server at its start, and the sequences that it can
-serve.
+"""The command `snugfit serve`: memory of an inference server at its start, and the sequences that its cache
+holds.
 
-Exit code 3 when it does not start, for use in scripts. Options have the spellings of each engine.
+The exit code is 3 when the server does not start, for use in scripts. Options are spelled as in each engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def parse_tokens(text: str) -> int:
     """Return a number of tokens from vLLM's notation: `8192`, `8k` for 8,000, `8K` for 8,192.
 
     Raises `UsageError` for other text. Source: vllm 0.19, `human_readable_int` of `engine/arg_utils.py`, from
-    0.20 on of `utils/argparse_utils.py`. It also has g and t, and refuses decimals before K and M.
+    0.20 on of `utils/argparse_utils.py`. vLLM also accepts g and t, and refuses decimals before K and M.
     """
     parts = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([kKmM]?)", str(text).strip())
     number = float(parts[1]) * SUFFIXES[parts[2]] if parts else 0.0
@@ -176,7 +176,7 @@ def serve(
     offline: given.Offline = False,
     as_json: given.AsJson = False,
 ) -> int:
-    """Predict an inference server's memory at its start, and the sequences that its cache holds."""
+    """Predict an inference server's memory at its start, and the number of sequences that its cache holds."""
     from snugfit.features.serving.request import ServingRequest
     from snugfit.job.dtype import dtype_name
 
@@ -219,7 +219,7 @@ def _print(request: ServingRequest, *, as_json: bool) -> int:
 
 
 def _print_all(request: ServingRequest, *, as_json: bool) -> int:
-    """Print a row for each NVIDIA GPU of known memory, the smallest first."""
+    """Print the server's predicted memory on each NVIDIA GPU of known memory size, the smallest first."""
     from snugfit.features.serving.answer import ServingComparison
     from snugfit.features.serving.predict import predict_serving
     from snugfit.features.serving.report import render_all
@@ -239,8 +239,10 @@ def _print_all(request: ServingRequest, *, as_json: bool) -> int:
 
 
 def _card(name: str | None, memory: str | None) -> Gpu:
-    """Return the GPU of this name, or a GPU of unknown model with this memory; any GPU for a comparison of
-    all. Print the chosen GPU if the name is ambiguous.
+    """Return the GPU of this name, or an unnamed GPU with this memory. If the name is ambiguous, print the
+    chosen GPU.
+
+    For a comparison of all GPUs, the returned GPU does not matter.
     """
     from snugfit.job.gpu import choice_of, find_gpu
     from snugfit.units import parse_bytes, show_bytes

@@ -1,6 +1,4 @@
-"""Registration of the feature `serving`: memory of vLLM, sglang and llama.cpp at their start, and the
-sequences that fit.
-"""
+"""Registration of the feature `serving`: memory of vLLM, sglang and llama.cpp servers at their start."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from snugfit.techniques.feature import Feature
 
 
 class ServingFeature(Feature):
-    """Add the command `serve` and the function `predict_serving`."""
+    """The feature that adds the command `serve` and the function `predict_serving`."""
 
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "request": ("ServingRequest",),
@@ -26,20 +24,21 @@ class ServingFeature(Feature):
         return (serve,)
 
     def rewrite_words(self, words: Sequence[str], declared: Collection[str]) -> Sequence[str]:
-        """Return `snugfit serve` for `predict` and `gpus` with `--phase serve`. Raises `UsageError` for
-        another command."""
+        """Rewrite the command line of `predict` or `gpus` with `--phase serve` as `snugfit serve`. Raises
+        `UsageError` for another command.
+        """
         from snugfit.features.serving.phase_words import as_serve
 
         return as_serve(words) if "serve" in declared else words
 
     def documents(self) -> Mapping[str, type]:
-        """Return the documents of `snugfit serve`."""
+        """Return the classes of the JSON documents of `snugfit serve`."""
         from snugfit.features.serving.answer import ServingAnswer, ServingComparison
 
         return {"serve --json": ServingAnswer, "serve --all-gpus --json": ServingComparison}
 
     def reports(self) -> Mapping[type, Callable[[Any], Any]]:
-        """Return the report of a server's memory."""
+        """Return the function that renders the report of a `ServingAnswer`, by that class."""
         from snugfit.features.serving.answer import ServingAnswer
         from snugfit.features.serving.report import render
 

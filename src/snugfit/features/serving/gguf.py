@@ -1,7 +1,7 @@
 """Header of a GGUF file: metadata and the sizes of its tensors, read strictly and without any data.
 
 Source of the format: ggml, MIT, `docs/gguf.md`, versions 2 and 3. A file is untrusted. So counts, lengths and
-types are checked before they are used, and each fault is one `ModelError`.
+types are checked before they are used, and each fault raises a `ModelError`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ gguf 0.19, MIT)."""
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of the file."""
+    """A tensor of a GGUF file: its name, type and shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The header of a GGUF file."""
+    """The header of a GGUF file: its metadata and tensors."""
 
     name: str
     """Path of the file."""
@@ -70,15 +70,15 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """The architecture, such as `llama`. Raises `ModelError` without one."""
+        """The model architecture in the metadata, such as `llama`. Raises `ModelError` if it is missing."""
         value = self.metadata.get("general.architecture")
         if not isinstance(value, str) or not value:
             raise _fault(self.name, 'it has no "general.architecture"')
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Return a whole number from the file's metadata about the architecture, the largest of a list.
-        Raises `ModelError` without one.
+        """Return an integer of the architecture's metadata, or the largest of a list. Raises `ModelError` if
+        it is missing and there is no default.
         """
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         value = max(value, default=None) if isinstance(value, list) else value
@@ -88,7 +88,9 @@ class GgufHeader:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Return the header of the file. Raises `ModelError` for a file that cannot be read or is damaged."""
+    """Read and return the header of a GGUF file. Raises `ModelError` for a file that cannot be read or is
+    damaged.
+    """
     try:
         with path.open("rb") as file:
             return _HeaderReader(file, str(path)).read()
@@ -103,7 +105,7 @@ def _fault(name: str, fault: str) -> ModelError:
 
 
 class _HeaderReader:
-    """Reads the header's parts in order and counts their bytes."""
+    """Reads the parts of a GGUF header in order, and counts their bytes."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file, self._name, self._position = file, name, 0

@@ -1,14 +1,15 @@
-"""llama.cpp's memory at its start: the tensors of a GGUF file, a cache for one context, and a buffer.
+"""llama.cpp's memory at its start: the tensors of a GGUF file, a key-value cache, and a compute buffer.
 
 Source: llama.cpp, MIT, `llama-model.cpp`, `llama-kv-cache*.cpp`, `llama-hparams.cpp` and `llama-context.cpp`
-in `src`. All layers are on the GPU, and flash attention is on. The buffer of the graph has the logits and one
-hidden state of a micro-batch, in fp32. Published logs of builds before 6325 confirm it: 258.50 MiB for
-Llama 3 8B, with 512 tokens, a vocabulary of 128,256 and a width of 4,096. Other parts were not compared with
+in `src`. All layers are on the GPU, and flash attention is on. The compute buffer holds the logits and one
+hidden state of a micro-batch, in fp32. Published logs of builds before 6325 confirm it: 258.50 MiB for Llama
+3 8B, with 512 tokens, a vocabulary of 128,256 and a width of 4,096. Other parts were not compared with
 published starts.
 
-Each slot has a cache of its own, as with `--parallel`. Without this option, later builds share one cache
-among four slots (`kv_unified`), whose windows are longer. That is not predicted. Builds of June 2026 and
-later reserve logits for the slots only (`n_outputs_max`, pull request 23861), so their buffer is smaller.
+Each slot (a sequence served in parallel) has a separate cache, as with `--parallel`. Without this option,
+later builds share one cache among four slots (`kv_unified`), whose windows are longer. That is not predicted.
+Builds of June 2026 and later reserve logits for the slots only (`n_outputs_max`, pull request 23861), so
+their buffer is smaller.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ architectures have none, and their layers keep all tokens."""
 
 
 class _ServedParts(NamedTuple):
-    """Sizes of a model that determine llama.cpp's memory: weights, caches, vocabulary and width."""
+    """Sizes of a model that determine llama.cpp's memory: weights, key-value caches, vocabulary and hidden
+    size.
+    """
 
     weights: int
     layout: str
@@ -63,7 +66,7 @@ class _ServedParts(NamedTuple):
 
 def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
     """Return the memory of a llama.cpp server. Raises `UsageError` for several GPUs, over which llama.cpp
-    divides layers.
+    would distribute layers.
     """
     _refuse_options(request)
     model = _from_header(request.model) if isinstance(request.model, GgufHeader) else _from_config(request)
@@ -128,8 +131,8 @@ def _refuse_options(request: ServingRequest) -> None:
 
 
 def _from_config(request: ServingRequest) -> _ServedParts:
-    """Return the sizes of a model with 16-bit weights, as its converted GGUF file would have, from its
-    config.
+    """Return the sizes of a model from its config, as its converted GGUF file with 16-bit weights would have
+    them.
     """
     assert not isinstance(request.model, GgufHeader)
     sizes = read_sizes(request.model, 1)
@@ -169,7 +172,7 @@ def _from_header(header: GgufHeader) -> _ServedParts:
 
 
 def _layers_of(header: GgufHeader) -> tuple[LayerCache, ...]:
-    """Return the cache of each layer by the header: keys and values, or states of Mamba.
+    """Return the key-value cache or Mamba state of each layer, from the header.
 
     Raises `ModelError` for a header with more than `MOST_LAYERS` layers.
     """
@@ -201,8 +204,8 @@ def _layers_of(header: GgufHeader) -> tuple[LayerCache, ...]:
 
 
 def _window_layers(header: GgufHeader, count: int) -> list[bool]:
-    """Return a flag per layer, True for a layer with a sliding attention window. With a `period` of 0, all
-    layers have one.
+    """Return True for each layer with a sliding attention window, else False. With a `period` of 0, all
+    layers have a window.
 
     Raises `ModelError` for a pattern that is neither a whole number nor a list of them.
     """
@@ -215,8 +218,10 @@ def _window_layers(header: GgufHeader, count: int) -> list[bool]:
 
 
 def _cache_bytes(layers: Sequence[LayerCache], tokens: int, slots: int, batched: int, number: float) -> int:
-    """Return the bytes of the key-value cache for this number of sequences and tokens per sequence; states
-    are in fp32. Source: `llama-kv-cache-iswa.cpp` and `llama-memory-recurrent.cpp`.
+    """Return the bytes of the key-value cache for `slots` sequences of `tokens` tokens. Mamba states are in
+    fp32.
+
+    Source: `llama-kv-cache-iswa.cpp` and `llama-memory-recurrent.cpp`.
     """
     whole = _pad(tokens)
     total = 0

@@ -1,5 +1,5 @@
-"""Conversion of `--phase serve` of `snugfit predict` and `snugfit gpus` to a command line of `snugfit
-serve`.
+"""Conversion of the command lines `snugfit predict --phase serve` and `snugfit gpus --phase serve` to
+`snugfit serve`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ COMMANDS = ("predict", "gpus")
 
 
 def as_serve(words: Sequence[str]) -> Sequence[str]:
-    """Return the words of `snugfit serve` for a command line with `--phase serve`; others unchanged.
+    """Rewrite a command line with `--phase serve` as `snugfit serve`. Return other command lines unchanged.
 
-    The new command is printed on stderr. Raises `UsageError` for a command without the phase.
+    The new command is printed on stderr. Raises `UsageError` for a command without the option `--phase`.
     """
     if words[:1] == ["serve"]:
         words = _with_engine_version(words)
@@ -47,7 +47,7 @@ def _with_engine_version(words: Sequence[str]) -> list[str]:
 
 
 def _without_phase(words: Sequence[str]) -> list[str]:
-    """Return the words without `--phase serve`."""
+    """Return the words of a command line without `--phase serve`."""
     rest: list[str] = []
     for word in words:
         if word == "serve" and rest[-1:] == ["--phase"]:
@@ -58,7 +58,7 @@ def _without_phase(words: Sequence[str]) -> list[str]:
 
 
 def _comparison(words: Sequence[str]) -> list[str]:
-    """Return the words of `snugfit gpus` as a command `snugfit serve` for all GPUs, or for one if it is named
+    """Rewrite the words of `snugfit gpus` as `snugfit serve` for all GPUs, or for the one that they name
     first.
 
     Raises `UsageError` for several names.

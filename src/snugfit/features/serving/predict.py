@@ -20,11 +20,11 @@ LEAST_MEMORY = GIB
 
 
 def predict_serving(request: ServingRequest) -> ServingAnswer:
-    """Return the memory of a server at its start and the sequences that its cache holds.
+    """Predict the memory of an inference server at its start, and the sequences that its cache holds.
 
-    The result is a formula of the engine, with weights from the real architecture. Raises `ModelError` for a
-    model that the engine cannot serve, `UsageError` for options that contradict each other, and `GpuError`
-    for a GPU of unknown memory.
+    The result follows from formulas of the engine's source, with weights from the model's architecture.
+    Raises `ModelError` for a model that the engine cannot serve, `UsageError` for options that contradict
+    each other, and `GpuError` for a GPU of unknown memory.
     """
     if not isinstance(request, ServingRequest):
         raise UsageError(
@@ -50,7 +50,7 @@ def predict_serving(request: ServingRequest) -> ServingAnswer:
 
 
 def _predict_paged(request: ServingRequest) -> ServingAnswer:
-    """Return the memory of a vLLM or sglang server, whose caches are paged."""
+    """Predict the memory of a vLLM or sglang server, whose key-value cache is paged."""
     if isinstance(request.model, GgufHeader):
         raise ModelError(
             f"{request.model.name} is a GGUF file, which {request.engine} does not serve here. Allowed is "

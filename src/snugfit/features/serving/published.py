@@ -1,7 +1,7 @@
-"""Published starts of vLLM, and predictions of the same servers.
+"""Published memory figures of vLLM servers at their start, and predictions for the same servers.
 
 `vllm_starts.json` has figures from logs and a report of llm-d-planner (Apache-2.0), with their address. Every
-third model, by its name, is for fitting the constants of `vllm.py`; the others test them.
+third model, by its name, is used to fit the constants of `vllm.py`; the others test them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ them.
 
 @dataclass(frozen=True)
 class PublishedStart:
-    """One published start: options, logged figures in GiB, and their source."""
+    """One published start of a vLLM server: options, logged memory in GiB, and their source."""
 
     row: Mapping[str, Any]
     model: Model
@@ -39,12 +39,14 @@ class PublishedStart:
 
     @property
     def configuration(self) -> tuple[Any, ...]:
-        """The options that change the bytes of the cache; its dtype and the largest length do not."""
+        """The options that change the bytes of the key-value cache. Its dtype and the largest length do
+        not.
+        """
         keys = ("model", "version", "tensor_parallel", "dtype", "quantization")
         return tuple(self.row.get(key) for key in keys)
 
     def predict(self) -> ServingAnswer:
-        """Return the prediction for the server with these published options."""
+        """Return the predicted memory of a server with these published options."""
         document = _document()
         return predict_serving(
             ServingRequest(
@@ -63,7 +65,7 @@ class PublishedStart:
 
 
 def published_starts(kind: str = "rows") -> tuple[PublishedStart, ...]:
-    """Return all published starts, or with `refused` the options with which vLLM did not start."""
+    """Return all published starts of vLLM. With `refused`, return those with which vLLM did not start."""
     document = _document()
     names = sorted(document["models"], key=str.lower)
     fitted = {name for number, name in enumerate(names) if number % FIT_EVERY == 0}
@@ -77,7 +79,7 @@ def cache_error(start: PublishedStart, answer: ServingAnswer) -> float:
 
 
 def distinct(starts: Iterable[PublishedStart]) -> Sequence[PublishedStart]:
-    """Return one published start for each different configuration, the first of each."""
+    """Return the first published start of each different configuration."""
     starts_by_options: dict[tuple[Any, ...], PublishedStart] = {}
     for start in starts:
         starts_by_options.setdefault(start.configuration, start)

@@ -1,4 +1,4 @@
-"""Layouts of quantized linear layers, from a config's `quantization_config`."""
+"""Storage formats of quantized linear layers, from a model config's `quantization_config`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WRAPPERS = frozenset({"model", "language_model"})
 
 @dataclass(frozen=True, kw_only=True)
 class LinearLayout:
-    """The stored form of a linear layer's matrix."""
+    """The storage format of a linear layer's weight: bits, scales and zero points."""
 
     name: str
     """Name for reports: `fp8`, `awq 4 bits`."""
@@ -61,7 +61,7 @@ class LinearLayout:
             raise ValueError(f"{self.bits} bits in groups of {self.group}")
 
     def bytes_of(self, outputs: int, inputs: int) -> int:
-        """Return the bytes of one matrix with its scales and zero points."""
+        """Return the bytes of one weight matrix with its scales and zero points."""
         groups = math.ceil(inputs / self.group) if self.group else 1
         scales = 1 if self.per_matrix else math.ceil(outputs / self.rows) * groups
         zeros = scales * self.zero_bits / 8
@@ -80,7 +80,7 @@ class LinearLayout:
 
 
 def read_layout(config: Mapping[str, Any], at_start: str | None, *, name: str) -> LinearLayout | None:
-    """Return the layout of a model's linear layers; None for weights that are not quantized.
+    """Return the storage format of a model's linear layers; None for unquantized weights.
 
     `at_start` is a method by which the engine itself quantizes. Raises `ModelError` for an unknown method and
     for a `quantization_config` that cannot be used.
@@ -122,7 +122,7 @@ def _layout_at_start(method: str | None, name: str) -> LinearLayout | None:
 
 
 def _fp8(stored: Mapping[str, Any]) -> LinearLayout:
-    """Return the layout of 8-bit floats: one scale per matrix, or per block (DeepSeek-V3)."""
+    """Return the storage format of 8-bit floats: one scale per matrix, or per block (DeepSeek-V3)."""
     excluded = _names(stored.get("modules_to_not_convert") or stored.get("ignored_layers"))
     if block := stored.get("weight_block_size"):
         rows, columns = (int(size) for size in block)
@@ -133,7 +133,7 @@ def _fp8(stored: Mapping[str, Any]) -> LinearLayout:
 
 
 def _awq(stored: Mapping[str, Any]) -> LinearLayout:
-    """Return AWQ's layout: scales in 16 bits and packed zero points per group (arXiv:2306.00978)."""
+    """Return AWQ's storage format: scales in 16 bits and packed zero points per group (arXiv:2306.00978)."""
     bits = int(stored.get("bits") or stored["w_bit"])
     group = int(stored.get("group_size") or stored["q_group_size"])
     zero = bits if stored.get("zero_point", True) else 0
@@ -144,7 +144,7 @@ def _awq(stored: Mapping[str, Any]) -> LinearLayout:
 
 
 def _gptq(stored: Mapping[str, Any]) -> LinearLayout:
-    """Return GPTQ's layout: scales in 16 bits and packed zero points per group (arXiv:2210.17323)."""
+    """Return GPTQ's storage format: scales in 16 bits and packed zero points per group (arXiv:2210.17323)."""
     bits, group = int(stored["bits"]), int(stored["group_size"])
     head = () if stored.get("lm_head") else ("lm_head",)
     return LinearLayout(
@@ -154,10 +154,11 @@ def _gptq(stored: Mapping[str, Any]) -> LinearLayout:
 
 
 def _compressed_tensors(stored: Mapping[str, Any]) -> LinearLayout:
-    """Return the layout of compressed-tensors: that of the first group's weights.
+    """Return the storage format of the library compressed-tensors, from the first group of weights in the
+    config.
 
-    Scales of 8 bits are in fp32, and those of packed weights in 16 bits (vllm 0.19,
-    `model_executor/layers/quantization/compressed_tensors/schemes`). NVFP4 has a scale of 8 bits for 16
+    Scales of 8-bit weights are in fp32, and those of packed weights in 16 bits (vllm 0.19,
+    `model_executor/layers/quantization/compressed_tensors/schemes`). NVFP4 has an 8-bit scale for every 16
     weights.
     """
     first, *_ = stored["config_groups"].values()
@@ -181,7 +182,9 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> LinearLayout:
 
 
 def _modelopt(stored: Mapping[str, Any]) -> LinearLayout:
-    """Return ModelOpt's layout: NVFP4 with a scale of 8 bits for 16 weights, or fp8 with one per matrix."""
+    """Return ModelOpt's storage format: NVFP4 with an 8-bit scale for every 16 weights, or fp8 with one scale
+    per matrix.
+    """
     inner = stored.get("quantization") or stored
     excluded = _names(inner.get("exclude_modules") or inner.get("ignore"))
     algorithm = str(inner.get("quant_algo") or "").upper()
@@ -193,13 +196,16 @@ def _modelopt(stored: Mapping[str, Any]) -> LinearLayout:
 
 
 def _mxfp4(stored: Mapping[str, Any]) -> LinearLayout:
-    """Return MXFP4's layout: experts with a scale of 8 bits for 32 weights (OCP MX 1.0, table 1)."""
+    """Return MXFP4's storage format: experts with an 8-bit scale for every 32 weights (OCP MX 1.0, table
+    1).
+    """
     excluded = _names(stored.get("modules_to_not_convert"))
     return LinearLayout(name="mxfp4", bits=4, scale_bytes=1, group=32, excluded=excluded, experts_only=True)
 
 
 def _bitsandbytes(stored: Mapping[str, Any]) -> LinearLayout:
-    """Return the layout of bitsandbytes: 4 bits with a scale for 64 weights, or 8 with one per output.
+    """Return the storage format of bitsandbytes: 4 bits with a scale for every 64 weights, or 8 bits with one
+    per output.
 
     Double quantization stores scales in 8 bits (QLoRA, arXiv:2305.14314, section 3).
     """
@@ -217,8 +223,8 @@ _READERS = {
 
 
 def _names(value: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the modules that a config leaves unquantized, always with the head. Raises `ValueError` for a
-    regular expression that cannot be used.
+    """Return patterns for the modules that a config leaves unquantized, which always include the head. Raises
+    `ValueError` for an invalid regular expression.
     """
     names = [str(name) for name in value or ()]
     for name in names:
@@ -233,10 +239,10 @@ def _names(value: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _bare(name: str) -> str:
-    """Return a module's name without prefixes and other parts that differ between checkpoints."""
+    """Return a module's name without the prefixes and other parts that differ between checkpoints."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _within(pattern: str, name: str) -> bool:
-    """Return True if whole parts of a module's name match the pattern."""
+    """Return True if the pattern matches whole components (between dots) of a module's name."""
     return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")

@@ -13,7 +13,7 @@ from snugfit.units import show_bytes
 
 
 def render(answer: ServingAnswer) -> RenderableType:
-    """Return the report of one server, at most 15 lines at 120 columns."""
+    """Return the terminal report of one inference server, at most 15 lines at 120 columns."""
     width = max(len(title) for title, _, _ in _rows(answer))
     rows = [f"  {title.ljust(width)}  {size:>10}  {note}".rstrip() for title, size, note in _rows(answer)]
     doubts = [f"Note: {doubt}" for doubt in answer.doubts[:2]]
@@ -54,7 +54,7 @@ def _sequences(answer: ServingAnswer) -> str:
 
 
 def render_all(comparison: ServingComparison) -> RenderableType:
-    """Return a table with one row per GPU."""
+    """Return a table of the server's memory with one row per GPU."""
     first = comparison.answers[0]
     heads = ("GPU", "Starts", "Weights>", "Cache>", "Tokens>", f"Sequences of {first.sequence_tokens:,}>")
     rows = (

@@ -1,4 +1,4 @@
-"""The request of a prediction about a server: model, engine, its version and its options."""
+"""The inference server to predict: model, engine, engine version and options."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ MOST_RANKS, MOST_TOKENS = 1024, 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class ServingRequest:
-    """A server to predict: a model on GPUs of one model, an engine, and its options. None means the engine's
-    own default.
+    """An inference server to predict: a model, an engine with its options, and one or more GPUs of a kind. An
+    option of None means the engine's default.
     """
 
     model: Model | GgufHeader
@@ -128,18 +128,18 @@ class ServingRequest:
 
     @property
     def known_version(self) -> str:
-        """The version of the engine, that of the formulas where none is given."""
+        """The version of the engine; by default the one whose formulas are implemented."""
         return (self.version or VERSIONS[self.engine][2]).removeprefix("v")
 
     @property
     def minor(self) -> int:
-        """The minor version: 33 for vLLM 0.33."""
+        """The minor version of the engine: 33 for vLLM 0.33."""
         parts = re.fullmatch(VERSIONS[self.engine][0], self.known_version)
         return int(parts[1]) if parts and self.engine == "vllm" else 0
 
 
 def _refuse_version(engine: str, version: str | None) -> None:
-    """Raise `UsageError` for a version of the engine whose formulas are unknown."""
+    """Raise `UsageError` for a version of the engine whose memory formulas are unknown."""
     pattern, known, default = VERSIONS[engine]
     if version is None:
         return

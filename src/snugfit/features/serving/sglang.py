@@ -2,8 +2,8 @@
 
 Source: sglang 0.5.4 to 0.5.9, Apache-2.0, `profile_max_num_token` of
 `srt/model_executor/model_runner_kv_cache_mixin.py` (0.5.4: `model_runner.py`), and `srt/server_args.py`. The
-cache has free memory after loading - free memory before x (1 - `mem_fraction_static`). No forward pass is
-profiled, so the rest must hold activations and CUDA graphs, or requests fail later. One published start was
+cache takes: free memory after loading - free memory before x (1 - `mem_fraction_static`). No forward pass is
+profiled. The rest must hold activations and CUDA graphs, or requests fail later. One published start was
 compared: Qwen3-235B-A22B in fp8 on four H100s (vllm-project/vllm issue 21348).
 """
 
@@ -59,7 +59,7 @@ FEWEST_REQUESTS, MOST_REQUESTS, PER_CONTEXT = 2048, 4096, 512
 def predict_sglang(
     request: ServingRequest, sizes: ModelSizes, weights: int, layout: LinearLayout | None, dtype: str
 ) -> ServingAnswer:
-    """Return the memory of a sglang server for weights of this size per rank."""
+    """Predict the memory of a sglang server. `weights` are the bytes of weights per rank."""
     total, number = request.gpu.memory_bytes or 0, DTYPE_BYTES[dtype]
     capacity = request.gpu.nvml_total_bytes or total
     chunk, graphs = _defaults(request, capacity)
@@ -111,9 +111,9 @@ def predict_sglang(
 def _refusal(
     request: ServingRequest, sizes: ModelSizes, length: int, held_tokens: int, spare: int
 ) -> str | None:
-    """Return the reason why sglang does not start; None if it starts.
+    """Return the reason why sglang would not start; None if it starts.
 
-    A longer context than the model's needs a switch (`ModelConfig._derive_context_length`).
+    A context longer than the model's must be allowed explicitly (`ModelConfig._derive_context_length`).
     """
     if sizes.heads % request.tensor_parallel:
         return f"{sizes.heads} heads cannot be divided over {request.tensor_parallel} GPUs. Use a divisor."
@@ -127,13 +127,13 @@ def _refusal(
 
 
 def _defaults(request: ServingRequest, capacity: int) -> tuple[int, int]:
-    """Return the tokens of a chunk and the largest batch of CUDA graphs."""
+    """Return sglang's default tokens of a prefill chunk, and largest batch of CUDA graphs."""
     chunk, few, many = next(row[1:] for row in DEFAULTS if row[0] is None or capacity < row[0] * GIB)
     return request.max_batched_tokens or chunk, few if request.tensor_parallel < 4 else many
 
 
 def _default_share(request: ServingRequest, capacity: int, chunk: int, graphs: int) -> float:
-    """Return `mem_fraction_static` where the user gives none, for a GPU with this memory."""
+    """Return sglang's default `mem_fraction_static` for a GPU with this memory."""
     memory = capacity / MIB
     free = META_MIB + max(chunk, 2048) * PER_TOKEN_MIB + graphs * PER_GRAPH_MIB
     free += request.tensor_parallel * PER_RANK_MIB
@@ -144,7 +144,9 @@ def _default_share(request: ServingRequest, capacity: int, chunk: int, graphs: i
 
 
 def _encoder_factor(request: ServingRequest) -> float:
-    """Return the factor of the default share for the model's encoder of images; 1 without one."""
+    """Return the factor by which an image encoder changes the default `mem_fraction_static`; 1 without
+    one.
+    """
     assert not isinstance(request.model, GgufHeader)
     vision = getattr(served_config(request.model), "vision_config", None)
     if vision is None:
@@ -156,9 +158,9 @@ def _encoder_factor(request: ServingRequest) -> float:
 
 
 def _token_bytes(sizes: ModelSizes, number: float) -> float:
-    """Return the bytes of one token in all layers; layers with a window hold fewer tokens.
+    """Return the bytes of cache for one token in all layers. Sliding-window layers hold fewer tokens.
 
-    The ratio applies only to a model that has layers of both kinds.
+    Their ratio applies only to a model that has layers of both kinds.
     """
     full = sum(layer.token_numbers for layer in sizes.layers if layer.window is None)
     limited = sum(layer.token_numbers for layer in sizes.layers if layer.window is not None)

@@ -1,4 +1,4 @@
-"""Sizes of a model that decide the memory of a server, from its config."""
+"""Dimensions of a model that determine the memory of an inference server, from its config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAST_LENGTHS = ("linear", "dynamic")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """Sizes of one layer's key-value cache on one rank, in elements; the cache's dtype gives the bytes."""
+    """Elements in one layer's key-value cache on one rank. Their bytes follow from the cache's dtype."""
 
     token_numbers: int = 0
     """Numbers per token: keys and values, or the latent vector of MLA. 0 for a layer with a state only."""
@@ -79,8 +79,8 @@ class ModelSizes:
 
 
 def read_sizes(model: Model, tensor_parallel: int) -> ModelSizes:
-    """Return the sizes of a model on one of `tensor_parallel` ranks. Raises `ModelError` for a model without
-    a decoder.
+    """Return the dimensions of a model on one of `tensor_parallel` ranks. Raises `ModelError` for a model
+    without a decoder.
     """
     config = served_config(model)
     try:
@@ -117,7 +117,7 @@ def _sizes_of(config: Any, tensor_parallel: int) -> ModelSizes:
 
 
 def layer_caches(config: Any, tensor_parallel: int) -> tuple[LayerCache, ...]:
-    """Return the cache of each layer of a text config on one of `tensor_parallel` ranks."""
+    """Return the key-value cache sizes of each layer of a text config, on one of `tensor_parallel` ranks."""
     count = _first(config, "num_hidden_layers", "n_layer", "n_layers")
     kinds: Sequence[str] = getattr(config, "layer_types", None) or _kinds_without_list(config, count)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
@@ -146,10 +146,11 @@ def _kinds_without_list(config: Any, count: int) -> list[str]:
 
 
 def _attention_numbers(config: Any, tensor_parallel: int) -> int:
-    """Return the numbers that one token adds to the cache of one attention layer on one rank.
+    """Return the number of elements that one token adds to an attention layer's cache on one rank.
 
     MLA caches one latent vector and one rotary key for all heads, on every rank (DeepSeek-V2,
-    arXiv:2405.04434, section 2.1). Otherwise keys and values have the heads of keys, each at least once.
+    arXiv:2405.04434, section 2.1). Otherwise the cache has the key and value heads, divided over the ranks,
+    each rank at least one.
     """
     if latent := getattr(config, "kv_lora_rank", None):
         return int(latent) + int(config.qk_rope_head_dim)
@@ -162,7 +163,9 @@ def _attention_numbers(config: Any, tensor_parallel: int) -> int:
 
 
 def _key_heads(config: Any) -> int:
-    """Return the heads of keys and values over all ranks; those of queries where the config has no number."""
+    """Return the number of key and value heads over all ranks. Without one in the config, it is that of query
+    heads.
+    """
     # Older configs mark one head of keys by a switch, which Falcon's newer architecture ignores.
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
@@ -170,10 +173,10 @@ def _key_heads(config: Any) -> int:
 
 
 def _state_numbers(config: Any, kind: str) -> int:
-    """Return the numbers of one layer's state for one sequence, over all ranks.
+    """Return the number of elements in one layer's recurrent state for one sequence, over all ranks.
 
-    Mamba keeps a window of its convolution and a state per channel (arXiv:2312.00752, section 3.4), Mamba 2
-    a matrix per head (arXiv:2405.21060, section 7). Gated linear attention keeps keys times values per head
+    Mamba keeps a window of its convolution and a state per channel (arXiv:2312.00752, section 3.4), Mamba 2 a
+    matrix per head (arXiv:2405.21060, section 7). Gated linear attention keeps keys times values per head
     (arXiv:2412.06464). LFM2 keeps the window of its convolution only.
     """
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
@@ -207,7 +210,8 @@ def _state_numbers(config: Any, kind: str) -> int:
 
 
 def _position_numbers(config: Any) -> int:
-    """Return the numbers in the tables of rotary positions: cosines and sines of each distinct rotation.
+    """Return the number of elements in the tables of rotary positions: cosines and sines of each distinct
+    rotation.
 
     vLLM's `RotaryEmbeddingBase` computes them for `max_position_embeddings`; linear and dynamic scaling
     multiply this length by the factor (vllm 0.19, `base.py`, `linear_scaling_rope.py` and
@@ -230,12 +234,13 @@ def _position_numbers(config: Any) -> int:
 
 
 def _absorbed_numbers(config: Any) -> int:
-    """Return the numbers of MLA's projections that vLLM keeps a second time, transposed for decoding.
+    """Return the number of elements of MLA's projections of which vLLM keeps a second, transposed copy for
+    decoding.
 
     Source: vllm 0.19, `MLAAttention.process_weights_after_loading` of
-    `model_executor/layers/attention/mla_attention.py`, which keeps `W_UV` and `W_UK_T`. They are copies of
-    quantized weights. Those of 16 bits are views there, but the published weights of DeepSeek-V2-Lite are
-    larger than without a copy.
+    `model_executor/layers/attention/mla_attention.py`, which keeps `W_UV` and `W_UK_T`. For quantized weights
+    they are copies. For 16-bit weights they are views in the source. But the published weights of
+    DeepSeek-V2-Lite are larger than without a copy.
     """
     if not (latent := getattr(config, "kv_lora_rank", None)):
         return 0
@@ -244,7 +249,7 @@ def _absorbed_numbers(config: Any) -> int:
 
 
 def _first(config: Any, *names: str) -> int:
-    """Return the first integer of a config under one of these keys; 0 without one."""
+    """Return the first integer that a config has under one of these keys; 0 if there is none."""
     for name in names:
         value = getattr(config, name, None)
         # Some configs give a size for each layer; the largest decides the memory of one run.

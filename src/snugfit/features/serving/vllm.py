@@ -1,7 +1,7 @@
 """vLLM's memory at its start: weights, a profiling run, then the cache in the rest of its memory fraction.
 
 Source: vllm 0.15 to 0.33, Apache-2.0, `v1/worker/gpu_worker.py` (`determine_available_memory`). The cache
-has total memory x `gpu_memory_utilization` - weights - peak of the profiling run - non-torch memory. From
+takes: total memory x `gpu_memory_utilization` - weights - peak of the profiling run - non-torch memory. From
 0.20 on, an estimate of CUDA graphs is also subtracted. The profiling run (`profile_run` of
 `v1/worker/gpu_model_runner.py`) is a forward pass of `max_num_batched_tokens` tokens, then the sampler for
 `max_num_seqs` sequences. Its peak is the larger of the two.
@@ -10,8 +10,8 @@ From 0.27 on, `memory_profiling` (`utils/mem_utils.py`) measures all consumed me
 have a second runner, `v1/worker/gpu/model_runner.py`. Its sampler has as many copies of the logits.
 
 Six constants, marked as fitted, come from the models for fitting in `published.py`. `lab/serving_starts.py`
-compares the others with their predictions. All rows are of an H100. The terms of the peak were chosen with
-all rows in view; their sizes are vLLM's own shapes.
+compares the other models with their predictions. All published starts are of an H100. The terms of the peak
+were chosen from all of them; their sizes are vLLM's own shapes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Options:
 def predict_vllm(
     request: ServingRequest, sizes: ModelSizes, weights: int, layout: LinearLayout | None, dtype: str
 ) -> ServingAnswer:
-    """Return the memory of a vLLM server for weights of this size per rank."""
+    """Predict the memory of a vLLM server. `weights` are the bytes of weights per rank."""
     options = _options(request, sizes)
     total = request.gpu.memory_bytes or 0
     number = DTYPE_BYTES[dtype]
@@ -140,9 +140,9 @@ def predict_vllm(
 def profile_peak(
     request: ServingRequest, sizes: ModelSizes, options: Options, number: int, layout: LinearLayout | None
 ) -> int:
-    """Return the peak in bytes of the profiling run: the larger of forward pass and sampler.
+    """Return the peak in bytes of vLLM's profiling run, the larger of forward pass and sampler.
 
-    `number` is the bytes of a number of the hidden states.
+    `number` is the bytes of one element of the hidden states.
     """
     ranks, batched = request.tensor_parallel, options.batched
     cublas = CUBLAS_WORKSPACE if _capability(request.gpu) >= (9, 0) else OLDER_WORKSPACE
@@ -173,11 +173,11 @@ def profile_peak(
 def _expert_workspace(
     sizes: ModelSizes, batched: int, number: int, ranks: int, layout: LinearLayout | None
 ) -> int:
-    """Return the bytes of the two workspaces of fused experts, which stay allocated.
+    """Return the bytes of the two workspaces of the fused expert kernels, which stay allocated.
 
-    Source: vllm 0.19, `TritonExperts.workspace_shapes` of
-    `model_executor/layers/fused_moe/fused_moe.py`. Both have a row for each token and expert. The first is as
-    wide as an expert's MLP, the second as both its halves, and each at least as the hidden states.
+    Source: vllm 0.19, `TritonExperts.workspace_shapes` of `model_executor/layers/fused_moe/fused_moe.py`.
+    Both have a row for each token and expert. The first workspace is as wide as an expert's MLP, the second
+    twice as wide, and both at least as the hidden size.
     """
     if not sizes.experts_per_token or (layout and layout.name in NO_WORKSPACE):
         return 0
@@ -187,7 +187,7 @@ def _expert_workspace(
 
 
 def graph_bytes(largest: int) -> int:
-    """Return the bytes of CUDA graphs for batches of up to this number of tokens.
+    """Return the bytes of vLLM's CUDA graphs for batches of up to `largest` tokens.
 
     vLLM captures batches of 1, 2 and 4, each multiple of 8 to 256, and each of 16 beyond (vllm 0.19,
     `_set_cudagraph_sizes` of `config/vllm.py`).
@@ -217,7 +217,7 @@ def _is_large(request: ServingRequest) -> bool:
 
 
 def _largest_graph(request: ServingRequest, options: Options) -> int:
-    """Return the tokens of the largest CUDA graph: twice the number of sequences, within limits."""
+    """Return the tokens of vLLM's largest CUDA graph: twice the number of sequences, within limits."""
     doubled = request.minor >= LARGER_DEFAULTS and _capability(request.gpu)[0] == DATACENTER_BLACKWELL
     return min(2 * options.sequences, options.batched, LARGEST_GRAPH * (2 if doubled else 1))
 
@@ -235,7 +235,7 @@ def _non_torch(request: ServingRequest) -> int:
 def _refusal(
     request: ServingRequest, sizes: ModelSizes, options: Options, cache: PagedCache, available: int, held: int
 ) -> str | None:
-    """Return the reason why vLLM does not start; None if it starts."""
+    """Return the reason why vLLM would not start; None if it starts."""
     ranks, total = request.tensor_parallel, request.gpu.memory_bytes or 0
     reasons = {
         f"{sizes.heads} heads of attention cannot be divided over {ranks} GPUs. Use a divisor of it.": (
@@ -283,7 +283,7 @@ def _most_share(total: int) -> float:
 
 
 def _doubts(request: ServingRequest, sizes: ModelSizes, layout: LinearLayout | None) -> tuple[str, ...]:
-    """Return warnings about options and GPUs without a published start of vLLM to compare with."""
+    """Return warnings about options and GPUs for which no published start of vLLM exists to compare with."""
     doubts = []
     if request.gpu.key != "H100-SXM":
         doubts.append(

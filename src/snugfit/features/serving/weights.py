@@ -1,4 +1,4 @@
-"""Bytes of a served model's weights on one rank, from the real architecture without data."""
+"""Bytes of a served model's weights on one rank, from its architecture on `meta`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 @dataclass(frozen=True)
 class Matrix:
-    """One weight of the served model: its module's name, its shape, and a flag for those that quantization
-    packs.
-    """
+    """One weight of the served model: its module's name, its shape, and True if quantization packs it."""
 
     module: str
     """Name of the module that has it."""
@@ -50,7 +48,7 @@ class Matrix:
 def weight_bytes(
     model: Model, *, dtype: str, at_start: str | None, tensor_parallel: int
 ) -> tuple[int, LinearLayout | None]:
-    """Return the bytes of the weights on one rank, and the layout of the quantized ones.
+    """Return the bytes of the weights on one rank, and the storage format of the quantized ones.
 
     Raises `ModelError` for a model that transformers cannot build and for an unknown quantization.
     """
@@ -80,7 +78,7 @@ def _bytes_of(matrix: Matrix, layout: LinearLayout | None, size: int) -> int:
 
 
 def _ranks(matrix: Matrix, tensor_parallel: int, keys: int) -> int:
-    """Return the number of tensor-parallel ranks over which a weight is sharded."""
+    """Return the number of tensor-parallel ranks over which vLLM shards a weight."""
     if len(matrix.shape) < 2 or WHOLE.search(matrix.module):
         return 1
     return min(tensor_parallel, keys) if KEYS.search(matrix.module) else tensor_parallel
@@ -88,7 +86,7 @@ def _ranks(matrix: Matrix, tensor_parallel: int, keys: int) -> int:
 
 @lru_cache(maxsize=32)
 def _matrices(model: Model) -> tuple[Matrix, ...]:
-    """Return all weights of a model, each shared one once."""
+    """Return all weights of a model. A weight that modules share occurs once."""
     return tuple(_weights_of(build_without_data(model)))
 
 

@@ -1,1 +1,1 @@
-"""The feature `trackers`: metrics of a run for TensorBoard, Weights & Biases and other trackers."""
+"""The feature `trackers`: metrics of a training run for TensorBoard, Weights & Biases and other trackers."""

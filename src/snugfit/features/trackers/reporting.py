@@ -1,13 +1,14 @@
-"""`report_to`: a run's metrics for TensorBoard, Weights & Biases and all other trackers of transformers.
+"""The option `report_to`: a run's metrics for TensorBoard, Weights & Biases and all other trackers of
+transformers.
 
-transformers' own callbacks are called, with a state made from the events of the journal. Every integration of
-the Trainer works here (accelerate's trackers are fewer). The names are those of existing dashboards
-(`train/loss`, `train/grad_norm`, `train/learning_rate`, `train/epoch`, `eval/loss`). As in the Trainer, the
-loss is the mean since the last line, every `logging_steps`.
+snugfit calls transformers' own callbacks, with a `TrainerState` made from the run's events. So every
+integration of the Trainer works. The names are those of existing dashboards (`train/loss`, `train/grad_norm`,
+`train/learning_rate`, `train/epoch`, `eval/loss`). As in the Trainer, the loss is logged every
+`logging_steps`, as the mean since the last log.
 
-A resumed run appends to the same log. Steps that were lost and repeated would appear twice, so TensorBoard
-drops its entries from that step on (its own `purge_step`). Other trackers resume in their own way (W&B:
-WANDB_RUN_ID and WANDB_RESUME), and one process sends no step to them twice.
+A resumed run appends to the same log. Repeated steps would appear twice, so TensorBoard drops its entries
+from that step on (its own `purge_step`). Other trackers resume in their own way (W&B: WANDB_RUN_ID and
+WANDB_RESUME), and one process sends no step to them twice.
 
 A tracker that fails during the run causes one warning and is not called again. It does not end the training.
 """
@@ -69,7 +70,7 @@ def _create(name: str, kind: type[Any]) -> Any:
 
 @final
 class Reports:
-    """A watcher of the journal that passes a run's events to the trackers in its options."""
+    """Callback that passes a run's events (such as a step's loss) to the trackers in its options."""
 
     def __init__(self, run: Run, *, restart: bool, warn: Callable[[str], None]) -> None:
         self._callbacks = callbacks_for(run.options) if run.ranks.is_first else []
@@ -90,8 +91,9 @@ class Reports:
             )
 
     def open(self, model: torch.nn.Module, step: int, steps: int) -> None:
-        """Begin a run of `steps` steps after step `step` in the trackers, in a new process or after a rewind
-        in this one."""
+        """Start the trackers for a run whose last finished step is `step`, out of `steps`. It may be called
+        again when the run returns to an earlier step.
+        """
         if not self._callbacks:
             return
         self._state.global_step, self._state.max_steps = step, steps
@@ -120,7 +122,7 @@ class Reports:
         callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)
 
     def _since_the_last_line(self, step: int) -> list[float]:
-        """Return the losses since the last log line; of a repeated step, only the later loss."""
+        """Return the losses since the last log line. A repeated step counts with its later loss only."""
         first = step - step % self._run.options.logging_steps
         if first == step:
             return []
@@ -132,7 +134,9 @@ class Reports:
         return [float(loss) for _, loss in sorted(losses.items())]
 
     def __call__(self, event: Event) -> None:
-        """Pass an event of the journal on; `saved` comes from another thread and waits for the next event."""
+        """Pass a run's event to the trackers. The event `saved` comes from another thread and waits for the
+        next event.
+        """
         if event["event"] == "saved":
             self._saved.append(event["step"])
         elif self._callbacks and event["event"] in ("step", "evaluated", "ended"):
@@ -178,7 +182,7 @@ class Reports:
         self._call("on_log", only=lambda tracker: not again or hasattr(tracker, "tb_writer"), logs=logs)
 
     def end(self, model: torch.nn.Module | None) -> None:
-        """End the run in the trackers; `model` is None after an error."""
+        """Call the trackers at the end of the run; `model` is None after an error."""
         if self._begun:
             self._begun = False
             self._pass_on_saved()
@@ -208,13 +212,15 @@ class Reports:
 
 
 def _copy(more: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of arguments for one tracker, with its own dict, since some trackers write into it."""
+    """Return a copy of a callback's arguments for one tracker, with new dicts, because some trackers write
+    into them.
+    """
     return {name: dict(value) if isinstance(value, dict) else value for name, value in more.items()}
 
 
 def _unused_name(folder: Path) -> Path:
-    """Return this path, or the path with a number appended if it exists already: the default name is the time
-    in seconds.
+    """Return this path, or the path with a number appended if it exists. The default name is the time in
+    seconds, which may repeat.
     """
     if not folder.exists():
         return folder
@@ -223,7 +229,7 @@ def _unused_name(folder: Path) -> Path:
 
 
 def _arguments(run: Run) -> Any:
-    """Return the run as the Trainer's arguments, which trackers store next to the metrics."""
+    """Return the run's settings as `TrainingArguments`, which trackers store next to the metrics."""
     options, setup = run.options, run.recipe.setup()
     given = {name: value for name, value in options.to_json().items() if value is not None}
     arguments = _description()(output_dir=str(run.folder), use_cpu=True, recipe=str(run.recipe))
@@ -241,9 +247,9 @@ def _arguments(run: Run) -> Any:
 
 @cache
 def _description() -> type[Any]:
-    """Return a subclass of the Trainer's arguments that describes a run to trackers and configures nothing.
+    """Return a subclass of `TrainingArguments` that only describes a run to trackers, without side effects.
 
-    The original chooses a device and resets accelerate's state, which may be a user's own.
+    The original class chooses a device and resets accelerate's state, which may belong to the user.
     """
     from dataclasses import dataclass
 
@@ -252,7 +258,7 @@ def _description() -> type[Any]:
 
     @dataclass
     class Description(TrainingArguments):  # type: ignore[misc]
-        """The arguments of a run, with its recipe, for trackers."""
+        """`TrainingArguments` of a run, with the recipe, for trackers."""
 
         recipe: str = ""
 

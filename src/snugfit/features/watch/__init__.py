@@ -1,1 +1,1 @@
-"""The feature `watch`: measurements of a block of the user's own code, in the user's own process."""
+"""The feature `watch`: memory and time of a block of the user's own code, measured in the user's process."""

@@ -1,6 +1,4 @@
-"""Registration of the feature `watch`: measurements of a block of the user's own code, in the user's own
-process.
-"""
+"""Registration of the feature `watch`: memory and time of a block of the user's own code."""
 
 from __future__ import annotations
 
@@ -11,6 +9,6 @@ from snugfit.techniques.feature import Feature
 
 
 class WatchFeature(Feature):
-    """Add the function `snugfit.watch`."""
+    """The feature that adds the function `snugfit.watch`."""
 
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"watch": ("watch",)}

@@ -1,4 +1,4 @@
-"""Readings of one GPU during a watched block, as plain values."""
+"""Measurements of one GPU during a watched block of code, as plain values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedGpu:
-    """One GPU during the block; None for each value that could not be measured."""
+    """Measurements of one GPU during a watched block of code. A value that could not be measured is None."""
 
     index: int
     """CUDA index in this process."""

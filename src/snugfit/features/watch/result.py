@@ -1,12 +1,12 @@
-"""The result of a watched block, with its output for a terminal and a notebook.
+"""The measurements of a watched block of code, with their output for a terminal and a notebook.
 
-Three readings decide:
+The advice depends on three measurements:
 
 - the share of the GPU's memory in use at the peak;
-- the share of the time in which a kernel ran, NVML's utilization (a small kernel counts as much as any);
+- the share of the time in which any kernel ran, NVML's utilization;
 - where that share is low, the share of the time in which the watched thread computed.
 
-Readings from outside cannot identify the slow line of the training loop.
+These measurements cannot identify the slow line of the training loop.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ SCHEMA = 1
 
 
 class WatchResult:
-    """The measured values of a watched block, which are set when the block ends. `samples` may be set inside
-    or after it."""
+    """The measurements of a watched block of code, which are set when the block ends. `samples` may be set
+    inside or after the block.
+    """
 
     def __init__(self, samples: int | None = None) -> None:
         self.samples = samples
@@ -54,12 +55,12 @@ class WatchResult:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples divided by seconds; None where one of them is missing."""
+        """Samples of the block divided by its seconds; None if one of them is missing."""
         return self.samples / self.seconds if self.samples and self.seconds else None
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Suggested changes, and the limits of the readings; empty while the block runs."""
+        """Suggested changes to the code, and the limits of the measurements; empty while the block runs."""
         return () if self.seconds is None else tuple(advice_on(self.gpus, self.thread_share))
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -98,11 +99,11 @@ class WatchResult:
         return f"<table>{rows}</table>"
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
-        """Print the lines as IPython's plain text; `repr` is the short form inside other objects."""
+        """Print the measurements as IPython's plain text. `repr` is the short form inside other objects."""
         printer.text(str(self))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as a JSON object."""
+        """Return the measurements as a JSON object."""
         return {
             "schema": SCHEMA,
             "what": "seen",
@@ -163,8 +164,8 @@ mentions it."""
 
 
 def advice_on(gpus: Sequence[WatchedGpu], thread_share: float | None) -> Iterator[str]:
-    """Yield a sentence for each reading that calls for a change, then sentences on the limits of the
-    readings.
+    """Yield a sentence for each measurement that suggests a change, then sentences on the limits of the
+    measurements.
     """
     is_advised = False
     for gpu in gpus:

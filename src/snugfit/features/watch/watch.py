@@ -1,13 +1,13 @@
-"""Measures a block of the user's own code, in the user's own process.
+"""Measurement of a block of the user's own code, in the user's own process.
 
     with snugfit.watch() as seen:
         trainer.train()
     print(seen)
 
-Unlike in `measure`, the GPU may be shared and the process has run before. So each number has a stated scope.
-The allocator's peaks are this process's since the beginning of the block, where the counters are reset.
-NVML's peak is the device's with all processes on it. This process's share is given where the driver reports
-it. Without a GPU the result has the time, the host's memory, and the reason. It ends with advice.
+Unlike in `measure`, the GPU may be shared and the process has run before. The allocator's peaks are this
+process's since the beginning of the block, where the counters are reset. NVML's peak is that of all processes
+on the GPU, with this process's share where the driver reports it. Without a GPU the result has the time, the
+host's memory, and the reason. It ends with advice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ before the block."""
 
 
 class _Utilization:
-    """Records NVML's GPU utilization once for each count of the GPU's processes, after the first second."""
+    """Records NVML's GPU utilization at each reading, except in the first second of the block."""
 
     def __init__(self, card: Card) -> None:
         self._card, self._censuses = card, 0
@@ -50,7 +50,7 @@ class _Utilization:
         """Reason why `shares` is empty."""
 
     def read(self) -> None:
-        """Read the GPU utilization after a count of the GPU's processes."""
+        """Record the GPU utilization once; the sampler calls it after counting the GPU's processes."""
         self._censuses += 1
         if self._censuses <= CENSUSES_BEFORE:
             return
@@ -61,7 +61,7 @@ class _Utilization:
 
 
 class _SampledCard(NamedTuple):
-    """A GPU with the thread that samples its memory."""
+    """A GPU with the thread that samples its memory use."""
 
     card: Card
     sampler: Sampler
@@ -90,7 +90,7 @@ class _SampledCard(NamedTuple):
 
 
 class Watch:
-    """The context manager that `watch` returns; entering it returns the `WatchResult`."""
+    """The context manager that `watch` returns. Entering it returns the `WatchResult`."""
 
     def __init__(self, samples: int | None, gpus: Sequence[int] | None, library: Any | None = None) -> None:
         self._result, self._gpus, self._library = WatchResult(samples), gpus, library
@@ -139,8 +139,9 @@ class Watch:
         self._result.host_bytes = peak_resident_bytes()
 
     def _choose(self) -> list[int]:
-        """Return the CUDA indices of the GPUs to watch. Without a GPU, and without a request for one, store
-        the reason and return none."""
+        """Return the CUDA indices of the GPUs to watch. If there is no GPU and none was requested, store the
+        reason and return an empty list.
+        """
         if self._gpus is not None:
             indices = list(self._gpus) if isinstance(self._gpus, Iterable) else []
             if not indices or any(type(index) is not int or index < 0 for index in indices):
@@ -159,7 +160,7 @@ class Watch:
         return [0]
 
     def _open_cards(self, opened: ExitStack) -> None:
-        """Start a sampler for each watched GPU; where a card is not found, store the reason."""
+        """Start to sample each watched GPU. If NVML does not find a GPU, store the reason."""
         try:
             nvml = opened.enter_context(open_nvml(self._library))
         except NvmlUnavailable as reason:
@@ -191,7 +192,7 @@ class Watch:
         return self._cuda is not None and bool(self._cuda.is_initialized())
 
     def _card(self, nvml: Nvml, index: int) -> Card:
-        """Return the card by torch's UUID if CUDA is initialized, else by CUDA_VISIBLE_DEVICES."""
+        """Return the NVML device by torch's UUID if CUDA is initialized, else by CUDA_VISIBLE_DEVICES."""
         if self._in_use():
             uuid = str(getattr(self._cuda.get_device_properties(index), "uuid", ""))
             # torch's UUID has no prefix, and NVML's has one.
@@ -201,7 +202,7 @@ class Watch:
         return card_at(nvml, os.environ, index)
 
     def _finish_work(self) -> str | None:
-        """Wait for the watched GPUs; return the error of a broken CUDA context as text, or None."""
+        """Synchronize the watched GPUs. Return the error of a broken CUDA context as text, or None."""
         if not self._in_use():
             return None
         try:
@@ -212,7 +213,7 @@ class Watch:
         return None
 
     def _result_of(self, index: int, fault: str | None) -> WatchedGpu:
-        """Return all values of one GPU at the end of the block."""
+        """Return all measurements of one GPU at the end of the block."""
         facts: dict[str, Any] = {"doubt": fault}
         watched = self._watched.get(index)
         if isinstance(watched, str):
@@ -228,13 +229,15 @@ class Watch:
 
 
 def _cuda() -> Any:
-    """Return `torch.cuda` where torch is already imported and built with CUDA; watching imports nothing."""
+    """Return `torch.cuda` if torch is already imported and built with CUDA, else None. Watching never imports
+    torch.
+    """
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.version.cuda is not None else None
 
 
 def watch(*, samples: int | None = None, gpus: Sequence[int] | None = None) -> Watch:
-    """Watch a block: `with snugfit.watch() as seen: ...`, then `print(seen)`.
+    """Measure a block of code: `with snugfit.watch() as seen: ...`, then `print(seen)`.
 
     `samples` is the number of samples in the block, for samples per second (or set `seen.samples`). `gpus`
     are CUDA indices. The default is the current GPU; without a GPU only time and host memory are measured.

@@ -1,4 +1,4 @@
-"""Made-up runs, predicted and measured."""
+"""Invented training runs with predictions and measurements, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Compared runs: each is recorded, also a failure, and evaluated by the band."""
+"""Runs with a prediction and a measurement: each is recorded, also a failed one, and compared with the
+allowed errors.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def a_run(**changes: Any) -> ComparedRun:
-    """Return a run whose prediction was right."""
+    """Return a run whose prediction equals its measurement."""
     right = ComparedRun(
         number=3,
         family="bert",
@@ -127,7 +129,9 @@ def ranked(_: Any) -> list[PlannedRecipe]:
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Invent predictions and measurements that agree; return the list of the requests."""
+    """Invent predictions and measurements that agree. The returned list collects the predicted jobs and
+    recipes.
+    """
     asked: list[Any] = []
 
     def predict(job: Any, recipe: Any, **how: Any) -> Any:

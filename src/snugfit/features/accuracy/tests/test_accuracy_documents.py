@@ -1,4 +1,4 @@
-"""Tables, JSON and commands of the docs, of compared runs and verified plans."""
+"""Shown tables, JSON and commands in the documentation, for `snugfit accuracy` and verified plans."""
 
 from __future__ import annotations
 

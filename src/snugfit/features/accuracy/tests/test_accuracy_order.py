@@ -1,5 +1,6 @@
-"""The order of several recipes of each job, drawn ones and each plan's best, and results that are continued
-later."""
+"""The order of several recipes of each job, random ones or a plan's best, and results that are continued
+later.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ def seconds(length: float) -> StepSeconds:
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
-    """Predict as many MiB and milliseconds as the recipe's text has letters; the measured time is a tenth
-    longer. Return the list of predicted recipes."""
+    """Invent predictions: as many MiB and milliseconds as the recipe's text has letters. The measured time is
+    a tenth longer. Return the list of predicted recipes.
+    """
     asked: list[Recipe] = []
 
     def predict(job: Any, recipe: Any, **how: Any) -> Any:

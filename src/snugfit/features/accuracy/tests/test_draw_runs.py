@@ -18,7 +18,7 @@ from snugfit.techniques import roster
 
 @cache
 def first(seed: int, number: int) -> DrawnJob:
-    """Return a draw, cached for several tests."""
+    """Return the job that `lab/draw_runs.py` draws with this seed and number, cached for several tests."""
     return next(proposals(seed, number))
 
 
@@ -27,7 +27,7 @@ def drawn(seed: int, count: int = 16) -> list[DrawnJob]:
 
 
 def test_a_draw_depends_on_its_seed_and_number_alone() -> None:
-    """Earlier draws and other random numbers have no influence."""
+    """Earlier draws and other random numbers have no influence on a draw."""
     in_order = [str(first(7, number)) for number in range(4)]
     random.seed(1)
     assert [str(next(proposals(7, number))) for number in reversed(range(4))] == in_order[::-1]
@@ -60,7 +60,7 @@ def test_draws_are_lawful_and_broad() -> None:
 
 
 def test_a_draw_is_predicted_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One draw through the real rehearsal, in this process."""
+    """A drawn job is simulated and predicted in this process."""
     monkeypatch.setattr(sys, "argv", ["draw_runs.py", str(tmp_path), "--draw", "1", "--seed", "3"])
     draw_runs.main()
     (run,) = read(tmp_path / "accuracy-seed3.json").runs

@@ -92,7 +92,9 @@ def test_a_peer_has_the_precision_of_the_gpu_and_what_the_plan_kept(
 
 
 def test_a_peer_clips_as_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer clips at 1.0 by default, which would cost the peer time that the plan's runs save."""
+    """The Trainer clips gradients at 1.0 by default, which would take time that the plan's runs do not
+    need.
+    """
     predicted_sizes(monkeypatch, {})
     runs = measured(monkeypatch)
     measure_peers(job(), H200, Recipe())

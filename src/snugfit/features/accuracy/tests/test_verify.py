@@ -1,4 +1,6 @@
-"""`snugfit plan --verify`: the order of recipes, the gap of the first choice, and the command around them."""
+"""`snugfit plan --verify`: the order of recipes, the slowdown of the first choice, and the command around
+them.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +214,9 @@ def test_foreign_words_are_data(asked: list[Any]) -> None:
 
 @pytest.mark.whole
 def test_real_runs_on_the_cpu() -> None:
-    """Two recipes of a small model run in a process each, and have all figures that a CPU offers."""
+    """Two recipes of a small model each run in a separate process, and have all measurements that a CPU
+    offers.
+    """
     small = small_job("gpt2", 2, batch_size=4, sequence_length=32)
     recipes = [
         PlannedRecipe(recipe=Recipe.parse(text), footprint=footprint(GIB), step_seconds=seconds)

@@ -1,4 +1,4 @@
-"""Calibration against invented machines: it must find the changed rates."""
+"""Calibration of invented machines: it must find the hardware rates that were changed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ not."""
 
 
 def rehearsed(job: Job, setup: Setup, policy: Policy) -> Trace:
-    """Rehearse once for each probe, because every test uses the same few."""
+    """Simulate each probe (small training job) once, because every test uses the same few."""
     key = json.dumps([job.to_json(), setup.to_json(), repr(policy)])
     with REHEARSING:
         if key not in TRACES:
@@ -75,12 +75,14 @@ def rehearsed(job: Job, setup: Setup, policy: Policy) -> Trace:
 
 
 def machine(rates: Rates, job: Job, recipe: Recipe) -> float:
-    """Return the seconds of a step on a machine with these rates."""
+    """Return the seconds of a step on an invented machine with these hardware rates."""
     return step_on(rates, job, recipe).step_seconds
 
 
 def step_on(rates: Rates, job: Job, recipe: Recipe) -> StepSeconds:
-    """Return a step on a machine with these rates, on all of its GPUs if the recipe needs several."""
+    """Return the predicted step on an invented machine with these hardware rates, on all of its GPUs if the
+    recipe needs several.
+    """
     setup = recipe.setup()
     setup = on_gpus(setup, rates.gpus) if processes_of(setup) else setup
     trace = rehearsed(job_of_rank(job, setup), setup, policy_for(GPU, Software()))
@@ -88,7 +90,7 @@ def step_on(rates: Rates, job: Job, recipe: Recipe) -> StepSeconds:
 
 
 def quiet(rates: Rates) -> MeasureSeconds:
-    """Return a measurement on that machine, with no foreign load on its host."""
+    """Return a function that measures on the invented machine, whose CPU no other process uses."""
     return lambda job, recipe, _: ProbeSeconds(machine(rates, job, recipe), 0.0)
 
 
@@ -159,7 +161,7 @@ def test_the_machine_that_is_known_changes_nothing() -> None:
 
 
 def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with only the usual errors of the probes gets the known rates."""
+    """A machine with only the usual prediction errors of the probes gets the known rates."""
     errors = {"host": 0.9, "bandwidth": 1.05, "fp32": 0.95, "tf32": 1.02, "bf16": 1.04}
     monkeypatch.setattr("snugfit.features.calibration.calibrate.PROBE_ERRORS", errors)
     known, asked = rates_for(GPU), iter(("bandwidth", "host", "host", "host", "fp32", "tf32", "bf16"))
@@ -175,7 +177,7 @@ def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_host_is_measured_again_while_others_use_it() -> None:
-    """Two runs of each host probe are slow and disturbed here, and the third is neither."""
+    """Here two runs of each host probe are slow and disturbed by other processes, and the third is not."""
     known, asked = rates_for(GPU), dict[str, int]()
 
     def crowded(job: Job, recipe: Recipe, _: int) -> ProbeSeconds:
@@ -256,7 +258,7 @@ def test_one_that_cannot_be_read_can_be_made_again() -> None:
 
 
 def test_what_no_probe_told_is_not_called_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every probe fails, so no prediction of a probe is used."""
+    """Every probe fails, so no hardware rate counts as measured."""
     step = rehearse(small_job("llama", 1), Recipe().setup(), policy_for(GPU, Software()))
     monkeypatch.setattr("snugfit.features.calibration.calibrate.rehearse", lambda *_: step)
 

@@ -1,4 +1,4 @@
-"""Memory snapshots in the form of torch 2.13, and hostile pickles in their place."""
+"""Memory snapshots in the form of torch 2.13, and hostile pickles in place of snapshots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = "/opt/lib/transformers/models/llama/modeling_llama.py"
 
 
 def frames(name: str, line: int) -> list[dict[str, Any]]:
-    """Return frames, the innermost first, with torch's own and C++ around the user's."""
+    """Return stack frames, the innermost first: the user's frame between torch's own and C++."""
     return [
         {"name": "c10::cuda::malloc", "filename": "??", "line": 0},
         {"name": "linear", "filename": "/opt/lib/torch/nn/functional.py", "line": 9},
@@ -51,7 +51,9 @@ def event(action: str, address: int, size: int, name: str = "forward", **more: A
 
 
 def snapshot(*trace: dict[str, Any]) -> bytes:
-    """Return 300 MiB in two segments: 120 in use by two lines of code, and 180 in pieces of at most 100."""
+    """Return a snapshot of 300 MiB in two segments. Two lines of code use 120 MiB, and 180 MiB are free in
+    blocks of at most 100.
+    """
     segments = [
         segment(1000 * MIB, [("active_allocated", 40 * MIB, "attention"), ("inactive", 100 * MIB, "")]),
         segment(
@@ -98,7 +100,9 @@ def test_a_failed_request_has_its_kind_and_its_code(size: int, kind: FailureKind
 
 
 def test_tensors_at_the_failure_are_those_of_that_moment() -> None:
-    """After the failure, 20 MiB were allocated, 30 MiB of another line freed, and a segment was released."""
+    """After the out-of-memory error, 20 MiB were allocated, 30 MiB of another line freed, and a segment
+    released.
+    """
     freed, allocated = 2200 * MIB, 2140 * MIB
     found = read(
         snapshot(
@@ -116,7 +120,7 @@ def test_tensors_at_the_failure_are_those_of_that_moment() -> None:
 
 
 def test_a_snapshot_of_our_own_prediction_is_read() -> None:
-    """`predict --trace FILE.pickle` writes one."""
+    """`predict --trace FILE.pickle` writes a snapshot of a prediction."""
     from small_models import small_job
     from snugfit.features.diagnosis.snapshot import read_snapshot
     from snugfit.prediction.predict import predict, rehearse_again

@@ -54,7 +54,9 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_tensor_is_found_in_the_predicted_step(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """192 MiB are 64 × 256 × 3,072 fp32 numbers: activations of the MLP. The live bytes select one."""
+    """192 MiB are 64 × 256 × 3,072 fp32 numbers: activations of the MLP. The bytes of live tensors select one
+    of them.
+    """
     first = answered(log, *JOB, capsys=capsys)["candidates"][0]
     assert first["module"].startswith("distilbert.transformer.layer.*.ffn")
     assert (first["phase"], first["bytes"], first["count"]) == ("backward", 64 * 256 * 3072 * 4, 6)
@@ -162,7 +164,7 @@ def test_changes_fit_the_memory_that_other_processes_leave(
 def test_a_run_that_needs_more_than_its_prediction_gets_changes_with_more_room(
     log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The predicted step fits a GPU of 7 GiB, and the run failed there for 600 MiB more."""
+    """The predicted step fits a GPU of 7 GiB, but the run needed 600 MiB more and failed."""
     limits: list[tuple[bool | None, int]] = []
 
     def searched(prediction: Prediction, **_: Any) -> WaysOut | None:

@@ -1,9 +1,9 @@
 """Symbolic evaluation of a script's statements in order, without executing anything.
 
-Names have the value of their last assignment before a use. The script's functions run where it calls them. If
-the value of a condition is known, one branch runs. Otherwise both run, and names that they set differently
-are unknown afterwards. Loops run once. Parsed arguments have their defaults. Every call of another library is
-recorded with the values of its arguments.
+A variable has the value of its last assignment. Functions of the script are evaluated at their calls. If a
+condition is known, only its branch is evaluated. Otherwise both are, and variables that they set differently
+become unknown. Loops are evaluated once. Command-line arguments have their defaults. Every call of a
+library's function is recorded with its arguments.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class _BlockEnds(Exception):
 
 @dataclass
 class Evaluation:
-    """The statements of a user's training script that have an effect, in their order."""
+    """The relevant statements of a user's training script: library calls and assignments, in order of
+    execution.
+    """
 
     calls: list[ForeignCall] = field(default_factory=list)
     """Calls of functions of other libraries, and of objects' methods."""
@@ -107,9 +109,9 @@ class Evaluation:
 
 
 def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
-    """Evaluate a user's training script without calling libraries, and return its statements with an effect.
+    """Evaluate a user's training script symbolically. Return its library calls and assignments in order.
 
-    `bfloat16` is the GPU's support for it; None if no GPU is named.
+    `bfloat16` is True if the GPU supports it; None if no GPU is named.
     """
     evaluator = _Evaluator(bfloat16)
     # Code below `if __name__ == "__main__"` runs too.
@@ -150,7 +152,7 @@ class _Evaluator:
                         self.value(child, names)
 
     def quiet_block(self, body: Sequence[ast.stmt], names: Environment) -> bool:
-        """Evaluate a block of the script's statements. Return False if it ends early, as by `return` or
+        """Evaluate a block of the script's statements, and return False if it ends early, as by `return` or
         `break`.
         """
         try:
@@ -160,8 +162,9 @@ class _Evaluator:
         return True
 
     def run_uncalled(self) -> None:
-        """Evaluate functions that the script calls nowhere, such as those it passes to `map`: callers
-        first."""
+        """Evaluate the script's functions without a visible call, such as those passed to `map`. Callers come
+        before their callees.
+        """
         used = {
             node.id
             for function in self.functions
@@ -239,8 +242,8 @@ class _Evaluator:
             self.tests.append(f"not ({text})" if is_plain else "the rest of the loop")
 
     def branches(self, bodies: Mapping[str, Sequence[ast.stmt]], names: Environment) -> None:
-        """Evaluate each branch of a statement by its condition, with the variables before it. A name that the
-        blocks set differently becomes unknown.
+        """Evaluate each branch of an `if` or similar statement, starting from the same variables. A variable
+        that the branches set differently becomes unknown.
         """
         before = dict(names)
         ends: list[Environment] = []
@@ -313,7 +316,7 @@ class _Evaluator:
         self.block(node.finalbody, names)
 
     def assign(self, target: ast.expr, value: Any, names: Environment, node: ast.stmt) -> None:
-        """Assign a value to a target, or to each of several."""
+        """Assign a value to a variable, attribute or element of the script, or to several of them."""
         if isinstance(target, ast.Name):
             names[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
@@ -567,8 +570,8 @@ class _Evaluator:
     def known_value(
         self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
     ) -> Any:
-        """Return the value of a call in the user's script if it follows from the arguments; `_NOT_KNOWN` for
-        another one.
+        """Return the value of a call in the user's script if it follows from the arguments, else
+        `_NOT_KNOWN`.
         """
         value: Any = _NOT_KNOWN
         if isinstance(function, Member):
@@ -633,7 +636,9 @@ class _Evaluator:
     def method(
         self, node: ast.Call, function: Member, positional: list[Any], named: Mapping[str, Any]
     ) -> Any:
-        """Return the result of a method of a parser or a mapping; `_NOT_KNOWN` for another one."""
+        """Return the result of calling a method of a command-line parser or a mapping; `_NOT_KNOWN` for other
+        objects.
+        """
         of, name = function.of, function.name
         if not isinstance(of, Parser):
             of_text = isinstance(of, str) and is_known(positional)
@@ -709,7 +714,7 @@ class _Evaluator:
         return None
 
     def instance(self, script_class: Class, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Record:
-        """Return an instance of a dataclass that the script defines."""
+        """Return an instance of a dataclass that the script defines, with these arguments as fields."""
         record = Record()
         for base in script_class.bases:
             if isinstance(base, Class):
@@ -756,8 +761,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _one_of(name: str, values: Sequence[Any]) -> Any:
-    """Return the value of a variable that branches of a script set differently. It is the object if each
-    branch sets an object.
+    """Return the value of a variable that branches of a script set differently. If each branch sets an
+    object, return one of them.
     """
     known = [value for value in values if is_known(value) or isinstance(value, Unknown)]
     return Unknown(name) if known else values[0]
@@ -770,7 +775,7 @@ def _is_capability(value: Any) -> bool:
 
 
 def _with_literals(test: ast.expr, names: Environment) -> ast.expr:
-    """Return a condition of a script in which known lists and texts replace their names."""
+    """Return a condition of a script with the names of known lists and texts replaced by their values."""
     used = {node.id: names.get(node.id) for node in ast.walk(test) if isinstance(node, ast.Name)}
     known = {key: one for key, one in used.items() if isinstance(one, str | list | tuple) and is_known(one)}
     return replace_names(test, {key: ast.parse(repr(one), mode="eval").body for key, one in known.items()})

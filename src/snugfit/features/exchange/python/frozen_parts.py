@@ -1,4 +1,4 @@
-"""Parts of a model that a script freezes, as settings of the technique `frozen`.
+"""Parts of a model that a script freezes, as settings of snugfit's technique `frozen`.
 
 A part is a path from the model (`model.bert.encoder.layer[:8]`), or the names of parameters that meet the
 conditions around the statement (`if "classifier" not in name`).
@@ -41,8 +41,8 @@ class FrozenParts:
     """Number of the last layers that train."""
 
     def add(self, event: ForeignCall | Assignment, trains: bool) -> bool:
-        """Add a statement that freezes or trains a part of the model. Return False if the part is not known,
-        or if it overrides an earlier one.
+        """Record a statement that freezes or trains a part of the model. Return False if the part is unknown,
+        or the statement overrides an earlier one.
         """
         target = event.target if isinstance(event, Assignment) else event.function.of
         if (added := self._add_last(target, event.tests, trains)) is not None:
@@ -66,8 +66,9 @@ class FrozenParts:
         return "" not in words and not (self.whole and not trains)
 
     def _add_last(self, target: Any, tests: Sequence[str], trains: bool) -> bool | None:
-        """Add the last layers of a list, which train, or all others, which freeze. Return None for other
-        parts."""
+        """Record a statement on the last layers of a list, if they train and all others are frozen. Return
+        None for other parts of the model.
+        """
         names = _names_to(target) or []
         form = _LAST if trains else _ALL_BUT_LAST
         number = next((at for at, name in enumerate(names) if form.fullmatch(name)), None)
@@ -85,7 +86,7 @@ class FrozenParts:
 
     @property
     def trains_nothing(self) -> bool:
-        """Return True if the script froze the whole model and released nothing again."""
+        """Return True if the script froze the whole model and unfroze no part afterwards."""
         return bool(self.whole) and not self.trains and not self.last
 
     def settings(self) -> dict[str, Any]:
@@ -99,10 +100,9 @@ class FrozenParts:
 
 
 def path_of(value: Any) -> str | None:
-    """Return the path of the part of the model that a value is or lists, as a word or a pattern; empty for
-    the whole.
+    """Return the path of the model part (a module or its parameters) that this value of the script refers to.
 
-    Return None for another value.
+    The path is a word or a pattern, and empty for the whole model. Return None for any other value.
     """
     names = _names_to(value)
     if names is None:
@@ -135,7 +135,7 @@ def path_of(value: Any) -> str | None:
 
 
 def _names_to(value: Any) -> list[str] | None:
-    """Return the names of attributes and elements that lead from the model to a value; None for others."""
+    """Return the attribute names and indices that lead from the model to a value; None for other values."""
     names: list[str] = []
     while kind_of(value) != MODEL:
         if isinstance(value, ForeignCall) and isinstance(value.function, Member) and value.name in _LISTS:
@@ -152,8 +152,8 @@ def _names_to(value: Any) -> list[str] | None:
 
 
 def takes_a_part(optimizer: ForeignCall) -> bool:
-    """Return True if an optimizer's parameter groups leave parameters out, judging by the paths of their
-    names.
+    """Return True if an optimizer's parameter groups, by the names in the script, contain only some of the
+    parameters.
     """
     given = [*optimizer.positional[:1], optimizer.named.get("params"), optimizer.named.get("parameters")]
     groups = [one for one in given if one is not None]
@@ -179,8 +179,8 @@ def _is_chosen(value: Any) -> bool:
 
 
 def _condition(value: Any) -> str:
-    """Return the condition by which a script's loop selects parameters or modules. A condition on
-    `requires_grad` selects all that train.
+    """Return the condition by which a loop of the script selects parameters or modules. A condition on
+    `requires_grad` counts as none.
     """
     text = value.name.removeprefix(CHOSEN).removesuffix("]") if _is_chosen(value) else ""
     return " and ".join(part for part in text.split(" and ") if "requires_grad" not in part)
@@ -197,7 +197,7 @@ def _passes_elements_on(call: ForeignCall, names: Sequence[str]) -> bool:
 
 
 def _words(path: str, tests: Sequence[str]) -> list[str] | None:
-    """Return name patterns for the parameters of a model part under these conditions on names; None for other
+    """Return patterns for the names of a model part's parameters that meet these conditions; None for other
     conditions.
     """
     if not tests:
@@ -238,9 +238,9 @@ def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
 
 
 def _as_alternatives(test: ast.expr) -> ast.expr:
-    """Return `any(...)` over a list of texts, or `startswith` of several, joined by `or`.
+    """Rewrite `any(...)` over a list of texts, and `startswith` of several, as conditions joined by `or`.
 
-    Return another condition unchanged.
+    Return any other condition unchanged.
     """
     if not isinstance(test, ast.Call) or len(test.args) != 1:
         return test

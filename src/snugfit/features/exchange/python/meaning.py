@@ -1,8 +1,7 @@
-"""The meaning of a script's calls and assignments, as arguments of `TrainingArguments` and related calls.
+"""Conversion of a script's calls and assignments to arguments of `TrainingArguments` and related calls.
 
-The arguments of related calls have the prefixes `model.` and `lora.`; facts of the job have `job.`. Some
-statements touch the model, trainer, optimizer or torch's switches, and have no meaning here.
-They are listed as not read.
+Arguments of related calls have the prefixes `model.` and `lora.`; settings of the training job have `job.`.
+Other statements that touch the model, trainer, optimizer or torch's switches are listed as not read.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 
 @dataclass
 class Script:
-    """The training arguments and the job's settings that follow from a user's script."""
+    """The training arguments and the job's settings that follow from a user's training script."""
 
     dialect: str
     """`trainer`, `sft`, `accelerate` or `loop`."""
@@ -85,8 +84,8 @@ class Script:
 
 
 def read_meaning(done: Evaluation, where: str, *, bfloat16: bool | None = None) -> Script:
-    """Return the training arguments and the job's settings of an evaluated script, on a GPU with or without
-    `bfloat16`. Raises `UsageError` for a script that snugfit cannot read.
+    """Convert an evaluated script to training arguments and job settings. `bfloat16` is the GPU's support for
+    it. Raises `UsageError` for a script that snugfit cannot read.
     """
     return _Meaning(done, where, bfloat16).read()
 
@@ -143,7 +142,7 @@ class _Meaning:
         return script
 
     def _dialect(self, main: ForeignCall | Record | None, trainer: ForeignCall | None, old_sft: bool) -> None:
-        """Set the library whose trainer the script uses (the dialect), and the trainer's arguments."""
+        """Store the library whose trainer the script uses, and the trainer's arguments."""
         script = self.script
         if isinstance(main, Record):
             script.dialect = "sft" if main.base == "SFTConfig" else "trainer"
@@ -208,7 +207,9 @@ class _Meaning:
         return base_trainer(call.function) if isinstance(call.function, Class) else call.name
 
     def _main_call(self, trainers: list[ForeignCall]) -> ForeignCall | Record | None:
-        """Return the call, or the parsed options, whose arguments the trainer has; None for neither."""
+        """Return the call, or the parsed command-line options, with the trainer's arguments; None for
+        neither.
+        """
         main = [call for call in self.calls if call.name in ARGUMENTS]
         # Trainer takes its arguments as `args`, or as the second positional parameter.
         used = [value for call in trainers for value in (call.named.get("args"), *call.positional[1:2])]
@@ -250,7 +251,7 @@ class _Meaning:
         return model is not None and (trains or any(kind_of(call) == OPTIMIZER for call in self.calls))
 
     def _refuse_without_a_run(self) -> NoReturn:
-        """Raise `UsageError` for a script without a run of a model of transformers."""
+        """Raise `UsageError` for a script that trains no model of transformers."""
         for call in self.calls:
             if call.library == "tokenizers":
                 self._refuse(call, "the script trains a tokenizer, which takes no memory of a GPU.")
@@ -262,8 +263,8 @@ class _Meaning:
         )
 
     def _facts(self) -> str:
-        """Return a sentence with the model that the script loads, for error messages; empty if it names
-        none.
+        """Return a sentence with the model that the script loads, for error messages; empty without a
+        model.
         """
         names = [
             call.positional[0]
@@ -287,7 +288,7 @@ class _Meaning:
         return _without_options(arguments)
 
     def _of_options(self, parsed: Record) -> dict[str, Any]:
-        """Return the values of the script's command-line options: those that it sets itself, and defaults."""
+        """Return the values of the script's command-line options: set by the script, or the defaults."""
         known = {*installed.defaults(), *dialect("sft").becomes}
         return _without_options(
             {key: self.value(one) for key, one in parsed.attributes.items() if key in known}
@@ -306,7 +307,9 @@ class _Meaning:
                 self.script.unread.append((call.line, f"{call.text} (options have their defaults here)"))
 
     def value(self, value: Any) -> Any:
-        """Return a value in the form of a configuration file, without options that have no default."""
+        """Convert a value of the script to the form of a configuration file. Options without a default are
+        left out.
+        """
         if isinstance(value, Mapping):
             return _without_options({key: self.value(one) for key, one in value.items()})
         if isinstance(value, list | tuple):
@@ -320,7 +323,7 @@ class _Meaning:
         return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
 
     def _of_model(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the arguments of the call that creates the model, and its task."""
+        """Return the arguments of the call that creates the model, and the training task of its class."""
         if call.owner in UNSLOTH:
             return {}
         inner = self.values(call, first="pretrained_model_name_or_path")
@@ -360,8 +363,8 @@ class _Meaning:
         return facts
 
     def _of_config(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the job's settings that the script changes by arguments of a config. Other sizes are listed
-        as not read.
+        """Return the job's settings that the script changes by arguments of a model config. Other changed
+        sizes are listed as not read.
         """
         configs = [one for value in (*call.positional, *call.named.values()) for one in calls_in(value)]
         facts: dict[str, Any] = {}
@@ -376,7 +379,7 @@ class _Meaning:
         return facts
 
     def _of_trainer(self, call: ForeignCall, old_sft: bool) -> None:
-        """Read the arguments of the trainer's constructor in the script."""
+        """Store the arguments of the trainer's constructor in the script."""
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)
@@ -408,7 +411,7 @@ class _Meaning:
     # ---- statements ----------------------------------------------------------------------------------------
 
     def _read_event(self, event: ForeignCall | Assignment) -> None:
-        """Add the training arguments that follow from one statement of the script."""
+        """Convert one statement of the script to training arguments and store them."""
         read = self._read_call(event) if isinstance(event, ForeignCall) else self._read_assignment(event)
         if read is None:
             return
@@ -534,9 +537,9 @@ class _Meaning:
         return {"job.dtype": dtypes[0]} if dtypes else {}
 
     def _freeze(self, event: ForeignCall | Assignment, value: Any) -> dict[str, Any] | None:
-        """Read a statement that freezes parameters, unless adapters are trained instead.
+        """Record a statement that freezes parameters. If adapters are trained, the statement is ignored.
 
-        Refuse one whose parameters are not known.
+        Raise `UsageError` if the parameters are not known.
         """
         target = event.target if isinstance(event, Assignment) else event.function
         makers = [call for call in calls_in(target) if makes_model(call)]
@@ -555,7 +558,7 @@ class _Meaning:
         return {}
 
     def _is_after_adapters(self, event: ForeignCall | Assignment) -> bool:
-        """Return True for a statement after the one that adds adapters, which freezes all other weights."""
+        """Return True for a statement after the creation of adapters, which freezes all other weights."""
         added = False
         for one in self.events:
             if one is event:
@@ -564,8 +567,9 @@ class _Meaning:
         return False
 
     def _resize(self, call: ForeignCall) -> dict[str, Any]:
-        """Return the rows of the embedding after `resize_token_embeddings`. Those of an unknown tokenizer are
-        listed as not read."""
+        """Return the job's number of embedding rows after `resize_token_embeddings`. A number from an unknown
+        tokenizer is listed as not read.
+        """
         rows = call.named.get("new_num_tokens", [*call.positional, None][0])
         multiple = call.named.get("pad_to_multiple_of")
         if type(rows) is not int:
@@ -575,7 +579,9 @@ class _Meaning:
         return {"job.vocab_size": str(-(-rows // step) * step)}
 
     def _of_compile(self, call: ForeignCall) -> dict[str, Any] | None:
-        """Return the arguments for torch.compile: on layers, on a model's forward pass, or on the model."""
+        """Return the arguments for torch.compile in the script, applied to layers, to the forward pass, or to
+        the model.
+        """
         first = call.function.of if isinstance(call.function, Member) else [*call.positional, None][0]
         kind = kind_of(first)
         if isinstance(first, Member) and first.name == "forward" and kind == PART:
@@ -612,8 +618,9 @@ class _Meaning:
     # ---- facts from several statements ---------------------------------------------------------------------
 
     def _of_loop(self) -> None:
-        """Read the global batch of a hand-written loop: the first loader's batch, times the number by which
-        the loss is divided."""
+        """Store the global batch size of a hand-written loop. It is the first loader's batch size times the
+        number by which the loss is divided.
+        """
         if self.script.dialect not in ("accelerate", "loop"):
             return
         arguments = self.script.arguments
@@ -631,7 +638,9 @@ class _Meaning:
             arguments.setdefault("gradient_accumulation_steps", of_loss[0])
 
     def _casts(self) -> None:
-        """Set the argument for float32 adapters if the script casts them, as TRL's example scripts do."""
+        """Store the argument for float32 adapters if the script casts adapters, as TRL's example scripts
+        do.
+        """
         widened = any(
             one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
             for one in self.done.assignments
@@ -640,14 +649,16 @@ class _Meaning:
             self.script.arguments["adapters_dtype"] = "float32"
 
     def _gpus(self) -> None:
-        """Read the number of processes that the script declares, as exported scripts do."""
+        """Store the number of training processes that the script declares, as exported scripts do."""
         number = self.done.globals.get("GPUS")
         if type(number) is int and number != 1:
             key = "parallel.elsewhere" if self.script.dialect in ("accelerate", "loop") else "job.gpus"
             self.script.arguments[key] = number
 
     def _lengths(self) -> None:
-        """Read the sequence length from a tokenizer's calls, unless the arguments have one."""
+        """Store the sequence length of the script's tokenizer calls, unless the training arguments have
+        one.
+        """
         arguments = self.script.arguments
         if {"job.sequence_length", "max_length", "max_seq_length"} & set(arguments):
             return
@@ -668,7 +679,7 @@ class _Meaning:
             arguments["tokenizer.max_length"] = max(sizes_in_order)
 
     def _optimizer(self, trainer: ForeignCall | None) -> None:
-        """Read the optimizer of a loop or of the trainer."""
+        """Store the optimizer that the script passes to the trainer or uses in its loop."""
         optimizer: Any = None
         if trainer is not None:
             pair = trainer.named.get("optimizers")
@@ -697,9 +708,7 @@ class _Meaning:
             self.script.arguments["optim_args.momentum"] = self.value(optimizer.named["momentum"])
 
     def _other_loops(self) -> None:
-        """List as not read the objects of a loop beside the trainer: optimizers, and all that accelerate
-        prepares.
-        """
+        """List optimizers outside of the trainer, and objects that accelerate prepares, as not read."""
         for call in self.calls if self.script.dialect in ("trainer", "sft") else ():
             prepares = call.name == "prepare" and kind_of(getattr(call.function, "of", None)) == ACCELERATOR
             if prepares or (kind_of(call) == OPTIMIZER and id(call) not in self.read_events):
@@ -743,7 +752,7 @@ def _without_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _word(name: Name) -> Any:
-    """Return a dtype, or a member of an enumeration, as the word in configuration files."""
+    """Return a dtype or an enumeration's member as its word in configuration files, such as `bfloat16`."""
     if name.dotted.startswith("torch.") and name.last in words_of("dtypes"):
         return _SHORT.get(name.last, name.last)
     is_enumeration = name.dotted.startswith(("transformers.", "trl."))

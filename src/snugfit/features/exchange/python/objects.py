@@ -1,5 +1,5 @@
-"""Classification of a script's objects (model, trainer, optimizer, ...), and of the statements that change
-them.
+"""Classification of a script's objects (such as model, trainer or optimizer), and of the statements that
+change them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def kind_of(value: Any) -> str:
 
 
 def may_be_part(value: Any) -> bool:
-    """Return True for a script's value that may belong to the model: computed, or from a list or an unknown
-    object.
+    """Return True if a value of the script may belong to the model: it comes from an unknown object or a
+    list.
     """
     while isinstance(value, Member | ForeignCall):
         value = value.of if isinstance(value, Member) else value.function
@@ -99,12 +99,12 @@ def _kind_of_function(call: ForeignCall) -> str:
 
 
 def base_trainer(script_class: Class) -> str:
-    """Return the trainer of a library that a class of the script derives from; empty for none."""
+    """Return the library's trainer class from which a class of the script derives; empty for none."""
     return next((name for name in script_class.library_bases if name.endswith("Trainer")), "")
 
 
 def is_optimizer(call: ForeignCall) -> bool:
-    """Return True for a call that makes an optimizer of a model's parameters."""
+    """Return True for a call that creates an optimizer of a model's parameters."""
     takes = [
         *call.positional[:1],
         *(call.named[key] for key in ("params", "parameters") if key in call.named),
@@ -151,7 +151,7 @@ def calls_in(value: Any) -> Iterator[ForeignCall]:
 
 
 def model_class(call: ForeignCall) -> str:
-    """Return the class of the model that a call loads or makes from a config; empty for other calls."""
+    """Return the class of the model that a call loads, or creates from a config; empty for other calls."""
     if call.name in LOADERS:
         return call.owner if is_model_class(call.owner) else ""
     is_own = call.library == "transformers" and call.name in _classes()
@@ -159,12 +159,12 @@ def model_class(call: ForeignCall) -> str:
 
 
 def is_model_class(name: str) -> bool:
-    """Return True for a class of transformers, or of Liger, that makes a model."""
+    """Return True for the name of a model class of transformers or Liger."""
     return name.startswith("AutoModel") or name == LIGER or name in _classes() or "For" in name[1:-1]
 
 
 def task_of_class(name: str) -> str | None:
-    """Return the task of an auto class, or of a model's own class; None for other classes."""
+    """Return the training task of a model class, such as an auto class; None for other classes."""
     if name == LIGER:
         return "causal-lm"
     return {auto: task for task, (auto, _) in heads().items()}.get(name) or _classes().get(name)
@@ -172,8 +172,8 @@ def task_of_class(name: str) -> str | None:
 
 @cache
 def _classes() -> dict[str, str]:
-    """Return the training task of each model class of transformers. If two tasks share a class (BART's), the
-    masked one is left out.
+    """Return the training task of each model class of transformers. If two tasks share a class (BART's),
+    masked language modelling is left out.
     """
     # Later tasks override earlier ones, so the masked one is the first.
     tasks = sorted(heads(), key=lambda task: task != "masked-lm")
@@ -183,14 +183,14 @@ def _classes() -> dict[str, str]:
 
 
 def makes_model(call: ForeignCall) -> bool:
-    """Return True for a call that makes a model of transformers."""
+    """Return True for a call that creates a model of transformers."""
     if call.owner in UNSLOTH:
         return call.name == "from_pretrained"
     return isinstance(call.function, Name) and bool(model_class(call))
 
 
 def config_name(call: ForeignCall) -> str | None:
-    """Return the name of the config that a model is made from."""
+    """Return the hub name or path of the config from which a call creates a model."""
     for value in (*call.positional, *call.named.values()):
         for one in calls_in(value):
             if one.owner.endswith("Config") and one.positional and isinstance(one.positional[0], str):

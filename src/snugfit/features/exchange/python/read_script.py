@@ -17,10 +17,10 @@ _FOREIGN = re.compile(r"\s*%%(?!capture|time|timeit|prun)")
 
 
 def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Script:
-    """Return the job, the model and the arguments of a script.
+    """Read a training script without executing it. Return its job settings and training arguments.
 
-    `bfloat16` is the named GPU's support for it; None if no GPU is named. Raises `UsageError` for a script
-    that does not train a model of transformers, or trains it in a way that is not predicted.
+    `bfloat16` is True if the named GPU supports it; None if no GPU is named. Raises `UsageError` for a script
+    that does not train a model of transformers, or whose training step snugfit cannot predict.
     """
     try:
         tree = ast.parse(text)
@@ -37,7 +37,7 @@ def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Scrip
 
 
 def code_of_notebook(text: str, where: str) -> tuple[str, list[tuple[int, str]]]:
-    """Return the code cells of a notebook as one script, without the lines of IPython and the shell.
+    """Return the code cells of a notebook as one script, without IPython magics and shell commands.
 
     Cells that are not valid Python are left out, and the second value has the line and the text of each.
     Raises `UsageError` for a file that is no notebook.

@@ -1,4 +1,4 @@
-"""Values of a script's expressions, as far as they can be derived without running it."""
+"""Classes for the values of a script's expressions, which are derived without running the script."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Unknown:
 
 @dataclass(frozen=True, repr=False)
 class OfGpu(Unknown):
-    """A condition on the GPU in a script, such as support of bfloat16. With `holds`, it is true on a GPU with
-    bfloat16, else false there.
+    """A condition of a script on the GPU, such as support of bfloat16. With `holds` it is true on GPUs with
+    bfloat16, otherwise on those without.
     """
 
     holds: bool = True
@@ -33,7 +33,7 @@ class OfGpu(Unknown):
 
 @dataclass(frozen=True, repr=False)
 class Option(Unknown):
-    """An option of the command line without a default in the script."""
+    """A command-line option for which the script has no default."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Name:
 
     @property
     def last(self) -> str:
-        """The last word of a dotted name."""
+        """The last word of the dotted name."""
         return self.dotted.rpartition(".")[2]
 
 
@@ -69,7 +69,7 @@ class ForeignCall:
 
     @property
     def name(self) -> str:
-        """Return the last word of the called name."""
+        """Return the last word of the called function's name."""
         return self.function.last if isinstance(self.function, Name) else getattr(self.function, "name", "")
 
     @property
@@ -81,7 +81,7 @@ class ForeignCall:
 
     @property
     def library(self) -> str:
-        """Return the top-level package of the called name; empty for a method of an object."""
+        """Return the top-level package of the called function; empty for a method of an object."""
         return self.function.dotted.partition(".")[0] if isinstance(self.function, Name) else ""
 
     def __repr__(self) -> str:
@@ -115,7 +115,7 @@ class Record:
 
 @dataclass(eq=False)
 class Parser:
-    """A parser of the command line in a script, such as `ArgumentParser`."""
+    """A command-line parser that the script creates, such as `ArgumentParser`."""
 
     defaults: dict[str, Any] = field(default_factory=dict)
     """Defaults of its options, by attribute."""
@@ -142,12 +142,12 @@ class Class:
 
     @property
     def methods(self) -> dict[str, int]:
-        """Return the syntax trees of the statements of each method of the script's class, by name."""
+        """Return the line number of each method of the script's class, by name."""
         return {one.name: one.lineno for one in self.node.body if isinstance(one, ast.FunctionDef)}
 
     @property
     def library_bases(self) -> list[str]:
-        """Return the last words of the libraries' classes that it derives from."""
+        """Return the names of the libraries' base classes, without their modules."""
         return [
             name
             for one in self.bases
@@ -157,7 +157,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Assignment:
-    """An assignment to an attribute or an element of an object."""
+    """An assignment to an attribute or an element of an object in the script."""
 
     target: Any
     """Object that receives the value."""
@@ -173,7 +173,7 @@ class Assignment:
 
 
 def is_known(value: Any) -> bool:
-    """Return True for a value of a script that consists of literals."""
+    """Return True if a value of a script consists of literals alone."""
     if isinstance(value, Mapping):
         return all(map(is_known, value.values()))
     if isinstance(value, list | tuple):
@@ -182,13 +182,15 @@ def is_known(value: Any) -> bool:
 
 
 def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
-    """Return a copy of a Python syntax tree, with other expressions in the place of some names."""
+    """Return a copy of an expression's syntax tree in which the names in `by` are replaced by other
+    expressions.
+    """
 
     class Replace(ast.NodeTransformer):
         """A syntax-tree visitor that replaces names by expressions."""
 
         def visit_Name(self, node: ast.Name) -> ast.expr:
-            """Return the expression that replaces this name."""
+            """Return the expression that replaces this name, or the name itself."""
             return by.get(node.id, node)
 
     replaced: ast.expr = Replace().visit(as_read(expression))
@@ -196,11 +198,13 @@ def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
 
 
 def as_read(target: ast.expr) -> ast.expr:
-    """Return the target of an assignment as an expression that reads it."""
+    """Return the target of an assignment as an expression, so that its value can be read."""
     read: ast.expr = ast.parse(ast.unparse(target), mode="eval").body
     return read
 
 
 def first_line(node: ast.AST) -> str:
-    """Return a script's statement as one line of text; only the head of a block."""
+    """Return a script's statement as one line of text. A compound statement, such as `if`, gives its first
+    line.
+    """
     return ast.unparse(node).splitlines()[0]

@@ -141,7 +141,7 @@ def test_scripts_in_one_line(tmp_path: Path, script: str, values: dict[str, Any]
 
 
 def test_an_accelerator_s_old_arguments(tmp_path: Path) -> None:
-    """The cases are the guide's own; a value computed at run time is left to the user."""
+    """The cases are from Hugging Face's guide; a value computed at run time is left to the user."""
     checked = found(tmp_path, "a.py", "accelerator = Accelerator(cpu=False, fp16=True)")
     assert about(checked, "renamed") == {"fp16"}
     assert correct(checked).values == {"cpu": False, "mixed_precision": "fp16"}
@@ -150,7 +150,7 @@ def test_an_accelerator_s_old_arguments(tmp_path: Path) -> None:
 
 
 def test_a_corrected_script_is_taken_by_the_real_class(tmp_path: Path) -> None:
-    """The class refuses the file before its correction."""
+    """transformers' class refuses the file before its correction, and accepts it afterwards."""
     from transformers import TrainingArguments
 
     def taken(arguments: dict[str, Any]) -> TrainingArguments:
@@ -190,9 +190,9 @@ def test_a_conflict_is_one_that_the_real_class_refuses(tmp_path: Path, arguments
 
 
 def test_names_that_are_said_to_be_gone_are_gone() -> None:
-    """The installed class has none of the old names (but as an alias), and all of the new ones.
+    """The installed class has none of the old names (except as an alias), and all of the new ones.
 
-    An older one has the old name of checkpointing alone.
+    An older transformers has only the old name of checkpointing.
     """
     facts = module._facts("trainer")
     for old, entry in facts["renamed"].items():
@@ -368,7 +368,7 @@ ODD = [
 
 
 def odd_document(name: str, rng: random.Random) -> dict[str, Any]:
-    """Return keys of one library's table, mostly with values of the wrong kind."""
+    """Return a configuration with keys of one library's table, mostly with values of the wrong type."""
     document: dict[str, Any] = {}
     for key in rng.sample(dialect(name).words(), 8):
         *outer, last = key.split(".")

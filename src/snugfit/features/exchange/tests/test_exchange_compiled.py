@@ -1,4 +1,4 @@
-"""Compilation in the words of other libraries: written, read, and refused by name."""
+"""Compilation settings of other libraries: they are written, read, or refused by name."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_launch_file_of_accelerate_says_the_same(tmp_path: Path, setting: str)
 
 
 def test_the_trap_of_a_mode_that_switches_compiling_on_is_one_recipe(tmp_path: Path) -> None:
-    """The mode is matched with its backend, even without a backend argument."""
+    """A compile mode and its backend are read together as one technique."""
     file = tmp_path / "a.json"
     file.write_text(
         '{"output_dir": "x", "torch_compile_mode": "max-autotune", "torch_compile_backend": "inductor"}'

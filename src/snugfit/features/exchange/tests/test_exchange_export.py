@@ -1,4 +1,4 @@
-"""Exports, each loaded by its library, and run beside our own loop of that name.
+"""Exports, each loaded by its library, and trained beside snugfit's own loop of that name.
 
 The losses are the same, bit for bit, in fp32 without dropout from one seed.
 """
@@ -45,7 +45,7 @@ WITHOUT_DROPOUT = {
 
 
 class Silent:
-    """An observer without effect."""
+    """An observer of steps that does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: None
@@ -60,7 +60,7 @@ def as_before() -> Any:
 
 @pytest.fixture
 def seeded_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw peft's fresh matrices from a seed of their own, independent of earlier models."""
+    """Initialize peft's adapters from a separate seed, independent of earlier models."""
     import peft
 
     real = peft.get_peft_model
@@ -201,8 +201,9 @@ def test_accelerate_loads_the_launch_config(tmp_path: Path, precision: str) -> N
 
 
 def trainer_losses(made: Export, job: Job, recipe: str, folder: Path) -> list[float]:
-    """Return the losses of the real Trainer with the exported arguments as JSON, and arguments for the
-    test."""
+    """Return the losses of transformers' Trainer with the exported arguments as JSON, and further arguments
+    for the test.
+    """
     import transformers
 
     arguments = json.loads(made.files["training_arguments.json"]) | {

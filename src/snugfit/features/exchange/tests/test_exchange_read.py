@@ -1,4 +1,4 @@
-"""Users' files, read into a job and a recipe: nothing silent, nothing executed, nothing guessed."""
+"""Users' files, read into a job and a recipe: no key is skipped silently, executed or guessed."""
 
 from __future__ import annotations
 
@@ -367,8 +367,9 @@ OWNERS = {
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_tables_translate_into_words_that_exist(name: str) -> None:
-    """Each translation is a field of TrainingArguments or of the job, a technique's argument, or refused by
-    name."""
+    """Each translation is a field of TrainingArguments or the job, or a technique's argument, or is refused
+    by name.
+    """
     from dataclasses import fields
 
     from snugfit.job.job import Job

@@ -1,4 +1,4 @@
-"""Exports for several GPUs: run by their libraries on two processes of the CPU, and read back.
+"""Exports for several GPUs: their libraries train with them in two CPU processes, and they are read back.
 
 Their losses are those of one process with the whole batch. Read back, they are the same recipe for as many
 GPUs.
@@ -51,7 +51,9 @@ def written(job: Job, recipe: str, to: str, gpus: int, folder: Path) -> Path:
 
 
 def forked(size: int, folders: Sequence[Path], variables: Mapping[str, str] | None = None) -> None:
-    """Train by each folder's script in so many processes, with the variables that a launcher sets."""
+    """Train by each folder's script in `size` processes, with the environment variables that a launcher
+    sets.
+    """
     forks, port, names = forks_of("many_fits"), free_port(), [*map(str, folders)]
     environment = {**os.environ, **(variables or {})}
     children = [
@@ -92,7 +94,7 @@ def started(*command: str) -> None:
 def run_all(
     tmp_path: Path, to: str, gpus: int, cases: Sequence[tuple[str, str]], *, by_torchrun: bool = False
 ) -> None:
-    """Run recipes of jobs, each family by its name, in one start of so many processes."""
+    """Export and train these recipes, each with its model family, in one start of the processes."""
     jobs = {
         family: job_in(tmp_path / family, family, batch_size=8, clip=1.0, padding=0.4) for family, _ in cases
     }

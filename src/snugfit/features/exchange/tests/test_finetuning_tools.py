@@ -1,4 +1,5 @@
-"""Exports to TRL, axolotl and LLaMA-Factory: parsed by the tools' own parsers, and read back alike.
+"""Exports to TRL, axolotl and LLaMA-Factory: the tools' own parsers read them, and snugfit reads the same
+recipe back.
 
 Without an installed tool, its keys are those of `data/finetuning_tools.json`, read from its source.
 """
@@ -79,9 +80,9 @@ def exported(job: Job, recipe: str, to: str) -> str:
 
 
 def as_run(recipe: str, dtype: str) -> Setup:
-    """Return a recipe's Setup with weights of `dtype`.
+    """Return a recipe's Setup (its settings) with weights of `dtype`.
 
-    The allocator is a variable beside the file, and TRL has a loss of its own.
+    The allocator is set by an environment variable outside of the file, and TRL has its own loss.
     """
     setup = Recipe.parse(recipe).setup()
     dtype = setup.weights_dtype or dtype
@@ -143,7 +144,7 @@ def test_llama_factory_itself_takes_it(dtype: str, recipe: str, tmp_path: Path) 
 
 
 def scope_of(text: str) -> dict[str, Any]:
-    """Return an exported script's names, for a machine without a GPU."""
+    """Return the variables of an exported script by name, for a machine without a GPU."""
     scope: dict[str, Any] = {"__name__": "exported"}
     exec(compile(text.replace("SFTConfig(\n", "SFTConfig(use_cpu=True,\n"), "sft.py", "exec"), scope)
     return scope

@@ -15,7 +15,7 @@ from snugfit.errors import RecipeError
 
 @pytest.fixture(autouse=True)
 def only_with_qlora() -> None:
-    """Skip the tests where the feature with `qlora` is not there."""
+    """Skip the tests if the feature with the technique `qlora` is missing."""
     needs_techniques("qlora")
 
 

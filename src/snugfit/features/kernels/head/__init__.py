@@ -1,1 +1,1 @@
-"""The head of a model: logits in chunks, and the loss that is computed from them."""
+"""Logits of a model's head in chunks, and the loss that is computed from them."""

@@ -1,22 +1,22 @@
-"""Cross-entropy of a linear head in chunks of tokens, so that the logits never exist as a whole.
+"""Cross-entropy of a linear head in chunks of tokens, so that all logits never exist at once.
 
 Logits of T tokens over a vocabulary of V take T x V elements four times: the head's output, a copy in 32
-bits, softmax and gradient. Here they exist for one chunk of tokens at a time. Gradients are made along with
-the loss, in the forward pass, so no chunk is computed twice. The three products of hidden states and head are
-the usual ones:
+bits, softmax and gradient. Here they exist for one chunk of tokens at a time. Gradients are computed along
+with the loss, in the forward pass, so no chunk is computed twice. The three products of hidden states and
+head are the usual ones:
 
 1. logits of the chunk, and the model's functions of them (Gemma's soft cap, Granite's scale);
 2. their loss in 32 bits, and its gradient with respect to the head's own output: by autograd, or by a kernel
    that writes it in their place, where the head carries one (`LossKernel`);
 3. from it the chunk's rows of the hidden states' gradient, and its share of the head's, which is added up.
 
-The backward pass only multiplies both by its incoming gradient. Each sum is the one of whole logits. Only the
-head's gradient is added up in another order, in the dtype of the products. In 16 bits it is rounded once a
-chunk.
+The backward pass only multiplies both by its incoming gradient. Results equal those of a loss over all
+logits. Only the head's gradient is added up in another order, in the dtype of the matrix products. In 16 bits
+it is rounded once a chunk.
 
 A chunk's gradient is taken from its logits and not from `torch.autograd.grad`. autograd's thread for the GPU
-keeps a copy of the result of `grad` until its next turn. With 192 chunks on an H200, the gradients of 20
-lived until the next one's, and the GPU held three more of them.
+keeps a copy of the result of `grad` until its next task. With 192 chunks on an H200, 20 gradients lived until
+the next one was computed, and peak memory rose by three of them.
 
 In float16 gradients of single tokens vanish unless they are scaled first. The forward pass has no access to
 the scaler's own scale. So there the gradients carry `FP16_SCALE` until the backward pass.
@@ -48,7 +48,7 @@ LOSS_KERNEL = "loss_kernel"
 
 
 class LossKernel(Protocol):
-    """Protocol of kernels that compute a chunk's loss and gradient on a GPU."""
+    """Interface of kernels that compute the loss and gradient of a chunk of logits on a GPU."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return True if the kernels support this tensor's device and dtype."""
@@ -147,8 +147,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def _gradient_in_torch(
     logits: torch.Tensor, labels: torch.Tensor, loss: Loss, share: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a chunk's loss by autograd, add it to `total`, and return the gradient of its logits times
-    `share`.
+    """Compute a chunk's loss by autograd, and return the gradient of its logits times `share`. The loss is
+    added to `total`.
     """
     with torch.enable_grad():
         scores = loss.scores(logits.requires_grad_()).to(total.dtype)

@@ -1,16 +1,17 @@
-"""Logits that are computed on demand, and for a cross-entropy never as a whole.
+"""Logits that are computed on demand; for a cross-entropy they are never all computed at once.
 
-transformers' models compute their logits and pass them to their loss, each in its own lines. Logits may be
-shifted, capped (Gemma), scaled (Granite, Cohere), moved or reshaped. So no model's code is rewritten. In
-training its head returns a `DeferredLogits`: a tensor of the right shape, dtype and device without data. It
-holds the hidden states of its computation, and
+Each model of transformers has its own code between logits and loss. Logits may be shifted, capped (Gemma),
+scaled (Granite, Cohere), moved or reshaped. So this code is not rewritten. In training, the head returns a
+`DeferredLogits`: a tensor of the right shape, dtype and device without data. It holds the hidden states of
+its computation, and
 
 - operations that only choose or arrange tokens are applied to the hidden states;
 - elementwise operations are recorded, and applied to each chunk;
 - `cross_entropy` is computed in chunks (`chunked_loss.py`);
 - any other operation gets the whole logits, which are then computed once, with their gradients.
 
-In the last case the step is right, and takes as much memory as without chunks. A warning names the operation.
+In the last case the step is correct, but takes as much memory as without chunks. A warning names the
+operation.
 
 Without gradients, or in evaluation mode, the head returns plain logits: metrics need them.
 """
@@ -58,7 +59,7 @@ CASTING = frozenset({*CASTS, "to", "contiguous"})
 
 
 class LogitsComputedWhole(UserWarning):
-    """Warning: a model reads its logits as a whole, so a chunked loss saves nothing."""
+    """Warning that a model reads all its logits at once, so a chunked loss saves no memory."""
 
 
 class Head(NamedTuple):
@@ -94,7 +95,9 @@ class DeferredLogits(torch.Tensor):
         dtype: torch.dtype | None = None,
         only_cast: bool = True,
     ) -> DeferredLogits:
-        """Create the tensor from hidden states (..., H); `dtype` is that after the functions."""
+        """Create the tensor from hidden states (..., H). `dtype` is the dtype of the logits after the
+        recorded functions.
+        """
         shape = (*hidden.shape[:-1], len(head.weight))
         make: Any = torch.Tensor._make_wrapper_subclass
         new: DeferredLogits = make(
@@ -163,7 +166,7 @@ class DeferredLogits(torch.Tensor):
         return functools.reduce(lambda value, function: function(value), self.functions, logits)
 
     def compute(self) -> torch.Tensor:
-        """Compute the logits of all tokens, store and return them."""
+        """Compute and store the logits of all tokens, and return them."""
         if self.whole is None:
             (weight, bias), dtype = self.head[:2], self.head.dtype
             offset = None if bias is None else bias.to(dtype)

@@ -1,9 +1,10 @@
-"""Dropout, residual and LayerNorm as one: y = norm(residual + dropout(x + bias)), forward and backward.
+"""Dropout, residual and LayerNorm in one kernel: y = norm(residual + dropout(x + bias)), forward and
+backward.
 
 The same kernel serves a model's embeddings. There the residual may have fewer rows, which repeat (positions),
 and dropout may come last: y = dropout(norm(x + residual)).
 
-Under autocast the result has autocast's dtype, where torch's norm would return fp32. That suffices for
+Under autocast the result has autocast's dtype, where torch's norm would return fp32. That suffices for matrix
 products, but the next residual would be rounded again in each layer. So `gives_stream` returns the result a
 second time in fp32, for the next residual.
 """

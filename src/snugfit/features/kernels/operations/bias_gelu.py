@@ -1,7 +1,7 @@
-"""A bias and GELU as one: y = gelu(x + bias), forward and backward, in its exact form and by tanh.
+"""A bias and GELU in one kernel: y = gelu(x + bias), forward and backward, in its exact form and by tanh.
 
-The backward pass needs the product before the bias, which is in memory already. The gradient of the bias is a
-by-product of the kernel that computes the product's gradient.
+The backward pass needs the matrix product before the bias, which is in memory already. The gradient of the
+bias is a by-product of the kernel that computes the product's gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Second stage of sums over many rows: the sum of the partial sums of all programs of a kernel.
+"""Second stage of column sums over many rows: it adds the partial sums of all programs of a kernel.
 
-The gradients of a norm's weight and of a bias are such sums. Their first stage is a by-product of the kernel
-that computes the terms.
+The gradients of a norm's weight and of a bias are such sums. The kernel that computes their terms also
+computes the first stage.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Cross-entropy of logits in one kernel, which overwrites the logits with their gradient.
 
 In plain torch logits of 16 bits are cast to 32, and their softmax is saved. Its gradient and that of the cast
-follow. That is six tensors of their size, all in 32 bits but two. Here a program reads a token's logits
-twice, for the sum of their exponentials and for the gradient. It writes one number of loss.
+follow. That is six tensors of the logits' size, all in 32 bits but two. Here a program reads a token's logits
+twice, for the sum of their exponentials and for the gradient. It writes the token's loss.
 
-In the backward pass, the stored gradients of a loss in chunks are multiplied by the loss's own gradient. That
-is one unless the batch is split; then the kernel reads nothing else. On a GPU, torch's product of 16 bits
-with a number in 32 rounds that number to 16 bits. It also reads elements one by one.
+In the backward pass, the stored gradients of a loss in chunks are multiplied by the loss's own gradient. This
+factor is one unless the batch is split; the kernel then does nothing. On a GPU, torch rounds a 32-bit scalar
+to 16 bits before it multiplies a 16-bit tensor. It also reads elements one by one.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def write_gradient(
 ) -> torch.Tensor:
     """Overwrite logits (T, V) with their gradient, and return the loss of each token (T,) in 32 bits.
 
-    The gradient is that of `share` times the sum of the losses. Tokens with the ignored label have zero of
-    both.
+    The gradient is that of `share` times the sum of the losses. Tokens with the ignored label have zero loss
+    and zero gradient.
     """
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     _CROSS_ENTROPY_GRADIENT(logits, labels, share, ignore_index, losses=losses)

@@ -1,7 +1,8 @@
 """The MLP of a decoder, down(act(gate(x)) * up(x)), which saves at most the product of gate and up.
 
-The product of gate and up is the largest saved tensor of a decoder's layer, and one product recomputes it. A
-module with `RECOMPUTES` set does so, which frees more bytes for a second than recomputing whole layers.
+The product of gate and up is the largest saved tensor of a decoder's layer, and one matrix product recomputes
+it. A module with `RECOMPUTES` set does so. This frees more bytes per second of recomputation than recomputing
+whole layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Joining of the gradients of queries, keys and values into one tensor, with the gradient of their bias
-(column sums). Attention's backward pass returns three tensors, and the matrix product before it needs one.
-The kernel that copies them has the terms of the bias's gradient in registers.
+(column sums).
+
+Attention's backward pass returns three tensors, but the matrix product before it needs one. The kernel that
+copies them also adds up the bias's gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several linear layers of one input as one product: queries, keys and values.
+"""Several linear layers of one input, such as queries, keys and values, as one matrix product.
 
 The layers keep weights and gradients of their own. Their weights are copied once into adjacent parts of one
 buffer, so that the joint weight is a view.

@@ -1,7 +1,7 @@
-"""Attention within each sequence of one row.
+"""Attention within each of the sequences that are concatenated to one row.
 
-FlashAttention's kernels for sequences of several lengths, which torch has (`torch.nn.attention.varlen` calls
-the same operator, without dropout). No matrix of a mask is made.
+It uses FlashAttention's kernels for sequences of several lengths in torch (`torch.nn.attention.varlen` calls
+the same operator, without dropout). No mask matrix is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Register attention within concatenated sequences under a name in transformers. Without a mask function
-    of that name, models make no masks.
+    of that name, models create no masks.
     """
     from transformers import AttentionInterface
 
@@ -52,8 +52,8 @@ def attend(
     functions.
 
     `query` is (1, H, N, D), `key` and `value` (1, G, N, D); H is a multiple of G. The result is (1, N, H, D).
-    Raises `RecipeError` for a model without ends of sequences, or with arguments that the kernels do not
-    support.
+    Raises `RecipeError` if the model does not pass the ends of sequences, or passes arguments that the
+    kernels do not support.
     """
     import torch
 

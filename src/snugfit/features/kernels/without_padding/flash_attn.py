@@ -2,10 +2,9 @@
 simulation.
 
 A model with a padding mask leaves the padding out around each layer's attention. transformers gathers the
-rows of queries, keys and values, calls the kernel for several lengths, and scatters its rows back. All of
-that is transformers' own code, which a simulation runs. Only the package's functions are replaced. torch
-includes the same FlashAttention-2. Its operators have the same outputs, keep the same for the backward pass
-and take the same buffers. They also run on shapes.
+rows of queries, keys and values, calls the kernel for several lengths, and scatters its rows back. A
+simulation runs all of that code of transformers. Only the package's functions are replaced by torch's
+FlashAttention-2. Its operators have the same outputs, saved tensors and buffers, and run on `meta` tensors.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def refuse_without_package(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def on_shapes() -> Iterator[None]:
-    """Replace flash-attn's functions in transformers' models by simulations on tensors without data.
-    transformers' earlier imports from the package are restored afterwards.
+    """Context in which flash-attn's functions in transformers' models are replaced by simulations on `meta`
+    tensors. Earlier imports of transformers from the package are restored afterwards.
     """
     from transformers import modeling_flash_attention_utils as flash
 

@@ -1,10 +1,11 @@
-"""A model that drops the padding of its inputs, in any loop.
+"""Forward hooks with which a model drops the padding of its inputs, in any training loop.
 
 Modules that process each token alone do the same for fewer tokens. Attention reads other tokens, and stops at
 the ends of sequences (`attention.py`). The head of an encoder that classifies sequences reads their first
 tokens, so its layers return these alone.
 
-A batch that is on the device already becomes a row there, and the host waits to read the number of tokens.
+A batch that is on the device already is converted to a row there. The host then waits to read the number of
+tokens.
 
 A loop that reads outputs besides the loss gets them in its own shape. Logits are scattered to (B, S) in
 evaluation, and in loops that compute the loss outside of the model.

@@ -50,7 +50,7 @@ class RowRules:
 
     @classmethod
     def of(cls, model: Any) -> RowRules:
-        """Return the rules of a model of transformers, also inside of adapters."""
+        """Return the requirements of a transformers model, also inside of adapters."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         name, config = type(base).__name__, getattr(base, "config", None)
         offset = getattr(config, "model_type", None) in OFFSET_BY_PADDING
@@ -64,7 +64,7 @@ class RowRules:
 
 @dataclass(frozen=True)
 class Filling:
-    """The few lengths to which rows of concatenated sequences are padded, so that few shapes occur."""
+    """The few lengths to which rows of concatenated sequences are padded, so that few tensor shapes occur."""
 
     multiple: int
     """Divisor of each row's length, in tokens."""

@@ -1,4 +1,4 @@
-"""Arguments, the headroom, documents, tables and shown commands of answers about lengths."""
+"""Arguments, headroom, JSON documents, tables and documented commands of plans for sequence lengths."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def made_up(**changes: Any) -> LengthPlan:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """Return the record of requests; answers are invented and stored in the test's own folder."""
+    """Return the record of planned requests. Plans are invented, and cached in the test's own folder."""
     questions: list[dict[str, Any]] = []
 
     def answer(job: Any, recipe: Any, **given: Any) -> LengthPlan:

@@ -1,4 +1,4 @@
-"""A doubt of the rehearsal in every form of an answer about lengths."""
+"""A warning of the simulation in every output format of a plan for sequence lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Derive the steps of all lengths from those of a few, and compare them kernel by kernel with simulations."""
+"""Interpolation of a step's kernels at all sequence lengths from a few, compared kernel by kernel with
+simulations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detect planted inefficient sizes on an invented device, whose host costs nothing."""
+"""Detection of inefficient sizes on an invented GPU, whose host takes no time."""
 
 from __future__ import annotations
 

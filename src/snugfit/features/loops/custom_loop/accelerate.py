@@ -1,4 +1,5 @@
-"""The function `snugfit.accelerate`, which prepares a hand-written loop for a recipe or a plan.
+"""The function `snugfit.accelerate`, which prepares a hand-written training loop for a recipe (its
+techniques) or a plan.
 
     run = snugfit.accelerate(model, optimizer, loader, "bf16 + micro_batches(4)", output_dir="out")
     run.resume()
@@ -8,11 +9,11 @@
         run.save()
 
 The loader yields the same global batches as without snugfit; a step splits each into the recipe's
-micro-batches. The loop's own code between two steps stays the user's.
+micro-batches. The loop's code between two steps is unchanged.
 
-Slots that the recipe does not name stay the user's: attention, optimizer, existing adapters, a loader. A
-named optimizer is created from the user's groups. Torch's own `DataLoader` is recreated for workers or
-page-locked memory. All refusals precede the first change.
+The user's attention, optimizer, adapters and loader stay, unless the recipe names others. A named optimizer
+is created from the user's parameter groups. A torch `DataLoader` is recreated for workers or pinned memory.
+All errors are raised before the first change.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ def accelerate(
     tensors (B, ...); `batch_dims` names another dimension, as in `Model.from_module`. `scheduler` steps with
     the optimizer: a torch schedule, or a function that creates one from an optimizer. `loss(model, batch)`
     replaces the model's own loss. It is a mean over as many items as `items(batch)` returns, by default the
-    counted labels or the samples. `clip` is the global norm of gradients. Checkpoints and journal are written
-    to `output_dir`. A run resumes only with unchanged code unless `compare_code` is False. `watch` receives
-    every event; by default a line is printed every `logging_steps`, and for checkpoints and warnings.
+    counted labels or the samples. `clip` is the maximum global norm of gradients. Checkpoints and a log are
+    written to `output_dir`. A run resumes only with unchanged code unless `compare_code` is False. `watch`
+    receives every event; its default prints a line every `logging_steps`.
 
     Raises `UsageError` for unsupported arguments, `RecipeError` with the name of an unsupported setting, and
     `NothingFits` for a plan without a fitting recipe. Nothing has changed then.
@@ -123,7 +124,7 @@ def accelerate(
 
 
 def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return the model's device. Raises `UsageError` in one of several processes.
+    """Return the model's device. Raises `UsageError` in distributed training.
 
     The processes would not exchange gradients, and all would write into one folder.
     """
@@ -139,10 +140,9 @@ def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torc
 def _job_to_train(
     job: Job, live: LiveTraining, step: CustomStep, notes: list[str], watch: Callable[[Event], None]
 ) -> Job:
-    """Return the job. If the recipe has micro-batches, it includes a test that losses of split and whole
-    batches agree.
+    """Return the job with a test result: the micro-batches' loss equals the whole batch's, or not.
 
-    Pass the notes and any warning to `watch`.
+    Without micro-batches in the recipe, return the job unchanged. The notes and any warning go to `watch`.
     """
     for text in notes:
         watch({"event": "note", "text": text})
@@ -158,8 +158,9 @@ def _code(loss: LossOf | None, items: ItemsOf | None, loader: Any) -> dict[str, 
 
 
 def _train_state(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[TrainState, list[str]]:
-    """Apply the recipe to the model, optimizer, schedule and scaler; return the state and notes on
-    replacements."""
+    """Apply the recipe to the model, optimizer, schedule and gradient scaler. Return the training state, and
+    notes on replaced objects.
+    """
     setup, notes = live.recipe.setup(), apply(live)
     recipes = optimizer_for(live.model, optimizer, live.recipe)
     # The loop may still refer to its own optimizer, so the replacement is announced.
@@ -196,8 +197,8 @@ def job_of(
     dims: BatchDims | None,
     resumes: bool,
 ) -> Job:
-    """Return the `Job` of a user's training loop, from a copy of its model without data and a batch of its
-    loader.
+    """Return the `Job` (model, task and batch size) of a user's loop. It is made from a copy of the model
+    without data, and a batch of the loader.
     """
     example = _first_batch(loader, device, resumes)
     # A loader with a batch sampler has no batch size of its own.
@@ -217,7 +218,7 @@ def job_of(
 
 
 def _first_batch(loader: Any, device: torch.device, resumes: bool) -> dict[str, Any]:
-    """Return the loader's first batch, on the host. Restore all random generators."""
+    """Return the loader's first batch, on the CPU. Restore all random generators afterwards."""
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise UsageError(
             "accelerate needs a loader that yields its batches once per epoch, not a "
@@ -247,8 +248,8 @@ def _with_loss(model: Any, loss: LossOf) -> Any:
 
 
 def recipe_of(plan: Any, job: Job) -> Recipe:
-    """Return the recipe that the user names, or the best one of a plan. Raises `UsageError` for a plan of
-    another batch.
+    """Return the recipe that the user names, or the best one of a plan. Raises `UsageError` for a plan with
+    another batch size.
     """
     if isinstance(plan, Recipe):
         return plan
@@ -273,7 +274,7 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
 
 
 def _schedule(given: Any, optimizer: Any) -> Any:
-    """Return the user's learning-rate schedule, or a `NoSchedule` that changes nothing."""
+    """Return the user's learning-rate schedule, or a `NoSchedule` if there is none."""
     if given is None:
         return NoSchedule()
     return given if is_schedule(given) else given(optimizer)
@@ -284,7 +285,7 @@ class NoSchedule:
     """Schedule of a loop that sets the learning rate itself, or leaves it constant."""
 
     def step(self) -> None:
-        """Leave the learning rate unchanged: this schedule does nothing."""
+        """Leave the learning rate unchanged."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state, since this schedule stores nothing."""
@@ -302,9 +303,9 @@ WRAPPED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 
 
 def device_of_model(model: Any, optimizer: Any) -> torch.device:
-    """Return the device on which the whole model is.
+    """Return the device of the model's weights.
 
-    Raises `UsageError` for a wrapped model, one spread over devices, or an optimizer of other parameters.
+    Raises `UsageError` for a wrapped model, one spread over devices, or an optimizer over other parameters.
     """
     import torch
 
@@ -349,7 +350,9 @@ def _kind(given: Any, article: str = "a") -> str:
 
 
 def live_of(model: Any, recipe: Recipe, device: torch.device) -> LiveTraining:
-    """Return the user's model and the recipe as the applier's `LiveTraining`."""
+    """Return the user's model and the recipe as a `LiveTraining`, to which `step/applier.py` applies the
+    recipe.
+    """
     return LiveTraining(front_end="custom_loop", recipe=recipe, model=model, device=device)
 
 
@@ -362,7 +365,7 @@ def user_slots(live: LiveTraining) -> frozenset[Slot]:
 
 
 def is_schedule(given: Any) -> bool:
-    """Return True for a schedule object, False for a class or a function that creates one."""
+    """Return True for a learning-rate schedule, False for a class or a function that creates one."""
     return not isinstance(given, type) and hasattr(given, "state_dict") and hasattr(given, "step")
 
 
@@ -392,7 +395,7 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
 
 
 def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
-    """Return the run's optimizer over dummy parameters, to create and check a schedule with it."""
+    """Return the run's optimizer over dummy parameters, with which a schedule is created and checked."""
     import torch
 
     trial = copy(given)
@@ -405,7 +408,7 @@ def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
 
 
 def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -> Iterator[str]:
-    """Yield a sentence for each conflict of the recipe with the user's optimizer or loader."""
+    """Yield a sentence for each conflict between the recipe and the user's optimizer or loader."""
     another = not live.is_plain(Slot.OPTIMIZER)
     is_cast = setup.weights_dtype not in (None, dtype_of(live.model))
     # States that the steps have made would not fit the cast weights or the new optimizer.
@@ -431,7 +434,7 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
 
 
 def _has_stepped(optimizer: Any) -> bool:
-    """Return True if an optimizer has taken a step; a state with step 0 dates from its constructor."""
+    """Return True if an optimizer has taken a step. A state with step 0 comes from its constructor."""
     # Without a step count, any state counts as one of a step.
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
@@ -443,16 +446,18 @@ def _lost_decay(optimizer: Any, wish: OptimizerWish) -> float:
 
 
 def apply(live: LiveTraining) -> list[str]:
-    """Apply the recipe to the user's model in place; return a line of text for each replaced part, such as
+    """Apply the recipe to the user's model in place. Return a line of text for each replaced part, such as
     attention.
     """
     return change_live(live, live.recipe.setup(), user_slots(live))
 
 
 def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
-    """Return the recipe's optimizer over the user's groups, with the hyperparameters that it supports.
+    """Return the recipe's optimizer over the user's parameter groups, with the hyperparameters that it
+    supports.
 
-    Return the user's optimizer if the recipe names none. A given model is prepared for the optimizer.
+    Return the user's optimizer if the recipe names none. If `model` is given, it is prepared for the
+    optimizer.
     """
     if recipe[Slot.OPTIMIZER] == roster.plain(Slot.OPTIMIZER):
         return given
@@ -465,14 +470,13 @@ def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
 
 
 def loader_for(loader: Any, setup: Setup, device: torch.device) -> Any:
-    """Return the user's loader, or a new torch `DataLoader` for the recipe's workers or page-locked
-    memory."""
+    """Return the user's loader, or a new torch `DataLoader` with the recipe's workers or pinned memory."""
     changed = _changed_arguments(loader, setup, device)
     return made_like(loader, **changed) if changed else loader
 
 
 def _changed_arguments(loader: Any, setup: Setup, device: torch.device) -> dict[str, Any]:
-    """Return the DataLoader arguments of the recipe that differ from this loader's."""
+    """Return the recipe's DataLoader arguments whose values differ from this loader's."""
     asked = loader_arguments(setup, device)
     # The loader's own setting stays if the recipe has none.
     return {name: value for name, value in asked.items() if value and value != getattr(loader, name, None)}

@@ -1,9 +1,9 @@
 """The batches of a hand-written loop: a loader's batches, epoch after epoch, from the batch at which a run
 resumes.
 
-A resumed run must continue with the next batches in order, so the loader has random generators of its own
-(`features/loops/data_rng.py`). The previous batch is produced again to check that it is the same
-(`features/loops/loader.py`).
+A resumed run must continue with the next batches in order, so the loader has separate random generators
+(`features/loops/data_rng.py`). After a resume, the last trained batch is loaded again and compared with the
+checkpoint's (`features/loops/loader.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from snugfit.training.run.loader import Prefetcher
 
 @final
 class Batches:
-    """Iterates over one loader's batches, epoch after epoch, with random generators of its own."""
+    """Iterates over one loader's batches, epoch after epoch, with separate random generators for the data."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader, self._data = loader, DataPosition(loader)
@@ -39,7 +39,7 @@ class Batches:
 
     @property
     def fetching_seconds(self) -> float:
-        """Duration of the last fetch in seconds."""
+        """Seconds that the last fetch of a batch took."""
         return 0.0 if self._prefetcher is None else self._prefetcher.fetching_seconds
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,13 +69,15 @@ class Batches:
         return True
 
     def _count_lent(self) -> None:
-        """Count the batch that the loop received last as used by a training step, once."""
+        """Count the batch that the loop received last as used by a training step. Repeated calls count it
+        once.
+        """
         if self._is_lent:
             self._is_lent = False
             self._data.use(1)
 
     def fetch(self) -> None:
-        """Fetch the next batch during an epoch, unless one is ready."""
+        """Load the next batch during an epoch, unless it is loaded already."""
         if self._prefetcher is not None:
             self._prefetcher.fetch()
 
@@ -98,7 +100,7 @@ class Batches:
 
     @property
     def epochs_passed(self) -> float:
-        """Number of finished epochs, with the fraction of the current one if the loader's length is known."""
+        """Number of finished epochs, plus the fraction of the current one if the loader's length is known."""
         count = count_of(self._loader)
         return self.epoch + self.position / count if count else float(self.epoch)
 
@@ -106,7 +108,7 @@ class Batches:
 
     @property
     def can_repeat(self) -> bool:
-        """True when the last trained batch can be yielded again."""
+        """True when a resumed run can yield the last trained batch again."""
         return self._before_used is not None
 
     def _state(self) -> Mapping[str, Any]:
@@ -124,8 +126,8 @@ class Batches:
         }
 
     def to_json(self, *, repeating: bool = False) -> dict[str, Any]:
-        """Return the position in the data as JSON values; with `repeating`, the one before the last trained
-        batch.
+        """Return the position in the data as JSON values. With `repeating`, it is the position before the
+        last trained batch.
         """
         state = self._before_used if repeating else self._state()
         assert state is not None

@@ -47,7 +47,7 @@ CURE = " Name another output_dir, or leave resume() out: then the old checkpoint
 
 @final
 class RunFolder:
-    """The locked folder of one run's checkpoints, and the signals that stop the run, until it is closed."""
+    """The locked output folder of one run, and its handling of stop signals, until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         # The deepest folder comes first, so that each one is empty when it is removed.
@@ -61,11 +61,11 @@ class RunFolder:
         """Signals and the trigger file."""
 
     def close(self) -> None:
-        """Unlock the folder. A folder that was created for this run and contains no files is removed."""
+        """Unlock the output folder. Remove it if it was created for this run and contains no files."""
         self._open.close()
 
     def _remove_unused(self) -> None:
-        """Remove the folders that were created for this run, if they contain only its lock file."""
+        """Remove the folders that were created for this run, if they contain only the lock file."""
         with contextlib.suppress(OSError):
             if self._made and [path.name for path in self.store.root.iterdir()] == [LOCK]:
                 (self.store.root / LOCK).unlink()
@@ -75,7 +75,7 @@ class RunFolder:
 
 @final
 class RunCheckpoints:
-    """Saves and resumes one run in its folder."""
+    """Saves a run's checkpoints in its output folder, and resumes the run from them."""
 
     def __init__(
         self,
@@ -111,9 +111,10 @@ class RunCheckpoints:
         self._manager.check_first_update(lambda: self._state)
 
     def save(self, *, repeated_loss: float | None = None) -> None:
-        """Save a checkpoint of this step, unless one exists; it is written while the next steps run.
+        """Save a checkpoint of this step, unless one exists. It is written while the next steps run.
 
-        Given the last step's loss, a resumed run repeats that step.
+        If `repeated_loss` is given, a resumed run yields the last batch again and returns this loss without
+        training.
         """
         self.begin()
         batches = self._batches.to_json(repeating=repeated_loss is not None)
@@ -126,7 +127,7 @@ class RunCheckpoints:
         )
 
     def resume(self, named: Path | None) -> bool:
-        """Restore the newest complete checkpoint, or the named one; return False without one.
+        """Restore the newest complete checkpoint, or the named one. Return False if there is no checkpoint.
 
         Raises `UsageError` for another run's checkpoint.
         """
@@ -156,8 +157,9 @@ class RunCheckpoints:
         self._manager.wait()
 
     def close(self) -> None:
-        """Finish the last checkpoint and unlock the folder. Raises `SnugfitError` when the checkpoint
-        failed."""
+        """Finish writing the last checkpoint and unlock the folder. Raises `SnugfitError` when writing
+        failed.
+        """
         if self._closed:
             return
         self._closed = True
@@ -171,8 +173,8 @@ class RunCheckpoints:
 def _about(
     job: Job, recipe: Recipe, state: TrainState, batches: Batches, code: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the description of the run that each checkpoint stores. `code` are functions whose source is
-    compared on a resume.
+    """Return the description of the run that each checkpoint stores. `code` maps names to functions whose
+    source a resume compares.
     """
     import torch
 

@@ -1,17 +1,17 @@
-"""A hand-written loop's run: its steps, its checkpoints and its position in the data.
+"""A run in a hand-written loop: its steps, checkpoints and position in the data.
 
-Unlike in the other front-ends, a failed step does not switch to another recipe. The surrounding loop is the
-user's, and so is the decision. The step raises, with every weight unchanged.
+Unlike in snugfit's other loops, a failed step does not switch to another recipe. The user's loop decides
+after an error: the step raises it, and every weight is unchanged.
 
-The loop is the user's, so an evaluation is recognized by its forward passes. A module runs without gradients,
-or in evaluation mode. After a signal, a checkpoint is saved and the loop ends there. The checkpoint stores
-the state and the generators of the last step's end, and marks that step for repetition. A resumed run yields
-its batch again, and `run.step` returns the same loss without training. The loop's code after the step, with
-the evaluation, then runs again.
+An evaluation in the user's loop is detected by its forward passes, without gradients or in evaluation mode.
+After a signal, a checkpoint is saved there and the loop ends. The checkpoint stores the state and the random
+generators at the last step's end, and marks that step for repetition. A resumed run yields its batch again,
+and `run.step` returns the same loss without training. The loop's code after the step, with the evaluation,
+then runs again.
 
-An evaluation of other weights, such as an average copied into the model, must not be saved. So samples of the
-model's values and the optimizer's settings are compared with those after the step. If they differ, the run
-ends before its next step.
+If an evaluation uses other weights, such as an average copied into the model, they must not be saved. So
+samples of the model's values and the optimizer's settings are compared with those after the step. If they
+differ, the run ends before its next step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _close(run: weakref.ref[HandRun]) -> None:
 class HandRun:
     """The user's own training loop under a recipe, with its steps and checkpoints (`snugfit.accelerate`).
 
-    It closes at the end of a `with`, when the process ends, or when its last reference is deleted.
+    The run closes at the end of a `with` block, when the process ends, or when its last reference is deleted.
     """
 
     def __init__(
@@ -99,12 +99,14 @@ class HandRun:
 
     @property
     def job(self) -> Job:
-        """The job, which records if micro-batches last had the same gradients as the whole batch."""
+        """The training job, with the result of the last comparison of the gradients of micro-batches and
+        whole batch.
+        """
         return self._recovery.job
 
     @property
     def model(self) -> Any:
-        """The user's model, as it was passed to `accelerate`."""
+        """The user's model, the same object that was passed to `accelerate`."""
         return self._state.model
 
     @property
@@ -114,7 +116,7 @@ class HandRun:
 
     @property
     def scheduler(self) -> Any:
-        """The schedule that was passed in or created; it steps with the optimizer."""
+        """The learning-rate schedule that was passed in or created; `step` advances it with the optimizer."""
         return self._state.scheduler
 
     @property
@@ -128,8 +130,9 @@ class HandRun:
         return self._batches.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the remaining epochs of `count`; a resumed run starts with the interrupted
-        one."""
+        """Yield the numbers of the remaining epochs out of `count`. A resumed run starts with the interrupted
+        epoch.
+        """
         if self._resumed and self._batches.epoch >= count:
             done = f"all {count:,} epochs are done, in {self.steps:,} steps"
             self._checkpoints_for("resume").journal.tell("note", text=f"Nothing is left to train: {done}.")
@@ -152,10 +155,10 @@ class HandRun:
             self._between_steps()
 
     def step(self, batch: Mapping[str, Any]) -> float:
-        """Run one optimizer step over a global batch (B, ...), in micro-batches; return its loss.
+        """Run one optimizer step over a global batch (B, ...), in micro-batches, and return its loss.
 
-        Raises `SnugfitError` for a NaN or infinite loss or gradient, and `OutOfMemory`. Raises `Stopped`
-        before a step after a signal, and `UsageError` for an invalid batch.
+        Raises `SnugfitError` for a NaN or infinite loss or gradient, and `OutOfMemory` when memory runs out.
+        Raises `Stopped` before a step after a signal, and `UsageError` for an invalid batch.
         """
         self._refuse_closed()
         # An invalid batch is refused before any state changes.
@@ -187,13 +190,13 @@ class HandRun:
         return result.loss
 
     def save(self) -> None:
-        """Save a checkpoint of this step; it is written while the next steps run."""
+        """Save a checkpoint of this step. It is written while the next steps run."""
         self._checkpoints_for("save").save()
 
     def resume(self, checkpoint: str | os.PathLike[str] | None = None) -> bool:
-        """Resume the newest complete checkpoint; return False without one.
+        """Resume the newest complete checkpoint. Return False if there is none.
 
-        For a named checkpoint, the run returns to it, and later ones are renamed. Raises `UsageError` after
+        A named checkpoint is resumed even if later ones exist; those are renamed. Raises `UsageError` after
         the first step, for another run's checkpoint, and for an invalid one. Raises `SnugfitError` when no
         existing checkpoint is complete.
         """
@@ -204,8 +207,9 @@ class HandRun:
         return self._resumed
 
     def close(self) -> None:
-        """Finish the last checkpoint and unlock the folder. Raises `SnugfitError` when the checkpoint
-        failed."""
+        """Finish writing the last checkpoint and unlock the output folder. Raises `SnugfitError` when writing
+        failed.
+        """
         if self._closed:
             return
         self._closed = True
@@ -232,14 +236,16 @@ class HandRun:
     # ---- a step ------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Rename an old run's checkpoints and start this run's prediction, before the first step."""
+        """Before the first step, rename an old run's checkpoints and start to predict this run's memory and
+        step time.
+        """
         self._begun = True
         if self._checkpoints is not None:
             self._checkpoints.begin()
         self._logger.restart(self.job, self.recipe)
 
     def _before_update(self) -> None:
-        """Fetch the next batch while the device still computes the backward pass."""
+        """Load the next batch while the device still computes the backward pass."""
         self._backward.raise_if_updated()
         self._batches.fetch()
 
@@ -262,7 +268,9 @@ class HandRun:
         return [dict(piece) for piece in pieces]
 
     def _stop(self, fault: NonFinite, batch: Mapping[str, Any], before: Any) -> NoReturn:
-        """Write the batch of a step with a non-finite loss to disk, and save a checkpoint from before it."""
+        """Write the batch of a step with a NaN or infinite loss to disk. Save a checkpoint from before the
+        step, and raise an error.
+        """
         # Weights that a gradient hook updates come first: no checkpoint could undo them.
         self._backward.raise_if_updated()
         set_rng_states(before, self._state.device)
@@ -295,8 +303,8 @@ class HandRun:
         return out_of_memory(exhausted, self.recipe, self.steps, advice)
 
     def _compare_again(self, batch: Mapping[str, Any], *, is_cut: bool) -> None:
-        """Compare the gradients of a batch's micro-batches with those of the whole batch, at some of the
-        steps.
+        """At some of the steps, compare the gradients of a batch's micro-batches with those of the whole
+        batch.
         """
         self._taken += 1
         if is_cut:
@@ -329,7 +337,9 @@ class HandRun:
             self._evaluations.watch(loss)
 
     def _between_steps(self) -> None:
-        """Before the next step of the user's loop, save a requested checkpoint, or stop at a signal."""
+        """Before the next step of the user's loop, save a requested checkpoint, or end the run after a
+        signal.
+        """
         if self._checkpoints is None or self._closed:
             return
         stopping = self._checkpoints.interrupts.stopping
@@ -344,8 +354,8 @@ class HandRun:
             raise Stopped(EXIT_CODES[stopping])
 
     def _repeat(self, checkpoints: RunCheckpoints) -> float:
-        """Return the loss of the last step before a resume without training, for the user's code after that
-        step.
+        """Return the loss of the last step before a resume, without training. The user's code after that step
+        then runs again.
         """
         loss, checkpoints.repeated_loss = checkpoints.repeated_loss, None
         assert loss is not None
@@ -375,7 +385,7 @@ weights change all or most tensors, and so few values take no time."""
 
 
 class Stopped(SystemExit):
-    """Exit between two steps after a signal and a saved checkpoint; `code` is 75 or 130."""
+    """Exit between two steps, after a signal and a saved checkpoint. The exit status `code` is 75 or 130."""
 
     repeats_step = False
     """True if the resumed run yields the last step again, because the code after it was abandoned.
@@ -396,9 +406,7 @@ class EvaluationWatch:
         self._loss = 0.0
 
     def watch(self, loss: float) -> None:
-        """After a step with this loss, detect forward passes of these modules that belong to an
-        evaluation.
-        """
+        """After a step with this loss, start to detect forward passes that belong to an evaluation."""
         if self._checkpoints is None:
             return
         self._loss = loss
@@ -433,7 +441,7 @@ class EvaluationWatch:
         checkpoints.journal.tell("warning", text=text)
 
     def _is_as_the_step_left_it(self) -> bool:
-        """Return True if sampled model values and the optimizer's settings are as at the end of the last
+        """Return True if sampled model values and the optimizer's settings are unchanged since the last
         step.
         """
         import torch
@@ -443,7 +451,7 @@ class EvaluationWatch:
         return torch.equal(numbers, self._numbers()) and settings == _settings(self._state.optimizer)
 
     def _numbers(self) -> torch.Tensor:
-        """Return the first values of some tensors, (at most TENSORS x NUMBERS,) of float32."""
+        """Return the first values of some of the model's tensors, (at most TENSORS x NUMBERS,) of float32."""
         import torch
 
         # A row of the last dimension is contiguous in most tensors, and exists in every non-empty one.

@@ -29,9 +29,9 @@ the sum of their weights."""
 
 @final
 class CustomStep(TrainingStep):
-    """A training step that waits for the gradients before each update.
+    """A training step that synchronizes with the device before each update, to check the gradients.
 
-    A later error could not repeat the steps, because only the user's loop produces the batches.
+    A later check would have to repeat steps, and only the user's loop produces their batches.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class CustomStep(TrainingStep):
     def job_with_mixing(
         self, job: Job, model: Any, batch: Mapping[str, Any] | None = None, *, again: bool = False
     ) -> Job:
-        """Return the job with the result of comparing the gradients of a batch's micro-batches with the whole
-        batch's.
+        """Return the job with the result of comparing the gradients of micro-batches with those of the whole
+        batch.
         """
         return job_with_mixing(
             job, model, self._piece_loss, batch, most=self.rows, context=self.forward_context, again=again
@@ -64,7 +64,7 @@ class CustomStep(TrainingStep):
 
 
 def _value(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> Any:
-    """Return the result of the user's loss function, or the loss in the model's output; None without one."""
+    """Return the result of the user's loss function, or without one the loss in the model's output."""
     output = model(**batch) if given is None else given(model, dict(batch))
     try:
         return loss_of(output)

@@ -1,4 +1,6 @@
-"""The folder of a hand-written loop's run: created before any change, removed if the run does not start."""
+"""The output folder of a run in a hand-written loop: it is created before any change, and removed if the run
+does not start.
+"""
 
 from __future__ import annotations
 

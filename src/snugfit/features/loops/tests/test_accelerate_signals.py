@@ -93,7 +93,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Loop:
 
 @pytest.mark.parametrize("step", slow_but([1, 5, 6, 11], lambda step: step == 6))
 def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_path: Path) -> None:
-    """Stops within an epoch, and after its last step."""
+    """The signals stop the run within an epoch, and after its last step."""
     cut = Loop(tmp_path, stop=step)
     with pytest.raises(Stopped) as stopped:
         cut.go()
@@ -114,7 +114,7 @@ def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_p
 def test_an_evaluation_is_abandoned_and_made_again(
     stop_in: int, step: int, whole: Loop, tmp_path: Path
 ) -> None:
-    """Stops within an epoch, at its end, and at the end of the run."""
+    """The signals stop the run within an epoch, at its end, and at the end of the run."""
     cut = Loop(tmp_path, stop_in=stop_in)
     with pytest.raises(Stopped) as stopped:
         cut.go()

@@ -1,5 +1,6 @@
-"""`snugfit.fit` applies each technique of a recipe to a live trainer or refuses it by name, and keeps the
-batch."""
+"""`snugfit.fit` applies each technique of a recipe to a user's trainer or refuses it by name, and keeps the
+batch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A fitted trainer makes the next batch before this step's update, and makes the same batches as the
-Trainer."""
+"""A Trainer under `fit` loads the next batch before this step's update, and loads the same batches as the
+plain Trainer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.whole
 
 
 class Asked(list[dict[str, Any]]):
-    """Samples that record each index that is read, and raise an error at one of them."""
+    """A dataset that records each index that is read, and raises an error at one of them."""
 
     def __init__(self, broken: int | None = None) -> None:
         super().__init__(classified(22))
@@ -33,7 +34,7 @@ class Asked(list[dict[str, Any]]):
 
 
 class AtUpdates(transformers.TrainerCallback):
-    """Record the number of samples that were read before each update."""
+    """Records the number of samples that were read before each optimizer update."""
 
     def __init__(self, data: Asked) -> None:
         self.data, self.seen = data, list[int]()

@@ -31,7 +31,7 @@ def summed(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 class Divides(transformers.Trainer):
-    """Divide by the number of items, as in transformers' documentation."""
+    """A Trainer whose loss divides by the number of items, as in transformers' documentation."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -44,7 +44,7 @@ class Divides(transformers.Trainer):
 
 
 class Averages(Divides):
-    """Accept the number of items and ignore it, as in most user code."""
+    """A Trainer whose loss accepts the number of items and ignores it, as in most user code."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -53,7 +53,7 @@ class Averages(Divides):
 
 
 class Passes(transformers.Trainer):
-    """Pass all arguments on to the Trainer's own loss."""
+    """A Trainer that passes all arguments on to transformers' own loss."""
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         return super().compute_loss(model, inputs, *arguments, **keywords)

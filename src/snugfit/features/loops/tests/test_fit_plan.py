@@ -1,4 +1,6 @@
-"""`fit` without a recipe plans for a GPU from a copy without data, and keeps the user's choices."""
+"""Without a recipe, `fit` plans for a GPU from a copy of the model on `meta`, and keeps the user's
+choices.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A fitted trainer saves as a Trainer does.
+"""A Trainer under `fit` saves as the plain Trainer does.
 
-Its callbacks see whole checkpoints. A subclass's files are part of a checkpoint and as safe as the rest.
-The trainer pushes to the hub.
+Its callbacks see complete checkpoints. Files of a Trainer subclass are part of a checkpoint, and written as
+safely. The trainer pushes to the hub.
 """
 
 from __future__ import annotations

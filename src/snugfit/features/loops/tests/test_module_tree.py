@@ -1,4 +1,4 @@
-"""A model's modules, listed once: answers equal the model's own after each change between two of them."""
+"""The cached list of a model's modules equals the model's own after each change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_of(family: str = "bert") -> Any:
 
 
 def same(tree: ModuleTree, model: Any) -> None:
-    """Compare all answers with the model's own."""
+    """Compare all results of the cached list with the model's own."""
     assert list(map(id, tree.parameters())) == list(map(id, model.parameters()))
     assert list(map(id, tree.parameters(recurse=False))) == list(map(id, model.parameters(recurse=False)))
     assert list(map(id, tree.modules())) == list(map(id, model.modules()))

@@ -1,1 +1,1 @@
-"""The function `snugfit.fit`: training in a live `transformers.Trainer`."""
+"""The function `snugfit.fit`: training in the user's `transformers.Trainer`."""

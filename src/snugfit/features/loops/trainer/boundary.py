@@ -1,14 +1,14 @@
 """The end of a step of `fit`'s Trainer: requested checkpoints, stops, and interrupted evaluations.
 
 After a step the Trainer logs, evaluates and saves, in this order, and again at an epoch's end. A signal may
-arrive at any of these moments. A checkpoint of the current step is then saved without waiting for an
-evaluation. It contains the Trainer's state and the random generators from before that evaluation, and marks
-it as pending. A resumed run evaluates first. After a stop within an epoch, its end is not processed until the
-run is resumed there.
+arrive during each of these. A checkpoint of the current step is then saved without waiting for an evaluation.
+It contains the Trainer's state and the random generators from before that evaluation, and marks it as
+pending. A resumed run evaluates first. After a stop within an epoch, the Trainer does not process the epoch's
+end until the run is resumed.
 
-transformers continues, logs a loss of 0 and leaves NaN weights. Here the step's loss and the norm of its
-gradients are copied to the host together, once a step. Overflows of a gradient scaler are handled by the
-scaler.
+After a NaN loss, transformers continues, logs a loss of 0 and leaves NaN weights. Here the loss and gradient
+norm are copied to the host together, once a step, and checked. Overflows of a gradient scaler are handled by
+the scaler.
 
 Nothing else in a step waits for the GPU. The plain Trainer waits twice. It waits for the copy of a batch,
 which follows the whole previous step. It also waits for the loss at the end of the backward pass, as here.
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 def compare_again(trainer: Any, run: FitRun) -> None:
-    """Compare gradients of a step's micro-batches with those of the whole batch, before some of the steps.
+    """Before some of the steps, compare the gradients of micro-batches with those of the whole batch.
 
-    If they are padded to different lengths, the example is compared again instead.
+    If the micro-batches are padded to different lengths, another batch from the loader is compared instead.
     """
     plan = trainer.snugfit
     run.steps += 1
@@ -58,8 +58,8 @@ def compare_again(trainer: Any, run: FitRun) -> None:
 
 
 def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepEnd], None]) -> None:
-    """Finish a Trainer's step or epoch: write its log line, then call `go_on`, which logs, evaluates and
-    saves.
+    """At the end of a step or epoch, write the log line. Then call `go_on`, with which the Trainer logs,
+    evaluates and saves.
     """
     interrupts, step = run.checkpoints.interrupts, trainer.state.global_step
     ended = run.timer.write(trainer, run.logger, run.step, figures.learning_rate)
@@ -96,7 +96,7 @@ def _stop_where_asked(trainer: Any, run: FitRun) -> None:
 def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
     """Run the Trainer's own evaluation. Raises `EvaluationStopped` at a signal before or during it.
 
-    Several processes finish it, because each waits for the results of the others.
+    In distributed training the evaluation is finished, because each process waits for the others' results.
     """
     interrupts = run.checkpoints.interrupts
     run.checkpoints.state.note_before_evaluation()
@@ -112,7 +112,7 @@ def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
 
 
 def repeat_evaluation(trainer: Any, run: FitRun) -> None:
-    """Run the evaluation that a signal interrupted before the resumed checkpoint."""
+    """Run the evaluation that a signal interrupted before the checkpoint from which this run resumed."""
     run.last_boundary = trainer.state.global_step
     pending = run.checkpoints.state.unevaluated
     if pending is None:
@@ -134,9 +134,9 @@ LEFT_OVER = (
 
 
 def begin_step(trainer: Any, step: StepState) -> None:
-    """Save the trainer's state before a step's first micro-batch; a failed step restores it.
+    """Save the training state before a step's first micro-batch; a failed step restores it.
 
-    Gradients of an earlier step without an update (an iterable dataset's end) are dropped.
+    Gradients that an earlier step left without an update (at an iterable dataset's end) are dropped.
     """
     if step.pending_micro_batches:
         trainer.model.zero_grad(set_to_none=True)
@@ -150,10 +150,7 @@ def begin_step(trainer: Any, step: StepState) -> None:
 
 
 def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
-    """Raise `SnugfitError` when this step's loss or norm is NaN or infinite.
-
-    Its batch is written to disk, and a checkpoint from before the step is saved.
-    """
+    """Raise `SnugfitError` when this step's loss or gradient norm is NaN or infinite."""
     import torch
 
     step = run.step

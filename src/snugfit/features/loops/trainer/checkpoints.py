@@ -1,25 +1,26 @@
-"""The checkpoints of `fit`'s Trainer: they replace the Trainer's own saving and loading.
+"""Checkpoints of a Trainer under `fit`, which replace the Trainer's own saving and loading.
 
 checkpoint-N/ config.json, model.safetensors (or the adapters'), the tokenizer's files. state.json,
 state.safetensors optimizer, schedule, scaler, random generators. trainer_state.json the Trainer's own: its
 log, the best metric, callbacks. fit.json missing in the Trainer's: losses since its last log.
 
-If weights are spread over processes, all write one checkpoint: each its parts of weights and states
-(`sharded.py`).
+If weights are sharded, all processes write one checkpoint. Each writes its shards of weights and optimizer
+states (`sharded.py`).
 
-Checkpoints are taken when the Trainer would save, atomically, and written while the next steps run. Only a
-complete one is resumed; broken ones are reported and renamed. The data continues at its position. The order
-of an epoch is drawn from a saved seed, and the data's generators are saved too (`features/loops/loader.py`).
-Weights are loaded into the existing model, because it is the user's and other objects refer to it.
+Checkpoints are saved when the Trainer would save, atomically, while the next steps run. Only a complete
+checkpoint is resumed; damaged ones are reported and renamed. The loader continues at the next batch. The
+order of an epoch is drawn from a saved seed, and the data's generators are saved too
+(`features/loops/loader.py`). Weights are loaded into the existing model, because it is the user's and other
+objects refer to it.
 
-A scheduler that restarts a job runs the same script in the same folder. This would train again, or take one
-step too many. At the end of training `finished.json` is written into the run's folder. It contains the run's
-facts, the result of `train()`, the Trainer's state, and the checkpoint with the final weights. It is valid
-only for the same run. A run that continues or starts again removes it first.
+A cluster scheduler may restart a finished script in the same folder. The script would train again, or take
+one step too many. So at the end of training `finished.json` is written into the run's folder. It contains the
+run's facts, the result of `train()`, the Trainer's state, and the checkpoint with the final weights. The file
+is valid only for the same run. A run that continues or starts again removes it first.
 
-`TrainingArguments` and the additions of a subclass (a DPO's `beta`) are compared, except `FREE`. Free
-arguments concern logs, evaluation, saving, names, uploads and the work of a loader. Others are free because
-the recipe or the global batch replaces them.
+`TrainingArguments` and the additions of a subclass (a DPO's `beta`) are compared, except `FREE`. Arguments in
+`FREE` concern logs, evaluation, saving, names, uploads and loader workers. Others are free because the recipe
+or the global batch replaces them.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def train_state_of(trainer: Any) -> TrainState:
 
 
 class TrainerCheckpoints:
-    """Saves and resumes one call of `train()`; its folder is locked meanwhile."""
+    """Saves and resumes one call of `train()`, whose output folder is locked meanwhile."""
 
     def __init__(
         self,
@@ -154,10 +155,9 @@ class TrainerCheckpoints:
         }
 
     def open(self, resume_from: str | bool | None) -> None:
-        """Find the checkpoint for `train(resume_from_checkpoint=...)` and set `resumed`.
+        """Find the checkpoint for `train(resume_from_checkpoint=...)` and store it in `resumed`.
 
-        A run that starts from the beginning renames existing checkpoints later, so that the next start meets
-        no older run's.
+        A run that starts from the beginning renames an older run's checkpoints later.
         """
         self._facts = run_facts(self._trainer)
         if resume_from or self._trainer.args.save_strategy != "no":
@@ -182,14 +182,15 @@ class TrainerCheckpoints:
         self._manager.about = self._about()
 
     def _note_data(self) -> None:
-        """Store fingerprints of some samples, once, if a checkpoint exists or will exist to compare them
-        with."""
+        """Store fingerprints of some samples, once, if a checkpoint exists or will be saved. A resumed run
+        compares them.
+        """
         if not self._is_data_noted:
             self._is_data_noted = True
             self._facts |= dataset_facts(self._trainer.train_dataset)
 
     def _find(self, named: Path | None) -> Checkpoint:
-        """Return the newest or the named checkpoint of this run. Raises `UsageError` without one."""
+        """Return the newest or the named checkpoint of this run. Raises `UsageError` if there is none."""
         checkpoint = self._manager.newest() if named is None else self._manager.checkpoint_at(named)
         if checkpoint is None:
             raise _no_checkpoint(self.root)
@@ -209,8 +210,8 @@ class TrainerCheckpoints:
     def begin(self, resumed_from: str | None) -> None:
         """Restore the run's saved state from its folder, and allocate the memory for copies of checkpoints.
 
-        It runs once, before the first step, with an optimizer. Raises `SnugfitError` for an optimizer or a
-        schedule that no checkpoint can store, or one that cannot be stopped before an update.
+        It is called once, before the first step, when the optimizer exists. Raises `SnugfitError` for an
+        optimizer or a schedule that no checkpoint can store, or whose update cannot be stopped.
         """
         if self._begun:
             return
@@ -233,7 +234,9 @@ class TrainerCheckpoints:
             self._manager.prepare(state)
 
     def _make_room(self) -> None:
-        """Rename checkpoints in the folder that this run does not continue. It is called after all checks."""
+        """Rename the older checkpoints in the folder that this run does not continue. It is called after all
+        checks.
+        """
         forget_finished(self.root)
         if self.resumed is None:
             self._manager.set_aside_earlier()
@@ -245,11 +248,10 @@ class TrainerCheckpoints:
         self._manager.check_first_update(lambda: train_state_of(self._trainer))
 
     def save(self, go_on: Callable[[], None] = lambda: None) -> bool:
-        """Save a checkpoint of this step, unless one exists. `go_on` is the saving method of the user's
-        subclass.
+        """Save a checkpoint of this step, unless one exists. Return False if saving failed.
 
-        For the hub and for callbacks on save, wait for it. Return False if it failed, so that they are not
-        called.
+        `go_on` is the saving method of the user's subclass. With uploads to the hub or callbacks on save,
+        wait until the files are written.
         """
         trainer = self._trainer
         step = trainer.state.global_step
@@ -273,7 +275,7 @@ class TrainerCheckpoints:
         return is_kept
 
     def _is_kept(self, step: int) -> bool:
-        """Return True if a checkpoint of this step exists or will exist."""
+        """Return True if the folder has a checkpoint of this step, or the step is the current one."""
         is_now = step == self._trainer.state.global_step
         return bool(is_now or (self.root / f"checkpoint-{step}").is_dir())
 
@@ -290,10 +292,10 @@ class TrainerCheckpoints:
         return bool(self._manager.saved_step == self._trainer.state.global_step)
 
     def _snapshot(self, staging: Staging) -> Writable | None:
-        """Return the copy of the run's state that this process writes.
+        """Return the copy of the run's state that this process writes into the checkpoint.
 
         The first process writes for all; the others send it their random states and write nothing. With
-        spread weights each writes its own parts.
+        sharded weights, each writes its own shards.
         """
         trainer, ranks = self._trainer, self._ranks
         is_stopped = self.interrupts.stopping is not None
@@ -313,8 +315,9 @@ class TrainerCheckpoints:
         self._manager.wait()
 
     def finish(self, output: Any) -> None:
-        """Finish the last checkpoint and record the result of `train()`. Raises `SnugfitError` when it
-        failed."""
+        """Finish writing the last checkpoint and store the result of `train()`. Raises `SnugfitError` when
+        writing failed.
+        """
         self.wait()
         self._manager.raise_if_last_failed()
         if not self._ranks.is_first:
@@ -341,7 +344,7 @@ def _no_checkpoint(root: Path) -> UsageError:
 
 
 def _order_seed(trainer: Any) -> int:
-    """Return the seed from which accelerate would draw an epoch's order."""
+    """Return the seed from which accelerate draws the order of samples in an epoch."""
     import torch
 
     given = trainer.args.data_seed
@@ -386,8 +389,8 @@ def finished_output(
 ) -> Any:
     """Return the result of `train()` if exactly this run has finished in this folder.
 
-    The trainer gets its model and its state. None for an unfinished run, or one to be trained again. The
-    first of several processes decides.
+    The final weights and state are loaded into the trainer. Return None for an unfinished run, or one to
+    train again. The first of several processes decides.
     """
     from transformers import TrainerState
     from transformers.trainer_utils import TrainOutput
@@ -413,7 +416,7 @@ def _finished_run(
     """Return the stored result of a finished run that equals the description `now`, and the checkpoint with
     its weights.
 
-    None for an unfinished or different run, or if it was not requested.
+    Return None for an unfinished or different run, or if `resume_from` does not request it.
     """
     import torch
     from transformers import TrainerState
@@ -436,7 +439,9 @@ def _finished_run(
 
 
 def _is_newest_requested(root: Path, resume_from: str | bool | None) -> bool:
-    """Return True if the user requests the folder's newest state; by default only in a new process."""
+    """Return True if `resume_from` requests the folder's newest state. The default requests it only in a new
+    process.
+    """
     from transformers.trainer_utils import get_last_checkpoint
 
     if resume_from is None:
@@ -488,8 +493,8 @@ OF_THE_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
 
 
 def run_facts(trainer: Any) -> Facts:
-    """Return properties that identify a trainer's run before it trains, including its optimizer if it has
-    one.
+    """Return properties that identify a trainer's run before it trains. They include its optimizer if it
+    exists.
     """
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper
     return {
@@ -502,13 +507,13 @@ def run_facts(trainer: Any) -> Facts:
 
 
 def with_global_batch(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's description with the global `batch_size`, instead of that of each process."""
+    """Return a checkpoint's description in which `batch_size` is that of all processes together."""
     processes = about.get("processes", 1)
     return {**about, "processes": processes, "batch_size": about["batch_size"] * processes}
 
 
 def _code(trainer: Any) -> Facts:
-    """Return fingerprints of the user's code in a step: collator, loss, and the methods of a Trainer
+    """Return fingerprints of the user's code that runs in a step: collator, loss, and methods of a Trainer
     subclass.
     """
     # Methods that `fit` inserts are not the user's code.

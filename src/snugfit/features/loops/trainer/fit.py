@@ -1,4 +1,5 @@
-"""The function `snugfit.fit`, which prepares a user's live `transformers.Trainer` for a recipe.
+"""The function `snugfit.fit`, which prepares a user's `transformers.Trainer` object for a recipe (its
+techniques).
 
     import snugfit
 
@@ -7,9 +8,9 @@
 
 A second argument names a recipe instead: `snugfit.fit(trainer, "bf16 + micro_batches(4)")`.
 
-`fit` returns the same object. Settings with a counterpart in `TrainingArguments` are written there. The rest
-is applied to the model, or read by one subclass that the trainer's class becomes (`trainer_class.py`). It has
-the name of the user's class and precedes it. The global batch (`per_device_train_batch_size` times
+`fit` returns the same object. Settings with a counterpart in `TrainingArguments` are written there. The
+others are applied to the model, or by a new subclass of the user's class (`trainer_class.py`). The trainer's
+class becomes this subclass, which has the same name. The global batch (`per_device_train_batch_size` times
 `gradient_accumulation_steps`) stays the same under any recipe.
 
 Started by torchrun or `accelerate launch`, the same script trains in several processes. They use the
@@ -40,7 +41,7 @@ from snugfit.training.recovery import cut_warning
 
 
 def say(event: Event) -> None:
-    """Print a recipe's warnings and changes, one line each; the default callback of `fit`."""
+    """Print the warnings and changes of a recipe, one line each. It is the default callback of `fit`."""
     if text := event.get("text"):
         with suppress(OSError):  # a closed terminal: the run continues to its checkpoint
             print(f"snugfit: {escape_controls(text)}", flush=True)
@@ -56,17 +57,17 @@ def fit(
     compare_code: bool = True,
     watch: Callable[[Event], None] = say,
 ) -> Any:
-    """Prepare `trainer`, a `transformers.Trainer` or a subclass's, to train under `recipe`; return it.
+    """Prepare `trainer`, a `transformers.Trainer` or a subclass's, to train under `recipe`, and return it.
 
-    `recipe` may be text. The default is a plan, no less exact than the trainer's own arguments and
-    `fidelity`. It is for the named `gpu`, or the one here; without any GPU, the trainer keeps its settings.
-    `batch_dims` names the dimension of the samples for tensors that do not start with it, as in
-    `Model.from_module`. A run resumes only with unchanged code (collator, loss, forward passes), unless
-    `compare_code` is False. `watch` receives every event of the journal, and every change; events for the
-    user have a `text`.
+    `recipe` may be text. The default is a plan: the fastest recipe that is as exact as the trainer's
+    arguments and `fidelity` require. The plan is for the named `gpu`, or this machine's; without any GPU, the
+    trainer keeps its settings. `batch_dims` names the dimension of the samples for tensors that do not start
+    with it, as in `Model.from_module`. A run resumes only with unchanged code (collator, loss, forward
+    passes), unless `compare_code` is False. `watch` is called with every event of the training log, and every
+    change; events for the user have a `text`.
 
-    Raises `UsageError` for an unsupported trainer or recipe, by name, and `NothingFits`. Nothing has changed
-    then.
+    Raises `UsageError` for an unsupported trainer or recipe, by name, and `NothingFits` if no recipe fits.
+    Nothing has changed then.
     """
     refuse_what_cannot_be_fitted(trainer)
     if recipe is None:

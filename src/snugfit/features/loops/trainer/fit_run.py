@@ -1,6 +1,6 @@
-"""The state of one call of `train()` of `fit`'s Trainer: folder, checkpoints, journal and step.
+"""The state of one call of `train()` under `fit`: output folder, checkpoints, training log and step.
 
-The plan is an attribute of the trainer (`trainer.snugfit`) and immutable; when memory runs out another one
+The `FitPlan` in `trainer.snugfit` is immutable. When memory runs out, a new one with a smaller recipe
 replaces it. State that changes from step to step is in the `StepState` of the run (`fit_run.py`).
 """
 
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class FitRun:
-    """The checkpoints, memory recovery, journal and data position of one running `train()` call."""
+    """The checkpoints, out-of-memory recovery, training log and data position of one running `train()`
+    call.
+    """
 
     checkpoints: TrainerCheckpoints
     logger: StepLogger
@@ -75,7 +77,7 @@ class FitRun:
     backward: BackwardWatch = field(default_factory=BackwardWatch)
 
     def tree_of(self, model: Any) -> ModuleTree:
-        """Return the cached module tree of the trainer's model, and release that of a previous model."""
+        """Return the cached module tree of the trainer's model. A previous model's tree is discarded."""
         if self.tree is None or self.tree.model is not model:
             self.tree = ModuleTree(model)
         return self.tree
@@ -83,10 +85,10 @@ class FitRun:
 
 @contextlib.contextmanager
 def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
-    """Open the run of one `train()`, in a folder that is locked meanwhile.
+    """Open the run of one `train()` call, whose output folder is locked within this context.
 
-    `checkpoints.resumed` is the checkpoint of a resumed run. `trainer.snugfit_run` is the run within this
-    context, and None outside.
+    `checkpoints.resumed` is the checkpoint of a resumed run. `trainer.snugfit_run` is the run, and None
+    outside of the context.
     """
     journal = trainer.snugfit.journal
     folder, begin_anew = Path(trainer.args.output_dir), "without resume_from_checkpoint"
@@ -116,7 +118,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
 
 
 def _recovery(trainer: Any, journal: Journal) -> Recovery:
-    """Return the `Recovery` that chooses recipes under which this trainer's live model can continue."""
+    """Return the `Recovery` that chooses a recipe with which this trainer continues when memory runs out."""
     device, plan = trainer.args.device, trainer.snugfit
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
 
@@ -134,7 +136,7 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """Job, recipe and journal of a trainer after `fit`."""
+    """Job, recipe and training log of a trainer that `fit` prepared."""
 
     job: Job
     recipe: Recipe

@@ -1,6 +1,6 @@
-"""The job of a live trainer: its model, its batch, and an example from its own loader.
+"""The job (model, task and batch) of a user's trainer, with the first batch of its own loader.
 
-Every random generator is restored, and the loader of the example is discarded.
+Every random generator is restored, and the loader that yielded the batch is discarded.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:
 
 
 def several_samples(trainer: Any, job: Job) -> dict[str, Any] | None:
-    """Read one batch of several samples by the trainer's own loader, if its micro-batches have fewer.
+    """Return one batch of several samples from the trainer's own loader, if its micro-batches have fewer.
 
-    Return None if the example has all, and for a loader that cannot create one.
+    Return None if the job's first batch has enough samples, or the loader cannot yield such a batch.
     """
     if samples_in(job.model.example or {}, job.model.batch_dims) >= job.batch_size:
         return None
@@ -59,7 +59,7 @@ def several_samples(trainer: Any, job: Job) -> dict[str, Any] | None:
 def meta_copy(trainer: Any) -> Any:
     """Return a copy of the trainer's model on `meta`, as it was before any preparation for training.
 
-    Changes by a fit are left out, and so is accelerate's wrapper around the forward pass of a trained model.
+    The copy has no changes by `fit`, and no wrapper of accelerate around the forward pass.
     """
     if (plan := getattr(trainer, "snugfit", None)) is not None:
         return plan.job.model.module
@@ -68,7 +68,7 @@ def meta_copy(trainer: Any) -> Any:
 
 
 def _first_batch(trainer: Any) -> dict[str, Any]:
-    """Return the first micro-batch of the trainer's own loader, on the host."""
+    """Return the first micro-batch of the trainer's own loader, on the CPU."""
     if trainer.train_dataset is None:
         raise UsageError(
             "The trainer has no train_dataset, so there is nothing to train on. Give one: "

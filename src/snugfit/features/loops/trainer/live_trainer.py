@@ -1,4 +1,4 @@
-"""Private fields of a live trainer and of its accelerator (`step/transformers_internals.py`)."""
+"""Access to private fields of a trainer and its accelerator (`step/transformers_internals.py`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ON_A_PREPARED_MODEL = ("forward", "_original_forward", "_is_accelerate_prepared"
 
 
 def logged_losses(trainer: Any) -> dict[str, Any]:
-    """Return the summed losses and counts that the trainer's next log depends on, as JSON values."""
+    """Return the trainer's loss sums, and the step of its last log, as JSON values. Its next log depends on
+    them.
+    """
     values = {name: getattr(trainer, field) for name, field in LOGGED.items()}
     return {**values, "loss": values["loss"].item()}
 
 
 def restore_logged_losses(trainer: Any, losses: Mapping[str, Any]) -> None:
-    """Restore the trainer's summed losses from the values of `logged_losses`; the losses since the last log
-    are added to.
-    """
+    """Restore the values of `logged_losses`. The losses since the last log are added to the trainer's."""
     trainer._tr_loss += losses["loss"]
     trainer._total_loss_scalar = losses["total_loss"]
     trainer._globalstep_last_logged = losses["last_logged"]
@@ -35,8 +35,8 @@ def restore_callbacks(trainer: Any) -> None:
 
 
 def average_losses_over_all_steps(trainer: Any) -> None:
-    """Scale the trainer's loss sum before it takes a run's mean. The sum is over all steps, those before a
-    resume included. From 5.19 on transformers divides by the steps of this call, before by all.
+    """Scale the trainer's loss sum so that its mean is over all steps, including those before a resume. From
+    5.19 on transformers divides by the steps of this call, before by all.
     """
     steps = trainer.state.global_step
     divisor = max(steps - getattr(trainer, "_initial_global_step", 0), 0.001)  # as transformers has it
@@ -46,7 +46,7 @@ def average_losses_over_all_steps(trainer: Any) -> None:
 
 
 def loss_since_log(trainer: Any) -> Any:
-    """Return the sum of the losses since the last log, () on the device: the trainer's own tensor."""
+    """Return the trainer's sum of the losses since the last log, a tensor () on the device."""
     return trainer._tr_loss
 
 
@@ -56,8 +56,8 @@ def trainer_shifts_labels(trainer: Any) -> bool:
 
 
 def weigh_losses_ourselves(trainer: Any) -> None:
-    """Stop the trainer from dividing each micro-batch's loss by the number of micro-batches, because snugfit
-    weights the losses.
+    """Stop the trainer from dividing each micro-batch's loss by their number, because snugfit weights the
+    losses.
     """
     trainer.current_gradient_accumulation_steps = 1
 
@@ -68,7 +68,7 @@ def has_users_schedule(trainer: Any) -> bool:
 
 
 def replace_model(trainer: Any, model: Any) -> None:
-    """Replace the trainer's model by this one, unless it is the same object."""
+    """Replace the trainer's model by `model`, unless it is the same object."""
     if trainer.model is model:
         return
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
@@ -77,7 +77,9 @@ def replace_model(trainer: Any, model: Any) -> None:
 
 
 def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
-    """Set `TrainingArguments` of a built trainer, and the values that it has derived from them."""
+    """Change `TrainingArguments` of an existing trainer, and the values that the trainer derived from
+    them.
+    """
     args = trainer.args
     if "bf16" in changes:
         _set_precision(trainer, "bf16" if changes["bf16"] else "fp16" if changes["fp16"] else "no")
@@ -90,9 +92,7 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
 
 
 def _set_precision(trainer: Any, mixed: str) -> None:
-    """Set the mixed precision of the trainer's accelerator. accelerate's state of the process is created
-    again.
-    """
+    """Set the mixed precision of the trainer's accelerator, and create accelerate's process state again."""
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     args = trainer.args
@@ -109,14 +109,14 @@ def _set_precision(trainer: Any, mixed: str) -> None:
 
 
 def made_by_accelerate(optimizer: Any) -> bool:
-    """Return True if this optimizer is accelerate's wrapper, as in a trainer that has trained."""
+    """Return True if this optimizer is accelerate's wrapper, as after training."""
     return hasattr(optimizer, "accelerator_state")
 
 
 @contextlib.contextmanager
 def bare_model(model: Any) -> Iterator[None]:
-    """Restore the model from before `Accelerator.prepare` wrapped its forward pass, inside of this
-    context.
+    """Context in which the model's forward pass is the original one, without the wrapper of
+    `Accelerator.prepare`.
     """
     put = {name: model.__dict__.pop(name) for name in ON_A_PREPARED_MODEL if name in model.__dict__}
     if put and "_original_forward" not in put and "forward" in put:  # the user's own
@@ -129,7 +129,7 @@ def bare_model(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_loader_record(trainer: Any) -> Iterator[None]:
-    """Make loaders without workers, and without a record in accelerate, inside of this context."""
+    """Context in which the trainer's loaders have no workers, and accelerate keeps no reference to them."""
     args, accelerator = trainer.args, trainer.accelerator
     with (
         patch.multiple(

@@ -1,10 +1,10 @@
 """The weight of a micro-batch's loss: its fraction of the labels over which the whole batch's loss is
 averaged.
 
-transformers assumes that a model which accepts `num_items_in_batch` divides its loss by the items of the
-whole batch. But any model with `**kwargs` accepts it, and many still average over their micro-batch.
-transformers then sums means instead of averaging them: n micro-batches give n times the gradient. For a model
-that does not accept it, all micro-batches have the same weight, whatever their count of items.
+A model that accepts `num_items_in_batch` should divide its loss by the whole batch's items, as transformers
+assumes. But any model with `**kwargs` accepts it, and many still average over their micro-batch. transformers
+then sums means instead of averaging them: n micro-batches give n times the gradient. For a model that does
+not accept it, all micro-batches have the same weight, whatever their count of items.
 
 - Without a custom loss, the model computes its own mean, which is multiplied by the weight.
 - With `compute_loss` or `compute_loss_func`, the user's code gets `num_items_in_batch` as a tensor that
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class LossTraits:
-    """Properties of the normalization of a model's loss; each is None or False before the first test."""
+    """Properties of a model's loss, such as its use of `num_items_in_batch`. Each is None or False before the
+    first test.
+    """
 
     uses_item_count: bool | None = None
     """True if the loss depends on `num_items_in_batch`."""
@@ -47,10 +49,9 @@ class LossTraits:
 
 
 def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int) -> float | torch.Tensor:
-    """Return the weight of the loss of `piece`, a part of the micro-batch with this index in the step.
+    """Return the weight of the loss of `piece`, a part of the step's micro-batch number `index`.
 
-    A whole single micro-batch has weight 1 without a count: reading one from a GPU would wait for the
-    previous step.
+    A single undivided micro-batch has weight 1. Counting its labels would wait for the GPU's previous step.
     """
     if step.shares is not None:
         return step.shares[index]
@@ -65,7 +66,7 @@ def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int
 
 
 def _counting(trainer: Any) -> dict[str, Any]:
-    """Return keyword arguments for `items_in`, which counts the labels in this trainer's batches."""
+    """Return the keyword arguments with which `items_in` counts the labels in this trainer's batches."""
     traits: LossTraits = trainer.snugfit.loss
     if traits.shifts_labels is None:
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -74,25 +75,25 @@ def _counting(trainer: Any) -> dict[str, Any]:
 
 
 def weigh_among_all(trainer: Any, step: StepState, ranks: Ranks) -> None:
-    """Set the weight of each micro-batch's loss among the micro-batches of all processes, at the start of a
-    step.
+    """At the start of a step, set the weight of each micro-batch's loss relative to those of all
+    processes.
     """
     if ranks.are_many:
         step.shares = shares_of_all(step.batches, trainer.args.device, ranks, **_counting(trainer))
 
 
 def is_users_own(trainer: Any) -> bool:
-    """Return True for a loss of the user's own code: a function, or a method of their subclass."""
+    """Return True if the user's own code computes the loss: a function, or a method of a Trainer subclass."""
     return trainer.compute_loss_func is not None or overrides(trainer, "compute_loss")
 
 
 def weighed_loss(
     trainer: Any, items_of: Callable[[Mapping[str, Any]], float], model: Any, piece: Any, whole: Any
 ) -> Any:
-    """Compute the weighted loss of a part of a batch on the device, outside of a training step.
+    """Return the weighted loss of a part of a batch, computed outside of a training step.
 
-    Return None for a piece without counted items. A loss that uses the items of the whole batch is returned
-    unchanged, others are weighted.
+    Return None for a piece without counted items. A loss that uses the whole batch's number of items is
+    returned unweighted.
     """
     import torch
 
@@ -114,7 +115,7 @@ def _tracked_tensor() -> type[Any]:
     import torch
 
     class TrackedTensor(torch.Tensor):
-        """A scalar tensor that records if anything is computed with it; the results are plain tensors."""
+        """A scalar tensor that records if a computation used it. The results are plain tensors."""
 
         used: list[bool]
 
@@ -133,8 +134,9 @@ def _tracked_tensor() -> type[Any]:
 
 
 def track_use(items: torch.Tensor) -> Any:
-    """Return a copy of a scalar tensor that records its use: its `used` is empty until something is computed
-    with it."""
+    """Return a copy of a scalar tensor that records its use. Its list `used` is empty until a computation
+    uses it.
+    """
     tracked = items.detach().as_subclass(_tracked_tensor())
     tracked.used = []
     return tracked
@@ -161,10 +163,10 @@ def depends_on_item_count(trainer: Any, model: Any, inputs: Mapping[str, Any], i
 def problem_of_model_loss(
     trainer: Any, step: StepState, model: Any, inputs: Mapping[str, Any], items: Any
 ) -> str:
-    """Return a sentence on transformers' error with this model's loss, which snugfit corrects; empty without
-    an error.
+    """Return a sentence on the error that transformers makes with this model's loss; empty without an error.
+    The weights of micro-batches correct this error.
 
-    The model is tested once. A share corrects nothing for a loss that is not a mean over the counted items.
+    The model is tested once. Weights cannot correct a loss that is no mean over the counted items.
     """
     traits, job = trainer.snugfit.loss, trainer.snugfit.job
     if trainer.label_smoother is not None or job.mixes_samples or job.unclear_cut:
@@ -181,8 +183,11 @@ def problem_of_model_loss(
 
 
 def problem_of_users_loss(trainer: Any, step: StepState, items: Any) -> str:
-    """Return a sentence on transformers' error with the user's own loss, which did not use
-    `num_items_in_batch`; empty without an error."""
+    """Return a sentence on the error that transformers makes with the user's own loss; empty without an
+    error.
+
+    The loss did not use `num_items_in_batch`.
+    """
     if trainer.snugfit.job.mixes_samples or trainer.snugfit.job.unclear_cut:
         return ""
     who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"

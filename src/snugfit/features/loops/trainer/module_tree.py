@@ -1,9 +1,9 @@
 """A cached list of a model's modules, for loops that read them in each step.
 
 transformers' Trainer calls `model.train()` and counts the model's parameters for every micro-batch, and lists
-them for clipping. Each traversal of all modules takes the host some time, and the host bounds a small step.
-Checking a list for changes is much faster than traversing it. Changed lists are traversed again, so the
-results equal those of the model's own methods at every call.
+them for clipping. Each traversal of all modules takes CPU time, which limits the speed of small steps.
+Checking the list for changes is much faster. After a change the modules are traversed again, so the results
+equal those of the model's own methods.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModuleTree:
         return list(chain.from_iterable(map(_VALUES, self._child_dicts)))
 
     def modules(self) -> list[nn.Module]:
-        """Return each module once, as `model.modules()` does, with changes since the last call."""
+        """Return each module once, as `model.modules()` does, including changes since the last call."""
         if not _are_same(self._current_children(), self._children):
             self._list_modules()
         return self._modules
@@ -60,8 +60,9 @@ class ModuleTree:
         return type(self.model).train(self.model, mode)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters as `model.parameters(recurse)` does: each once, in the order of the
-        modules."""
+        """Iterate over the parameters as `model.parameters(recurse)` does, each once, in the order of the
+        modules.
+        """
         return iter(self._all_parameters()) if recurse else type(self.model).parameters(self.model, recurse)
 
     def _all_parameters(self) -> list[nn.Parameter]:
@@ -91,10 +92,10 @@ class ModuleTree:
 
     @contextlib.contextmanager
     def answering(self, name: str) -> Iterator[None]:
-        """Context in which the model's method of this name, one of `USED_BY`, is the cached one here, at most
-        until `withdraw`.
+        """Context in which the model's method `name`, one of `USED_BY`, is replaced by the cached one here.
+        `withdraw` ends it earlier.
 
-        A model with such a method of its own keeps it.
+        A model class that overrides this method keeps its own.
         """
         if all(_is_known(self.model, used) for used in USED_BY[name]):
             self.model.__dict__[name] = self._answers[name] = getattr(self, name)

@@ -1,10 +1,10 @@
-"""Repetition of a step of `fit`'s Trainer under a smaller recipe when memory runs out.
+"""Repetition of a step of a Trainer under `fit`, with a recipe of less memory, when memory runs out.
 
-The next recipe is planned as for any run (`next_recipe.py`), within the limits of a live model. It may
-recompute layers from now on, and split micro-batches finer. The loader is unchanged, and each of its
-micro-batches is split here. So the global batch stays, and no sample is lost or repeated. The failed step is
-repeated from its beginning: its partial gradients are dropped and the random generators restored. A failed
-update has changed weights and is not repeated.
+The next recipe is planned as for any run (`next_recipe.py`), within the limits of an existing model. It may
+recompute layers, and split micro-batches further. The loader is unchanged, and each of its micro-batches is
+split here. So the global batch stays, and no sample is lost or repeated. The failed step is repeated from its
+beginning: its partial gradients are dropped and the random generators restored. A failed update has changed
+weights and is not repeated.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NOT_BY_SEVERAL = "With several GPUs a run does not continue by itself under anot
 
 
 def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
-    """Restart the step under the next recipe, after memory ran out in the forward or the backward pass.
+    """Restart the step under the next recipe, after memory ran out in the forward or backward pass.
 
-    Raises `OutOfMemory` without a next recipe, and in one of several processes: the others wait for its
-    exchanges.
+    Raises `OutOfMemory` if there is no next recipe. It also raises it in distributed training, where other
+    processes wait for collectives.
     """
     if run.ranks.are_many:
         exhausted = Exhausted(cause=cause, phase="gradients", message=message)
@@ -56,8 +56,8 @@ def go_on_with_less(trainer: Any, run: FitRun) -> None:
 
 
 def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: str) -> None:
-    """Switch the trainer to the next recipe from step `number` on; `what` describes the change in the
-    journal.
+    """Switch the trainer to the next recipe from step `number` on. `what` describes the change in the
+    training log.
     """
     plan: FitPlan = trainer.snugfit
     release_unused_memory(trainer.args.device)
@@ -73,9 +73,7 @@ def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: s
 
 
 def update_broke(trainer: Any, cause: str, error: BaseException) -> OutOfMemory:
-    """Return the error for memory that ran out during an optimizer update, since such a step cannot be
-    repeated.
-    """
+    """Return the error for memory that ran out during an optimizer update, which cannot be repeated."""
     plan: FitPlan = trainer.snugfit
     smaller = cut_smaller(plan.job, plan.recipe)
     cure = f" Resume with a recipe that needs less memory, such as '{smaller}'." if smaller else ""

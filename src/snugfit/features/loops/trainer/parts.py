@@ -1,6 +1,6 @@
-"""The interface for models that a Trainer spreads over several processes.
+"""The interface for models that a Trainer shards over several processes.
 
-A feature that spreads the model gives its own (`StateParts.of_trainer`).
+A feature that shards the model provides its own implementation (`StateParts.of_trainer`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 class TrainerParts:
-    """Operations on a trainer's model and checkpoints for processes that each have the whole model, as in
-    DDP. A feature overrides them for shards."""
+    """Operations on a trainer's model and checkpoints, for processes that each have the whole model, as in
+    DDP. A feature for sharding overrides them.
+    """
 
     word = "ddp"
     """Word in a checkpoint for the kind of sharding."""
@@ -45,22 +46,22 @@ class TrainerParts:
         """Raise `UsageError` for a recipe, given without its sharding, that this trainer's sharding does not
         support.
 
-        `optimizer` is None for the recipe's own, or a name in `TrainingArguments`. An empty name is the
-        user's own, which is checked after its creation.
+        `optimizer` is None for the recipe's optimizer, or a name in `TrainingArguments`. An empty name means
+        the user's own, which is checked after its creation.
         """
 
     def refuse_sharding(self, recipe: Recipe) -> None:
-        """Raise `RecipeError` for a recipe whose sharding contradicts the trainer's configuration."""
+        """Raise `RecipeError` for a recipe whose sharding contradicts that of the trainer."""
 
     def spread_model(self) -> None:
-        """Spread the model over the processes, as the Trainer does when training begins."""
+        """Shard the model over the processes, as the Trainer does when training begins."""
 
     def drop_gathered(self) -> None:
-        """Free whole weights that a forward pass has gathered, and keep this process's shards."""
+        """Free the full weights that a forward pass has all-gathered, and keep this process's shards."""
 
     def check(self, state: TrainState) -> None:
-        """Raise `SnugfitError` before the first step for an optimizer or a schedule that the
-        run cannot use.
+        """Before the first step, raise `SnugfitError` for an optimizer or a schedule that the run cannot
+        save.
         """
         check_packable(state)
 
@@ -81,16 +82,19 @@ class TrainerParts:
         return snapshot(state, staging, **beside) if state.ranks.is_first else None
 
     def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
-        """Load the weights of a checkpoint into an existing model. Raises `SnugfitError` for another
-        model's. All processes call it."""
+        """Load the weights of a checkpoint into an existing model. Raises `SnugfitError` for a checkpoint of
+        another model. All processes call it.
+        """
         load_weights(model, weights_folder(folder))
 
     def restore(self, state: TrainState, folder: Path) -> None:
-        """Restore the state of a run from a checkpoint; its weights are already loaded."""
+        """Restore the optimizer and other training state from a checkpoint, after its weights were loaded."""
         restore(state, folder)
 
 
 def trainer_parts(trainer: Any) -> TrainerParts:
-    """Return the operations on model and checkpoints for this trainer's sharding (none, DDP or FSDP2)."""
+    """Return the operations on model and checkpoints that suit this trainer's sharding (none, DDP or
+    FSDP2).
+    """
     parts: TrainerParts = state_parts().of_trainer(trainer) or TrainerParts(trainer)
     return parts

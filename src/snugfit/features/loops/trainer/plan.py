@@ -1,9 +1,9 @@
-"""Choice of the recipe for a live trainer: its current settings, or a plan that may change some of them.
+"""Choice of the recipe for a user's trainer: its current settings, or planned ones that differ in some slots.
 
 Some of the user's choices stay: attention, engine, loader, allocator and adapters. Choices that are less
-exact than `fidelity` (a bf16 autocast under `same`, an SGD) stay too, as the user's mathematics. The rest is
-searched: recomputed layers, the split of the batch, and the kernels of a named optimizer. An optimizer
-without a name stays the Trainer's default. Under `rounds` the precision of fp32 training is searched too.
+exact than `fidelity` (such as bf16 autocast under `same`) stay too. The plan chooses the rest: recomputed
+layers, micro-batches, and the kernels of a named optimizer. Without a named optimizer, the Trainer's default
+stays. With the fidelity `rounds`, the plan also chooses the precision of fp32 training.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def choose(
 
 
 def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
-    """Return the trainer's own settings as a recipe for training in several processes. Raises `UsageError`
-    for a requested plan.
+    """Return the trainer's own settings as a recipe for distributed training. Raises `UsageError` if a plan
+    is requested.
     """
     where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
     if gpu is not None:
@@ -109,8 +109,8 @@ def compared_job(
     pieces: int = 1,
     again: bool = False,
 ) -> Job:
-    """Return the job with a test result: whether the trainer's own loss for `pieces` micro-batches equals
-    that of the whole batch (`cut_loss.py`).
+    """Return the job with a test result: the trainer's own loss for `pieces` micro-batches equals the whole
+    batch's, or not (`cut_loss.py`).
     """
     loss_of = partial(weighed_loss, trainer, counted_by(job, trainer.model))
     autocast = trainer.accelerator.autocast
@@ -133,7 +133,7 @@ def recipe_of(trainer: Any) -> Chosen:
 
 def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     """Return the fastest recipe that fits, with some slots (choices of the recipe) fixed. Raises
-    `NothingFits` with the nearest miss.
+    `NothingFits` with the recipe that needs the least memory.
     """
     from snugfit.planning.search.search import plan
 

@@ -1,9 +1,9 @@
-"""A trainer in one of several processes: the supported settings, and the exchanges between the processes.
+"""A Trainer in distributed training: the supported settings, and the communication between the processes.
 
 torchrun, or `accelerate launch`, starts the user's script in each process. The Trainer itself wraps its model
 in DDP, or, if configured, shards it by FSDP2. Each process trains on its part of the batch:
-`per_device_train_batch_size` times `gradient_accumulation_steps`. The recipe describes one process. It may
-also name the kind of sharding (`ddp`, `fsdp`), but need not.
+`per_device_train_batch_size` times `gradient_accumulation_steps`. The recipe describes the training in one
+process. It may also name the sharding (`ddp`, `fsdp`).
 
     before the forward pass    counts of items in each process's micro-batches, on the device. A micro-batch
                                is weighted by its share of all of them, times the processes. DDP's and
@@ -14,8 +14,8 @@ also name the kind of sharding (`ddp`, `fsdp`), but need not.
     after a step               signals, and requests for a checkpoint, on the host. All react to each one.
     in a checkpoint            random generators and positions in the data of all. The first writes them.
 
-Actions of one process for which the others would wait are not supported. Such actions are repeating a step
-with less memory, and abandoning an evaluation after a signal.
+Two actions are not supported, because the other processes would wait for a collective. These are repeating a
+step with less memory, and abandoning an evaluation after a signal.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ HOW = "In several processes fit trains by the Trainer's own DDP or FSDP2"
 
 
 def processes_of(trainer: Any) -> int:
-    """Return the number of processes that train this trainer's model."""
+    """Return the number of processes in which this trainer trains."""
     return int(trainer.args.world_size)
 
 
 def refuse_what_processes_cannot(trainer: Any) -> None:
-    """Raise `UsageError` for settings that `fit` does not support in one of several processes."""
+    """Raise `UsageError` for settings that `fit` does not support in distributed training."""
     from accelerate.utils import DistributedType
     from torch.utils.data import IterableDataset
 
@@ -86,7 +86,8 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
 
 
 def recipe_in_each(recipe: Recipe, processes: int, refuse_sharding: Callable[[Recipe], None]) -> Recipe:
-    """Return the recipe that each process of a distributed Trainer applies: the user's without sharding.
+    """Return the recipe that each process of a distributed Trainer applies: the user's recipe without
+    sharding.
 
     Raises `RecipeError` for a combination that the processes do not support. `refuse_sharding` raises it for
     a recipe that contradicts the Trainer's own configuration.
@@ -109,7 +110,7 @@ def recipe_in_each(recipe: Recipe, processes: int, refuse_sharding: Callable[[Re
 
 @contextlib.contextmanager
 def ranks_of(trainer: Any) -> Iterator[Ranks]:
-    """Context with this process's `Ranks` among those that train the trainer's model."""
+    """Context that provides the process group (`Ranks`) in which the trainer trains its model."""
     if processes_of(trainer) == 1:
         yield ALONE
         return
@@ -118,7 +119,7 @@ def ranks_of(trainer: Any) -> Iterator[Ranks]:
 
 
 def shares_of_all(batches: Sequence[Any], device: torch.device, ranks: Ranks, **counting: Any) -> Any:
-    """Return the loss weights (n,) of this process's micro-batches among all processes', times the number of
+    """Return the loss weights (n,) of this process's micro-batches: their fraction of all labels, times the
     processes.
 
     They stay on the device, without synchronization.
@@ -140,8 +141,8 @@ def with_some_item(batch: Mapping[str, Any], share: torch.Tensor) -> Mapping[str
     """Return the micro-batch with at least one counted label.
 
     A micro-batch without counted labels has share 0, and gets a label. The mean over nothing is NaN, and 0
-    times NaN is NaN. A single process skips such a micro-batch. Several processes must all take it, and none
-    waits for the counts.
+    times NaN is NaN. A single process skips such a micro-batch. In distributed training all processes must
+    run it.
     """
     import torch
 

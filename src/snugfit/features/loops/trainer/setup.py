@@ -1,8 +1,8 @@
-"""Apply the settings of a Setup to a live trainer by the one applier (`step/applier.py`).
+"""Application of a Setup (a recipe's settings) to a user's trainer, by `step/applier.py`.
 
 Settings with a counterpart in `TrainingArguments` are written there, and changes of a model are applied to
-the trainer's. The subclass that the trainer becomes (`trainer_class.py`) reads the settings around a step or
-a run. All refusals precede the first change.
+the trainer's. The trainer becomes a subclass (`trainer_class.py`), which reads the settings for a step or a
+run. All errors are raised before the first change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def refuse_what_cannot_be_fitted(trainer: Any) -> None:
     """Raise `UsageError` for an object that `fit` cannot train.
 
-    Refused are other objects than Trainers, models spread over devices, and settings that a run cannot save.
+    These are objects other than Trainers, models spread over devices, and settings that a checkpoint cannot
+    store.
     """
     import transformers
 
@@ -63,8 +64,8 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
 
 
 def _switched_on(args: Any) -> Iterator[str]:
-    """Yield the `TrainingArguments` that turn on other kernels or compilers, each with snugfit's technique
-    for it.
+    """Yield each argument in `TrainingArguments` that turns on other kernels or a compiler, with snugfit's
+    technique for it.
     """
     for slot in (Slot.KERNELS, Slot.ENGINE):
         for name in roster.plain(slot).counterparts[0].arguments:
@@ -114,7 +115,9 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
 
 
 def live_of(trainer: Any, recipe: Recipe) -> LiveTraining:
-    """Return the trainer's model and the recipe as the applier's `LiveTraining`."""
+    """Return the trainer's model and the recipe as a `LiveTraining`, to which `step/applier.py` applies the
+    recipe.
+    """
     return LiveTraining(
         front_end="fit",
         recipe=recipe,
@@ -125,14 +128,16 @@ def live_of(trainer: Any, recipe: Recipe) -> LiveTraining:
 
 
 def change_recipe(trainer: Any, recipe: Recipe) -> None:
-    """Switch the live model and the remaining micro-batches to this recipe."""
+    """Switch the trainer's model, and the micro-batches that remain in the step, to this recipe."""
     if recipe[Slot.CHECKPOINTING] != trainer.snugfit.recipe[Slot.CHECKPOINTING]:
         rewrap(trainer, recipe)
     trainer.snugfit = trainer.snugfit.cut_finer(recipe)
 
 
 def rewrap(trainer: Any, recipe: Recipe) -> None:
-    """Wrap the layers of a live model for checkpointing as this recipe requires, and change nothing else."""
+    """Change the activation checkpointing of the trainer's model as this recipe requires, and nothing
+    else.
+    """
     live = live_of(trainer, recipe)
     set_arguments(trainer, _own_switch_off(trainer.args))
     change_live(live, recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})
@@ -140,8 +145,8 @@ def rewrap(trainer: Any, recipe: Recipe) -> None:
 
 
 def _own_switch_off(args: Any) -> dict[str, Any]:
-    """Return arguments that turn off the Trainer's own checkpointing, which cannot select layers; snugfit
-    wraps the layers instead.
+    """Return the arguments that turn off the Trainer's checkpointing. It cannot select layers, so snugfit
+    wraps them instead.
     """
     return {name: False for name in NAMES if hasattr(args, name)}
 
@@ -156,7 +161,9 @@ def brings_optimizer(trainer: Any) -> bool:
 
 
 def _objections(trainer: Any, live: LiveTraining, brings: bool) -> Iterator[tuple[Slot, str]]:
-    """Yield a sentence for each conflict of the recipe with this trainer's optimizer or adapters."""
+    """Yield the slot and a sentence for each conflict between the recipe and this trainer's optimizer or
+    adapters.
+    """
     if not live.is_plain(Slot.OPTIMIZER) and brings:
         optimizer = live.technique(Slot.OPTIMIZER)
         says = "the trainer has its own optimizer. Leave one of them out."
@@ -185,15 +192,15 @@ def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
 
 
 def _reason_against(name: str) -> str:
-    """Return the reason for refusing this optimizer of transformers; empty without one."""
+    """Return the reason why `fit` does not support this optimizer of transformers; empty if it does."""
     refused = {part: why for feature in features() for part, why in feature.refused_optimizers.items()}
     return next((why for part, why in refused.items() if part in name), "")
 
 
 def refuse_optim_without_package(trainer: Any) -> None:
-    """Raise `UsageError` where transformers cannot create the optimizer that `TrainingArguments` name.
+    """Raise `UsageError` if the package for the optimizer in `TrainingArguments` is missing.
 
-    The Trainer would look for the package in `train()`, when the data has been read.
+    The Trainer would import the package only in `train()`, after reading the data.
     """
     name = _value_of(trainer.args, "optim")
     # A refused one has an error of its own.
@@ -215,9 +222,9 @@ def _value_of(args: Any, name: str) -> Any:
 
 
 def optimizer_for(trainer: Any, wish: OptimizerWish) -> Any:
-    """Return the recipe's optimizer in the Trainer's two groups, with and without decay.
+    """Return the recipe's optimizer over the Trainer's two parameter groups, with and without weight decay.
 
-    It takes the hyperparameters that it supports from the user's `TrainingArguments`.
+    The hyperparameters that it supports come from the user's `TrainingArguments`.
     """
     args, model = trainer.args, trainer.model
     groups: list[dict[str, Any]] = [

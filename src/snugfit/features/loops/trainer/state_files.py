@@ -1,11 +1,11 @@
-"""State in a fitted trainer's checkpoint besides weights and optimizer, and its restoration.
+"""Files in a checkpoint of a Trainer under `fit`, beside weights and optimizer, and their loading.
 
     trainer_state.json    the Trainer's own: its log, the best metric, its callbacks.
     fit.json              missing in the Trainer's: losses since its last log, the position in the data.
                           Also the content of its last log line, and the pending work of the step's end.
 
-A resumed run first repeats an abandoned evaluation. The state that an evaluation changes is therefore
-recorded before it: the Trainer's, its callbacks', and the random generators.
+A resumed run first repeats an abandoned evaluation. So the state that an evaluation changes is copied before
+it: the Trainer's, its callbacks', and the random generators.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_OTHERS = "others"
 
 @final
 class StateFiles:
-    """Writes and reads the random states and data position in a checkpoint, for one call of `train()`."""
+    """Writes and reads the random states and the data position in a checkpoint, for one call of `train()`."""
 
     def __init__(self, trainer: Any, data: DataPosition, ranks: Ranks = ALONE) -> None:
         self._trainer, self._data, self._ranks = trainer, data, ranks
@@ -60,9 +60,9 @@ class StateFiles:
     # ---- saving ------------------------------------------------------------------------------------------
 
     def files(self, *, is_stopped: bool) -> dict[str, str]:
-        """Return the content of the files by name, for a run that continues or `is_stopped` by a signal.
+        """Return the content of the state files by name. With `is_stopped`, the run was stopped by a signal.
 
-        All processes call it, and the first gets the state of all.
+        All processes call it, and the first process gets the states of all.
         """
         trainer = self._trainer
         norm, learning_rate = self.last_figures or (None, None)
@@ -85,14 +85,14 @@ class StateFiles:
         return json.dumps(asdict(self._trainer.state), indent=2, sort_keys=True) + "\n"
 
     def note_before_evaluation(self) -> None:
-        """Before an evaluation, store the values of the trainer's state that the evaluation changes."""
+        """Copy the values of the trainer's state that an evaluation changes, before it starts."""
         # The Trainer adds its count of operations to its state only now and then.
         self._trainer.store_flos()
         self._before_evaluation = self._state_text(), all_rng_states(self._device)
 
     def rewind_evaluation(self) -> None:
-        """Restore the trainer's state from before an interrupted evaluation; the next checkpoint contains
-        that state.
+        """Restore the trainer's state from before an interrupted evaluation, so that the next checkpoint
+        contains it.
         """
         assert self._before_evaluation is not None
         self._rewound, generators = self._before_evaluation
@@ -103,7 +103,7 @@ class StateFiles:
 
     @cached_property
     def _extra_state(self) -> dict[str, Any]:
-        """Return the run's state that is not in the Trainer's own state file."""
+        """Return the run's state that the Trainer's own state file does not contain."""
         if self.folder is None:
             return {}
         rows = self._trainer.args.per_device_train_batch_size
@@ -122,7 +122,7 @@ class StateFiles:
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """The resumed epoch and the number of its trained batches; None in a new run."""
+        """Epoch of the resumed checkpoint and its number of trained batches; None in a new run."""
         if self.folder is None:
             return None
         extra, rows = self._extra_state, self._trainer.args.per_device_train_batch_size
@@ -130,23 +130,23 @@ class StateFiles:
 
     @property
     def unevaluated(self) -> dict[str, Any] | None:
-        """The evaluation that a signal interrupted before the resumed checkpoint, with the logging and saving
-        that were still due at that step; None without one.
+        """The interrupted evaluation in the resumed checkpoint, with the logging and saving that follow it.
+        None without one.
         """
         pending: dict[str, Any] | None = self._extra_state.get("unevaluated")
         return pending
 
     @property
     def ends(self) -> bool:
-        """True if a callback stopped the resumed run at this step, before its last one."""
+        """True if a callback ended the training at this step of the resumed run, before its last one."""
         return bool(self._extra_state.get("ends"))
 
     @contextlib.contextmanager
     def train_begin_freezes_nothing(self) -> Iterator[None]:
-        """Context in which callbacks at the start of a resumed run's training cannot change which weights are
-        frozen.
+        """Context in which callbacks at the start of training cannot change the frozen weights of a resumed
+        run.
 
-        That run started long ago, and the set of trained weights may have changed since.
+        The callbacks already ran when that run started, and its trained weights may have changed since.
         """
         from transformers import TrainerCallback
 
@@ -154,7 +154,7 @@ class StateFiles:
 
         class RestoreFrozen(TrainerCallback):  # type: ignore[misc]
             def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
-                """Restore the frozen weights after the user's callbacks."""
+                """After the user's callbacks, freeze the same weights as in the resumed checkpoint."""
                 if state.folder is not None:
                     restore_frozen(state._trainer.model, state.folder)
 
@@ -167,7 +167,7 @@ class StateFiles:
             self._trainer.remove_callback(callback)
 
     def restore(self) -> dict[str, Any] | None:
-        """Restore the state that the Trainer does not, at the start of the first epoch after a resume.
+        """At the start of the first epoch after a resume, restore the state that the Trainer does not.
 
         Return the position in the data; None in any other epoch.
         """
@@ -183,7 +183,9 @@ class StateFiles:
         return data
 
     def note_generators(self) -> None:
-        """Store the current random states for a resumed run, in place of those in the checkpoint."""
+        """Store the current random states, for a resumed run to restore instead of those in the
+        checkpoint.
+        """
         self._generators = all_rng_states(self._device)
 
     def restore_generators(self, folder: Path) -> None:
@@ -200,7 +202,9 @@ class StateFiles:
 
 
 def check_trainer_state(folder: Path) -> None:
-    """Read the Trainer's own state before the Trainer does. Raises `SnugfitError` for an invalid one."""
+    """Check the Trainer's own state file before the Trainer reads it. Raises `SnugfitError` for an invalid
+    one.
+    """
     from transformers import TrainerState
 
     with as_written(folder):

@@ -1,8 +1,8 @@
-"""Timing of the steps of `fit`'s Trainer, and of their waits for data.
+"""Timing of the steps of a Trainer under `fit`, and of their waits for data.
 
-A step starts when its micro-batches are requested and ends before the Trainer logs, evaluates and saves. Most
-micro-batches are created in the previous step (`loader.py`). That step has waited for data if the device had
-no work left when they arrived.
+A step starts when the Trainer requests its micro-batches, and ends before the Trainer logs, evaluates and
+saves. Most micro-batches are loaded during the previous step (`loader.py`). A step has waited for data if the
+device was idle when the next micro-batches were loaded.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def logger_for(trainer: Any, journal: Journal) -> StepLogger:
-    """Return the logger of one `train()` call's steps. It has no prediction for DDP or FSDP2 with a user's
-    own model.
+    """Return the `StepLogger` of one `train()` call. It has no predicted step time for DDP or FSDP2 with a
+    user's own model.
     """
     device = trainer.args.device
     unknown = brings_optimizer(trainer) or trainer.args.world_size > 1
@@ -53,7 +53,7 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
 
 @final
 class StepTimer:
-    """Measures the seconds of successive training steps."""
+    """Measures the seconds of each training step."""
 
     def __init__(self, device: torch.device, processes: int = 1) -> None:
         import torch
@@ -67,17 +67,17 @@ class StepTimer:
         self._unwritten = False
 
     def begin(self) -> None:
-        """Start the clock of a step, when its micro-batches are requested."""
+        """Start the clock of a step, when the Trainer requests its micro-batches."""
         self._began, self._stalled = time.perf_counter(), 0.0
 
     def record_launched(self) -> None:
-        """Record that all of a step's computations before its update are launched."""
+        """Record the time at which all of a step's kernels before its update are launched."""
         if self._launched is not None:
             self._launched.record()
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Context whose duration counts as time for fetching micro-batches."""
+        """Context whose duration counts as time for loading micro-batches."""
         began = time.perf_counter()
         yield
         # A fetch delays nothing while the device still computes.
@@ -85,14 +85,15 @@ class StepTimer:
             self._stalled += time.perf_counter() - began
 
     def count(self, batches: list[Any], dims: BatchDims | None) -> None:
-        """Count the samples and tokens of the step's micro-batches, with the named dimensions of their
-        samples."""
+        """Count the samples and tokens of the step's micro-batches. `dims` names the dimensions of their
+        samples.
+        """
         self._samples = self._processes * sum(samples_in(batch, dims) for batch in batches)
         self.tokens = sum(token_count(batch) for batch in batches)
         self._unwritten = bool(batches)
 
     def write(self, trainer: Any, logger: StepLogger, step: StepState, learning_rate: float | None) -> bool:
-        """Write the journal's line on the step that just ended; return False without one."""
+        """Write the finished step to the training log. Return False if there is nothing to write."""
         if not self._unwritten or step.figures is None or step.pending_micro_batches:
             return False
         self._unwritten = False
@@ -115,7 +116,7 @@ class StepTimer:
 
 
 class StepFigures(NamedTuple):
-    """Loss, norm and tokens of one step, read from the device before its update."""
+    """Loss, gradient norm and number of tokens of one step, read from the device before its update."""
 
     loss: float
     norm: float
@@ -124,7 +125,7 @@ class StepFigures(NamedTuple):
 
 @dataclass(kw_only=True)
 class StepState:
-    """The state of one optimizer step, from its micro-batches to its loss and norm."""
+    """The state of one optimizer step: its micro-batches, losses and gradient norm."""
 
     batches: list[Any] = field(default_factory=list)
     """The step's micro-batches, as the loader yields them."""

@@ -1,8 +1,8 @@
 """The class that `fit` inserts before a trainer's own class: it applies settings that `TrainingArguments` do
 not have.
 
-`fitted_class(type(trainer))` is a class of the same name. Its methods come first, then the user's subclass's,
-then transformers'. Each does a little and calls the next one.
+`fitted_class(type(trainer))` is a class of the same name. Its methods override those of the user's class and
+of transformers. Each adds its part and calls `super()`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ else:
 
 
 def fitted_class(own: type[Any]) -> type[Any]:
-    """Return a subclass of a trainer's class that trains as its `fit` plan requires."""
+    """Return a subclass of the trainer's class that trains under the recipe in `trainer.snugfit`."""
     bases = (FittedTrainer, *keeping_bases(own))
     return type(own.__name__, bases, {"__module__": __name__, "__doc__": own.__doc__})
 
 
 class FittedTrainer(Trainer):  # type: ignore[misc]
-    """Methods that override those of the user's Trainer, so that it trains under a recipe (`fit`)."""
+    """Methods that override those of the user's Trainer, so that it trains under a recipe."""
 
     snugfit: FitPlan
     """Job, recipe and journal of the trainer; replaced by those of another recipe when memory runs out."""
@@ -84,7 +84,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any
     ) -> Any:
-        """Run the trainer's own `train()` under the recipe, in a folder locked for this run."""
+        """Run the trainer's own `train()` under the recipe, with its output folder locked."""
         setup = self.snugfit.recipe.setup()
         set_process(setup, self.args.device)
         with (
@@ -128,7 +128,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Return the micro-batches of one step."""
+        """Return the micro-batches of one optimizer step, which the Trainer passes to `training_step`."""
         run, get_batch_samples = self._fit_run, super().get_batch_samples
 
         def fetch() -> Any:
@@ -147,7 +147,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return samples, items
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Train one micro-batch, weighted by its share.
+        """Train on one micro-batch, and return its loss, weighted by its fraction of the step's labels.
 
         When memory runs out, repeat the step so far under a smaller recipe. The result is then the difference
         to the losses returned before.
@@ -178,8 +178,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return losses if before is not None or given is None else losses - given
 
     def _losses(self, model: Any, batches: list[Any], *arguments: Any, **keywords: Any) -> Any:
-        """Run forward and backward of these micro-batches, each in smaller micro-batches if the recipe has
-        them; return their weighted losses.
+        """Run the forward and backward pass of these micro-batches, split further if the recipe has more
+        micro-batches. Return the sum of their weighted losses.
 
         A micro-batch without counted items is skipped, because the mean over nothing is NaN.
         """
@@ -200,7 +200,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return total
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Compute the loss, weighted by its share in training, unchanged in an evaluation."""
+        """Return the loss, weighted by the micro-batch's fraction of labels in training, and unchanged in an
+        evaluation.
+        """
         if self.snugfit_run is None or self.snugfit_run.step.share is None:
             return super().compute_loss(model, inputs, *arguments, **keywords)
         step, share, plan = self.snugfit_run.step, self.snugfit_run.step.share, self.snugfit
@@ -225,7 +227,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return (loss[0] * share, *loss[1:]) if isinstance(loss, tuple) else loss * share
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the Trainer's own FLOPs of these inputs, with the model's parameters counted only once."""
+        """Return the Trainer's own FLOP count of these inputs. The model's parameters are counted only
+        once.
+        """
         if self.snugfit_run is None:
             return int(super().floating_point_ops(inputs))
         with self.snugfit_run.tree_of(self.model).answering("num_parameters"):
@@ -236,9 +240,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             return super()._clip_grad_norm(*arguments, **keywords)
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
-        """Stop the run at a NaN or infinite loss or gradient, after its gradients are clipped.
+        """Return the norm of the gradients after clipping. A NaN or infinite loss or gradient ends the run.
 
-        The host creates the next batch until the device has computed them.
+        Meanwhile the host loads the next batch, until the device has computed the norm.
         """
         norm, run = super()._get_grad_norm(*arguments, **keywords), self._fit_run
         norm = tensor_parts().whole(norm)  # of weights in parts, each process has its part of it
@@ -252,7 +256,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     def _init_training_state(self, *arguments: Any, **keywords: Any) -> tuple[int, int]:
         """Return the finished epochs, and the batches of the next one to skip.
 
-        transformers has only the number of steps, and not the length of a stream's epochs.
+        transformers computes both from the number of steps, without the length of a stream's epochs.
         """
         counted: tuple[int, int] = super()._init_training_state(*arguments, **keywords)
         position = None if self.args.ignore_data_skip else self._fit_run.checkpoints.state.position
@@ -269,7 +273,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             return super()._run_epoch(*arguments, train_dataloader=loader, **keywords)
 
     def _begin_epoch(self, loader: Any, epoch: int, skipped: int) -> Any:
-        """Start an epoch; a resumed one draws its order from its saved generators.
+        """Return the loader for an epoch. In a resumed run, the epoch's order is drawn from the saved random
+        states.
 
         A new run starts its checkpoints here, since its optimizer now exists.
         """
@@ -293,8 +298,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return ends or self.state.global_step >= self.state.max_steps
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
-        """Handle requests that arrived during the step: save a checkpoint, stop, or use a recipe with less
-        memory.
+        """At the end of a step, log, save and evaluate. Then handle requests: save a checkpoint, stop, or use
+        less memory.
         """
         loss, norm, *rest = arguments
         log_save_evaluate = super()._maybe_log_save_evaluate
@@ -309,12 +314,14 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return evaluate(self._fit_run, partial(super()._evaluate, *arguments, **keywords))
 
     def save_now(self) -> None:
-        """Save a checkpoint outside of the Trainer's own schedule."""
+        """Save a checkpoint now, outside of the Trainer's `save_steps`."""
         self._save_checkpoint(self.model_wrapped, None)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def repeat_boundary(self, *, save: bool, ignored_keys: list[str] | None) -> None:
-        """Run the evaluation that the end of a step skipped, and with `save` the checkpoint after it."""
+        """Run the evaluation that was skipped at the end of a step. With `save`, save a checkpoint after
+        it.
+        """
         self.control.should_log, self.control.should_evaluate, self.control.should_save = False, True, save
         super()._maybe_log_save_evaluate(
             self._tr_loss, None, self.model_wrapped, None, self.state.epoch, ignored_keys, time.time()
@@ -324,7 +331,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
         """Save a checkpoint in snugfit's format, with the files of the user's Trainer subclass.
 
-        After a failure, no callback is notified of a checkpoint.
+        If saving fails, the callbacks' `on_save` is not called.
         """
         self.store_flos()
         handler: dict[str, Any] = self.callback_handler.__dict__
@@ -334,8 +341,8 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
             handler["on_save"] = lambda args, state, control: control
 
     def snugfit_keep(self) -> None:
-        """Write snugfit's files of a checkpoint when a user's overridden `_save_checkpoint` calls
-        `super()`.
+        """Write snugfit's checkpoint files. A user's overridden `_save_checkpoint` calls this as
+        `super()._save_checkpoint()`.
         """
         self._fit_run.checkpoints.users_files.write_own()
 
@@ -343,7 +350,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load every weight of a checkpoint, or raise an error."""
+        """Load all weights of a checkpoint. Raises an error if one is missing."""
         parts = trainer_parts(self)
         parts.drop_gathered()
         model = self.model if model is None else model
@@ -354,14 +361,15 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self._fit_run.checkpoints.begin(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Do nothing: the scaler is loaded with the optimizer."""
+        """Do nothing, because the gradient scaler is loaded with the optimizer."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self._fit_run.checkpoints.state.restore_generators(Path(checkpoint))
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
-        """Wait for checkpoints before the best model is read; skip the rest of a run stopped by a signal.
+        """Return the result of training, after all checkpoints are written and before the best model is
+        loaded. A run stopped by a signal skips the rest.
 
         The mean loss covers all steps, including those before a resume.
         """
@@ -398,13 +406,13 @@ def _name_memory_errors(trainer: Any) -> Iterator[None]:
 
 
 def _is_page_locked(args: Any) -> bool:
-    """Return True for batches in page-locked memory, from which a GPU copies asynchronously.
+    """Return True if batches are in pinned memory, from which a GPU copies asynchronously.
 
-    The host does not wait for that copy, which would mean waiting for the whole previous step.
+    Otherwise the host waits for the copy, and so for the whole previous step.
     """
     return bool(args.device.type == "cuda" and args.dataloader_pin_memory)
 
 
 def _skip_nothing(loader: Any, num_batches: int = 0) -> Any:
-    """Return the loader of a Trainer's epoch unchanged, since its position is set elsewhere."""
+    """Return the loader of a Trainer's epoch unchanged, because `DataPosition` sets its position."""
     return loader

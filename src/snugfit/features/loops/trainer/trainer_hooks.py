@@ -1,6 +1,6 @@
 """Detection and calls of methods that a user's Trainer subclass or callbacks override.
 
-This file, `transformers_internals.py` and the front-end's `trainer_class.py` hold every private name of a
+This file, `transformers_internals.py` and the front-end's `trainer_class.py` contain all private names of a
 Trainer that snugfit overrides, calls or reads. `tests/test_transformers_internals.py` checks them against the
 installed version.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class StepEnd(NamedTuple):
-    """Loss and gradient norm of the last step before a log line; each is None if this process has run no
+    """Loss and gradient norm of the last step before a log line. Each is None if this process has run no
     step.
     """
 
@@ -23,8 +23,9 @@ class StepEnd(NamedTuple):
 
 
 def keeping_bases(own: type[Any]) -> tuple[type, ...]:
-    """Return base classes for a subclass of the user's trainer, the last of which overrides
-    `_save_checkpoint` of transformers' Trainer."""
+    """Return base classes for a subclass of the user's trainer. The last one overrides `_save_checkpoint` of
+    transformers' Trainer.
+    """
     import transformers
 
     class KeepingTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -35,7 +36,7 @@ def keeping_bases(own: type[Any]) -> tuple[type, ...]:
 
 
 def overrides(trainer: Any, *names: str) -> bool:
-    """Return True if the user's subclass, one of its mixins, or the instance itself defines one of these
+    """Return True if the user's Trainer subclass, a mixin, or the instance itself defines one of these
     methods.
     """
     kinds = [k for k in type(trainer).__mro__ if not k.__module__.startswith(("transformers.", "snugfit."))]
@@ -51,5 +52,5 @@ def calls_on_save(trainer: Any) -> bool:
 
 
 def push_checkpoint(trainer: Any, folder: Path) -> None:
-    """Begin to push a whole checkpoint to the hub, as the Trainer does after saving one."""
+    """Start the upload of a complete checkpoint to the hub, as the Trainer does after saving."""
     trainer._push_from_checkpoint(str(folder))

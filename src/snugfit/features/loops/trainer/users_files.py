@@ -2,9 +2,9 @@
 
 A subclass may override `_save`, `save_model` or `_save_checkpoint`: sentence-transformers writes the parts of
 its models, TRL a model card. Such methods write into the folder `output_dir/checkpoint-N` directly. Here they
-are called while `output_dir` is a hidden draft, whose last part is the real one's name. Their files are then
-stored with the run's own files: under one manifest, and published by one rename. Files outside the checkpoint
-go to the real `output_dir`.
+are called while `output_dir` is a hidden temporary folder. Its last part is the name of the real folder.
+Their files are then stored with snugfit's files, listed in one manifest, and renamed atomically. Files
+outside the checkpoint go to the real `output_dir`.
 
 A subclass may write a model's weights in any form. The weights for resuming the run are then stored in a
 folder of their own.
@@ -32,14 +32,14 @@ SAVES_MODEL = ("_save", "save_model")
 
 
 def weights_folder(checkpoint: Path) -> Path:
-    """Return the folder of the weights in a fitted trainer's checkpoint."""
+    """Return the folder of the weights in a checkpoint of a Trainer under `fit`."""
     own = checkpoint / OWN_WEIGHTS  # or an adapter of that name, next to the model's state
     return own if own.is_dir() and not has_model_state(checkpoint) else checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectedFiles:
-    """The files of a checkpoint in a draft folder, which the run and the user's subclass have written."""
+    """The files of a checkpoint in a temporary folder, written by snugfit and the user's Trainer subclass."""
 
     step: int
     """Number of finished optimizer steps."""
@@ -57,7 +57,9 @@ class CollectedFiles:
     """Error of the system during the writes; None without one."""
 
     def write(self, folder: Path) -> None:
-        """Move the files into `folder`, on the same file system. Raises the stored `fault`."""
+        """Move the files into `folder`, on the same file system. Raises the `fault` that occurred when they
+        were collected.
+        """
         try:
             if self.fault is not None:
                 raise self.fault
@@ -68,7 +70,7 @@ class CollectedFiles:
 
 
 class UsersFiles:
-    """Calls the saving methods of a Trainer subclass, and collects their files."""
+    """Calls the saving methods of a user's Trainer subclass, and collects their files."""
 
     def __init__(self, trainer: Any, root: Path) -> None:
         self._trainer, self._root = trainer, root
@@ -81,10 +83,11 @@ class UsersFiles:
         self._write: Callable[[], None] | None = None
 
     def collect(self, draft: Path, snapshot: Snapshot, save: Callable[[], None]) -> CollectedFiles:
-        """Collect the files that the user's `save` writes into this snapshot's checkpoint, with the
-        snapshot's own.
+        """Call the user's `save` in the temporary folder `draft`. Return its files, together with those of
+        the snapshot.
 
-        Raises errors of `save`, except the system's: these are stored in `fault` and raised by `write`.
+        Raises errors of `save`, except the operating system's: these are stored in `fault` and raised by
+        `write`.
         """
         args, output_dir = self._trainer.args, self._trainer.args.output_dir
         beside = draft / self._root.name
@@ -116,7 +119,7 @@ class UsersFiles:
         return CollectedFiles(**collected)
 
     def write_own(self) -> None:
-        """Write snugfit's files of a checkpoint, once, when the user's methods call
+        """Write snugfit's checkpoint files, once, when the user's method calls
         `super()._save_checkpoint()`.
         """
         write, self._write = self._write, None

@@ -1,4 +1,4 @@
-"""Synthetic pictures and sounds: the shapes that the real models take."""
+"""Synthetic pictures and sounds have the shapes that transformers' models take."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_the_fastest_recipe_of_a_comparison_fits() -> None:
 
 
 def everything() -> dict[str, object]:
-    """Return one result of each kind that a page shows."""
+    """Return one result of each type that has a page."""
     front = [
         replace(
             choice(f"bf16 + micro_batches({2**n})", 0.05 * 1.2**n),
@@ -199,10 +199,10 @@ def cut(batches: int) -> Prediction:
 
 
 def crowded() -> list[object]:
-    """Return results with little room for labels.
+    """Return results with little room for labels in their charts.
 
-    They are many micro-batches, made up and rehearsed. A front of 40 recipes has long names and close
-    figures, and some names exceed a line.
+    They have many micro-batches, invented and simulated. A Pareto front of 40 recipes has long names and
+    close numbers, and some names exceed a line.
     """
     from small_models import small_job
     from snugfit.prediction.predict import predict

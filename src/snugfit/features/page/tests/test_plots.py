@@ -36,7 +36,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def words_that_meet(figure: Figure) -> list[str]:
-    """Return pairs of texts whose boxes overlap by more than a pixel, and texts that leave the figure."""
+    """Return pairs of texts whose boxes overlap by more than a pixel, and texts that exceed the figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 

@@ -1,4 +1,6 @@
-"""Experts under QLoRA: they stay in 16 bits, and the prediction names their bytes and smaller targets."""
+"""Mixture-of-experts weights under QLoRA: they stay in 16 bits, and a warning names their bytes and smaller
+targets.
+"""
 
 from __future__ import annotations
 

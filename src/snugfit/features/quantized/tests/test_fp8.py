@@ -186,7 +186,7 @@ def test_and_so_do_the_loops_of_others(loop: str) -> None:
 @installed
 @pytest.mark.whole
 def test_a_recorder_that_sees_wrappers_only_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault: the recorder misses the operators on tensors inside a wrapper."""
+    """In this planted fault, the recorder misses the operators on tensors inside a wrapper."""
 
     def ignore(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Other techniques and words of other libraries beside `fp8` and `qlora`."""
+"""The techniques `fp8` and `qlora` together with other techniques, and in files of other libraries."""
 
 from __future__ import annotations
 

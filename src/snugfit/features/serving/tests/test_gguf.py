@@ -1,4 +1,4 @@
-"""GGUF headers, also truncated and hostile ones, and llama.cpp's memory by them."""
+"""GGUF headers, also truncated and hostile ones, and the memory of llama.cpp that follows from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of quantized layers and of caches by architecture, and sglang's share of the memory."""
+"""Bytes of quantized layers and key-value caches by architecture, and sglang's memory fraction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Mistakes and odd words of newcomers: one clear error or a right answer."""
+"""Newcomers' mistakes and unusual spellings in `snugfit serve`: each gives one clear error or a right
+result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's start: published rows that fitted no constant, refusals, and pages of the cache."""
+"""Memory of vLLM at its start: published starts that fitted no constant, refusals, and pages of the cache."""
 
 from __future__ import annotations
 

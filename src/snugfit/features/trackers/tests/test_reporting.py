@@ -24,7 +24,7 @@ BOARD: dict[str, Any] = {"report_to": "tensorboard", "logging_steps": 3}
 
 
 def means(folder: Path, every: int) -> dict[int, float]:
-    """Return the means of the journal's losses over each `every` steps."""
+    """Return the means of the logged losses over each `every` steps."""
     taken = [loss for _, (loss, *_) in sorted(losses(folder).items())]
     return {
         step: sum(taken[step - every : step]) / every

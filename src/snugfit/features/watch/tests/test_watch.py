@@ -1,4 +1,4 @@
-"""Watching a block of the user's own code."""
+"""Measurement of a block of the user's own code by `snugfit.watch`."""
 
 from __future__ import annotations
 
