@@ -1,1 +1,1 @@
-"""The feature `distributed`: training of one model on several GPUs, with one process for each."""
+"""The feature `distributed`: training of one model on several GPUs, with one process for each GPU."""

@@ -34,7 +34,9 @@ class Distributed(Feature):
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"plan.search": ("plan_several_gpus",)}
 
     def reports(self) -> Mapping[type, Callable[[Any], Any]]:
-        """Return the function that prints a plan for several GPUs, by the plan's class."""
+        """Return the functions that render plans for several GPUs as reports, in a dict by the
+        plan's class.
+        """
         from snugfit.features.distributed.plan.plan import SeveralGpusPlan
         from snugfit.features.distributed.plan.report import render
 
@@ -64,7 +66,7 @@ class Distributed(Feature):
         return SpreadState()
 
     def processes(self) -> Any:
-        """Return the module that starts, restarts and compares the processes of a run."""
+        """Return the module that starts and restarts the processes of a run, and detects slow ones."""
         from snugfit.features.distributed import processes
 
         return processes
@@ -97,7 +99,7 @@ class Distributed(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which one of several processes, or DeepSpeed's engine, is simulated without
+        """Return a context in which one of several ranks, or DeepSpeed's engine, runs on tensors without
         data.
         """
         parallel, sharding = PARALLEL.of(setup), SHARDING.of(setup)
@@ -112,8 +114,9 @@ class Distributed(Feature):
         return super().simulation_overrides(setup, policy, recorder, notes)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return False for several processes and for DeepSpeed's engine, which are simulated with all
-        layers."""
+        """Return True if all layers have equal memory and kernels: not assumed for several processes or
+        DeepSpeed's engine.
+        """
         return PARALLEL.of(setup) is None and SHARDING.of(setup) is None
 
     def exchanges(self) -> Any:

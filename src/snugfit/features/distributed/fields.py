@@ -40,7 +40,7 @@ class ShardingWish(SeveralProcesses):
     """Number of processes that train together, one for each GPU, each on its part of the global batch."""
 
     def on(self, gpus: int) -> ShardingWish:
-        """Return DeepSpeed's settings, which are the same for any number of GPUs."""
+        """Return these settings for `gpus` GPUs; DeepSpeed's are the same for any number."""
         return replace(self, ranks=gpus)
 
 
@@ -105,8 +105,9 @@ class ParallelWish(SeveralProcesses):
 
     @property
     def copies(self) -> bool:
-        """Return True if several ranks hold all of the weights and average their gradients. These ranks are
-        those of the data axis, or, without one, those that share each sequence."""
+        """Return True if several ranks hold equal weights and average their gradients (as in DDP). These
+        ranks are those of the data axis, or, without one, those that share each sequence.
+        """
         return self.weights == "copied" or (self.weights == "alone" and self.context > 1)
 
     @property
@@ -136,9 +137,9 @@ class ParallelWish(SeveralProcesses):
         return rank // (self.context * self.tensor) % self.data_ranks
 
     def counts(self, rank: int) -> float:
-        """Return the weight of this rank's loss in the sum of all ranks' losses, from 0 to 1. Ranks with
-        pieces of the same sequences each have a share. Among other ranks with the same samples, one of the
-        last stage has weight 1.
+        """Return the weight of this rank's loss in the sum of all ranks' losses, from 0 to 1. Ranks that
+        share sequences have equal weights that add up to 1. Among other ranks with the same samples, one rank
+        of the last pipeline stage has 1.
         """
         # Only the last stage has a loss. Each piece's loss is scaled as if it were the whole sequence's.
         is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
@@ -152,8 +153,8 @@ class ParallelWish(SeveralProcesses):
         return {axis: count for axis, count in counts.items() if count > 1}
 
     def shares_evenly(self, gpus: int, batch_size: int, whole_hosts: int | None) -> bool:
-        """Return True if `gpus` GPUs form whole groups that divide the batch evenly. If experts are
-        distributed, all GPUs of a group must share them.
+        """Return True if `gpus` GPUs can be divided into whole groups, and the batch evenly among these. If
+        experts are distributed, all GPUs of a group must share them.
         """
         groups, left = divmod(gpus, self.ranks_of_one_part)
         # `alone` has no data axis, and the other values need one of at least two groups.

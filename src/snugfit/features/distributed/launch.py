@@ -52,7 +52,8 @@ class RankFailed(SnugfitError):
 def launch(processes: int, command_line: Sequence[str]) -> int:
     """Run the command in `processes` processes on this host; return their exit code.
 
-    The code is 0 or that of a stopped run. Raises `RankFailed` with the first cause when a process failed.
+    The code is 0, or that of a run that a signal stopped. Raises `RankFailed` with the first cause when a
+    process failed.
     """
     os.environ[LAUNCHED] = "1"
     os.environ.pop(STARTED_AGAIN, None)
@@ -167,8 +168,8 @@ def _can_start_again(failures: Mapping[int, Any]) -> bool:
 
 
 def _order(failure: Any) -> int:
-    """Return a sort key of a failed process: 0 if it is the likely cause, more for consequences. torch ends
-    the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
+    """Return a sort key of a failed process: 0 for the likely cause of the run's end, more for its
+    consequences. torch ends the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
     """
     if _error_of(failure) is not None:
         return 0

@@ -115,8 +115,8 @@ class KernelSpan(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """Seconds of one step in which NCCL kernels ran on this GPU, and those in which no other kernel ran
-    beside them.
+    """Seconds of one step in which NCCL kernels ran on this GPU, in total and without any other kernel beside
+    them.
     """
 
     seconds: float
@@ -124,8 +124,9 @@ class Fabric(NamedTuple):
 
 
 class FabricProfiler:
-    """Profiles the steps after the timed ones, on a GPU. If the profiler fails, as under a driver that
-    forbids it, the run continues without it."""
+    """Measures collectives by torch's profiler on a GPU, in a few steps after the timed ones. If the profiler
+    fails, as under a driver that forbids it, the run continues without it.
+    """
 
     def __init__(self) -> None:
         from torch import profiler
@@ -151,7 +152,7 @@ class FabricProfiler:
         self._try(self._profiler.step if self._left else self._profiler.stop)
 
     def fabric(self) -> Fabric | None:
-        """Return the measured exchanges; None if no kernel of NCCL ran."""
+        """Return the measured seconds of collectives; None if no NCCL kernel ran."""
         spans: list[KernelSpan] = []
         self._try(lambda: spans.extend(self._spans()))
         return fabric_of(spans, PROFILED_STEPS)
@@ -175,15 +176,18 @@ class FabricProfiler:
 def run_further(
     step: Step, steps: int, timed: Observer, when_timed: Callable[[], None], *, profiles: bool
 ) -> Fabric | None:
-    """Run timed steps and a few more; return the measured exchanges if this rank `profiles` and has some."""
+    """Run timed steps and a few more; return the measured seconds of collectives if this rank `profiles` and
+    NCCL kernels ran.
+    """
     profiler = FabricProfiler() if profiles else None
     step.run(steps + EXTRA_STEPS, FurtherSteps(timed, steps - 1, when_timed, profiler))
     return profiler.fabric() if profiler else None
 
 
 class FurtherSteps(Observer):
-    """Observer that forwards timed steps to another, then calls `when_timed` and profiles the remaining
-    steps."""
+    """Observer that forwards the events of timed steps to another observer, then calls `when_timed` and
+    profiles the remaining steps.
+    """
 
     def __init__(
         self,

@@ -78,9 +78,7 @@ def _kind(word: str, text: str) -> type[Technique]:
 
 
 def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, text: str) -> Technique:
-    """Return the technique of one mesh axis for `count` GPUs, with the settings that the recipe has for
-    it.
-    """
+    """Return the technique of one mesh axis for `count` GPUs, with the settings from the recipe."""
     before = recipe[kind.slot]
     if not before.plain and not isinstance(before, kind):
         raise UsageError(f"--mesh {text!r} and the recipe's {before} contradict each other. Leave one out.")

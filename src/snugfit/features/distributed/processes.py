@@ -21,14 +21,14 @@ def restarts() -> Any:
 
 
 def watch(ranks: Any, journal: Any, every: int) -> Any:
-    """Return the monitor that warns of a process on which all others wait (`stragglers.py`)."""
+    """Return the monitor that warns of a slow process for which all others wait (`stragglers.py`)."""
     from snugfit.features.distributed.stragglers import Stragglers
 
     return Stragglers(ranks, journal, every=every)
 
 
 def join_measured(request: Mapping[str, Any], device: Any) -> Any:
-    """Return the process group of a measured run."""
+    """Join the process group of a measured run, and return it (`RankGroup`)."""
     from snugfit.features.distributed.measured_ranks import RankGroup
 
     return RankGroup(request, device)

@@ -116,7 +116,8 @@ class MemoryRecord:
 def end_of_several(
     run: Run, exhausted: Exhausted, recipe: Recipe, step: int, before: MemoryRecord | None
 ) -> OutOfMemory:
-    """Write the record of this process's failure after `step` steps; return the error to end with.
+    """Write the record that this process ran out of memory after `step` steps; return the error that ends the
+    process.
 
     `before` is the record of the run's previous failure, or None.
     """
@@ -134,7 +135,7 @@ def end_of_several(
 
 
 def record_of(run: Run, checkpoint: Checkpoint | None) -> MemoryRecord | None:
-    """Return the record of this run if its next recipe is one that ran out of memory, else None.
+    """Return the record of this run if the recipe that it would use next ran out of memory, else None.
 
     A record that is no longer valid is removed.
     """
@@ -161,8 +162,8 @@ def forget(folder: Path) -> None:
 
 
 def _same(run: Run) -> dict[str, Any]:
-    """Return the fields that must be equal for the same command to continue a run after its
-    memory ran out.
+    """Return the run's fields that must equal those in the record, so that it continues the run that ran out
+    of memory.
     """
     about = {"job": run.job.to_json(), "asked": str(run.recipe), "gpus": run.ranks.size}
     read: dict[str, Any] = json.loads(json.dumps(about))

@@ -51,7 +51,9 @@ class Stragglers:
             self.compare(step, self._ranks.sum(own))
 
     def compare(self, step: int, seconds: list[float]) -> None:
-        """Compare the seconds of all processes, by rank, and warn of one that is repeatedly slow."""
+        """Compare the seconds of all processes, given by rank, and write a warning if one is
+        repeatedly slow.
+        """
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         rest = statistics.median(value for rank, value in enumerate(seconds) if rank != slowest)
         is_slow = seconds[slowest] > max(SLOWER * rest, rest + LEAST_SECONDS)

@@ -20,7 +20,7 @@ from torch._inductor.codecache import PyCodeCache
 
 
 def _nothing(*_: Any) -> None:
-    """Leave the results as they are."""
+    """Do nothing, in place of a compiled kernel: outputs keep their bytes."""
 
 
 ALL_TRUTH = os.environ.get("SNUGFIT_ALL_TRUTH") == "1"
@@ -51,6 +51,6 @@ def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def _forget() -> None:
-    """Drop the loaded programs, which hold their kernels."""
+    """Clear Inductor's cache of loaded programs, which reference their kernels."""
     torch._dynamo.reset()
     PyCodeCache.cache_clear()

@@ -1,8 +1,8 @@
-"""Memory budgets of compiled layers. The saved bytes are those of torch's choice, and gradients belong to one
-dropout mask.
+"""Memory budgets of compiled layers. Memory falls as torch chooses, and forward and backward use one dropout
+mask.
 
-Law 1 holds for them on the CPU, event by event, as for `compiled`. The bytes that they save on a GPU are
-computed below from the layer's own sizes.
+Law 1 (real and simulated allocations are equal) holds for them on the CPU, event by event. The bytes that
+they save on a GPU are computed below from the layer's own sizes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def setup_of(share: float) -> Any:
 
 @functools.cache
 def of_llama(share: float) -> Trace:
-    """Return the first rehearsal of two layers within this budget, cached and shared by the tests."""
+    """Return the trace of the first simulation of two layers within this budget; the tests share it."""
     return rehearse(small_job("llama", layers=2), setup_of(share), CpuPolicy())
 
 
@@ -173,7 +173,7 @@ def test_two_budgets_of_one_process_have_programs_of_their_own() -> None:
 
 @pytest.mark.whole
 def test_rehearsals_of_two_budgets_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a planner's workers, in which Dynamo reuses traced graphs."""
+    """This also holds in a plan's worker processes, in which Dynamo reuses traced graphs."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     job = small_job("llama", layers=2)
 
@@ -245,7 +245,9 @@ def test_a_run_within_a_budget_goes_on_where_it_was(tmp_path: Path, monkeypatch:
 
 
 class _Judge:
-    """A worker of a plan. A budget costs half the seconds of the line to recomputing each layer."""
+    """A worker of a plan with made-up predictions: a budget takes half of the seconds that recomputing every
+    layer would add.
+    """
 
     def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures]]:
         return [(self.figures(setup),) for setup in setups]

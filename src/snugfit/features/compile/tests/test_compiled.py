@@ -1,7 +1,8 @@
-"""Layers that torch.compile compiles one by one: rehearsed as the real program runs.
+"""Layers that torch.compile compiles one by one: their simulation equals the real run.
 
-Law 1 holds for them on the CPU, event by event. There Inductor generates C++ instead of Triton. All other
-code is the same as for a GPU: tracing, partitioning, fusion and the reuse of buffers.
+Law 1 (real and simulated allocations are equal) holds for them on the CPU, event by event. There Inductor
+generates C++ instead of Triton. All other code is the same as for a GPU: tracing, partitioning, fusion and
+the reuse of buffers.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def rehearsed(job: Job, recipe: str = "compiled", policy: Policy | None = None) 
 
 @functools.cache
 def of_llama() -> Trace:
-    """Return the first rehearsal of three compiled layers, cached and shared by the tests."""
+    """Return the trace of the first simulation of three compiled layers; the tests share it."""
     return rehearsed(small_job("llama", layers=3))
 
 
@@ -74,8 +75,9 @@ def of_llama() -> Trace:
 @pytest.mark.parametrize("recipe", ["compiled", "bf16 + compiled + every_layer"])
 @pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "vit", "t5"])
 def test_a_compiled_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
-    """Event by event. T5 agrees only at its peak: a program of its decoder allocates two buffers in another
-    order."""
+    """Real and simulated allocations agree event by event. T5's agree only at the peak: its decoder allocates
+    two buffers in another order.
+    """
     this = small_job(family, layers=2)
     trace = foreseen(rehearsed(this, recipe))
     torch._dynamo.reset()
@@ -88,8 +90,9 @@ def test_a_compiled_step_allocates_what_its_trace_says(family: str, recipe: str)
 
 @pytest.mark.whole
 def test_layers_share_a_program_and_every_rehearsal_is_the_first() -> None:
-    """torch caches the destination of traced operators. Unless the cache is cleared, the second rehearsal has
-    no gradients of layers."""
+    """torch caches the destination of traced operators. Unless the cache is cleared, the second simulation
+    has no gradients of layers.
+    """
     first, second = of_llama(), rehearsed(small_job("llama", layers=3))
     assert (first.blocks, first.events, first.kernels) == (second.blocks, second.events, second.kernels)
     launched = [
@@ -111,8 +114,9 @@ def test_layers_share_a_program_and_every_rehearsal_is_the_first() -> None:
 def test_where_nothing_else_compiles_what_dynamo_traced_is_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Planner's workers reuse traced graphs. Elsewhere they are dropped, so that they do not count towards
-    the limits of a user's own compiling."""
+    """Workers of plans reuse traced graphs. Elsewhere the graphs are dropped, so that they do not count
+    towards Dynamo's limits for user code.
+    """
     graphs = []
     own = Compiler.compiled_graph
 
@@ -166,8 +170,9 @@ def test_a_dispatch_mode_that_hears_of_compilers_is_noticed(
 
 @functools.cache
 def of_bert_on_a_gpu() -> tuple[Trace, Sequence[torch.device]]:
-    """Return compiled layers in bfloat16, and the devices that torch opened for their tensors without
-    data."""
+    """Return the trace of compiled layers in bfloat16, and the devices that torch initialized for tensors
+    without data.
+    """
     opened: list[torch.device] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_tensor, "init_gpu_context", opened.append)
@@ -253,15 +258,16 @@ def test_a_graph_that_is_said_to_be_elsewhere_shares_the_same_storages() -> None
 
 @functools.cache
 def of_llama_on_a_gpu(cache_bytes: int) -> Trace:
-    """Return compiled layers on a GPU with a cache of this size."""
+    """Return the trace of compiled layers on a GPU whose L2 cache has this size."""
     job = small_job("llama", 2, {"hidden_size": 256})
     return rehearsed(job, policy=CudaPolicy(cache_bytes=cache_bytes))
 
 
 @pytest.mark.slow
 def test_the_first_step_holds_what_timing_a_kernels_settings_takes() -> None:
-    """Timing allocates as many bytes as the GPU's cache has, once for each kernel with several settings. 14
-    layers of a Mistral with adapters took 1.7 % more at their peak on an H200."""
+    """Triton's benchmark of a kernel with several configurations allocates as many bytes as the GPU's L2
+    cache has. 14 layers of a Mistral with adapters took 1.7 % more at their peak on an H200.
+    """
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     traces = [of_llama_on_a_gpu(nbytes) for nbytes in (60 * MIB, 0)]
     timed = [[block for block in trace.blocks if block.nbytes == 60 * MIB] for trace in traces]

@@ -46,7 +46,9 @@ def rehearsed(family: str, recipe: str, policy: Policy | None = None, layers: in
 
 @functools.cache
 def of_gpt2_recorded() -> Trace:
-    """Return two compiled layers in bfloat16 whose graphs a GPU records and replays, cached for the tests."""
+    """Return the trace of two compiled layers in bfloat16 that a GPU records as CUDA graphs; the tests share
+    it.
+    """
     return rehearsed("gpt2", "bf16 + compiled(mode=reduce-overhead)", CudaPolicy(), hidden_size=256)
 
 
@@ -89,7 +91,9 @@ def test_on_a_cpu_a_mode_with_graphs_records_none() -> None:
 
 @pytest.mark.parametrize("what", slow_but(["layers", "model"], 1))
 def test_the_third_step_plays_graphs_back_and_allocates_nothing_for_them(what: str) -> None:
-    """The pool's memory stays reserved. Kernels are launched as one graph, except the copies of inputs."""
+    """The graphs' memory pool stays reserved. Kernels are launched as one graph, except the copies
+    of inputs.
+    """
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace = rehearsed("llama", f"compiled(what={what}, mode=reduce-overhead)", CudaPolicy(), hidden_size=256)
     steps = {trace.blocks[index].step for index in trace.of_graphs}
@@ -110,7 +114,9 @@ def trace_end(trace: Trace) -> int:
 
 @pytest.mark.slow
 def test_a_classifier_is_compiled_once_more_and_plays_a_step_later() -> None:
-    """It sets its `problem_type` in the first step, so torch compiles it again in the second."""
+    """A classifier of transformers sets its `problem_type` in the first step, so torch recompiles it in the
+    second.
+    """
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace = rehearsed("bert", "compiled(what=model, mode=reduce-overhead)", CudaPolicy(), 1, hidden_size=256)
     assert max(mark.step for mark in trace.marks) == 4
@@ -197,7 +203,9 @@ def test_what_a_mode_or_backend_does_not_go_with_is_said(words: str, told: str) 
 
 
 def test_plans_do_not_search_steps_that_play_graphs() -> None:
-    """Nor are they combined from parts; other modes may be fixed with `keep`."""
+    """Steps with CUDA graphs are not joined from simulated parts either. Other modes may be fixed with
+    `keep`.
+    """
     kept_of(small_job("llama"), "compiled(backend=aot_eager)").refuse()
     with pytest.raises(UsageError, match=r"do not search with compiled\(mode=reduce-overhead\).*Predict one"):
         kept_of(small_job("llama"), "compiled(mode=reduce-overhead)").refuse()
@@ -213,7 +221,9 @@ def test_plans_do_not_search_steps_that_play_graphs() -> None:
 def test_attention_that_a_program_runs_is_told_in_every_rehearsal(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for attention that Inductor inserts, and for reused graphs: NVML shows 16 MiB for cuDNN's."""
+    """The attention kernel is reported even if Inductor inserts it, or a graph is reused. NVML shows 16 MiB
+    for cuDNN's.
+    """
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job = small_job("bert", 2, facts={"hidden_size": 128, "num_attention_heads": 2})
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -238,9 +248,10 @@ def measured_and_predicted(how: str) -> tuple[dict[str, Any], Prediction]:
 
 @pytest.mark.slow
 def test_the_bytes_of_measured_steps_with_graphs_are_met() -> None:
-    """As measured, except zeros in place of the gradient of logits. torch 2.11 keeps them until the end of
-    the backward pass, and 2.13 drops them after their copy. `test_compiled_truth.py` checks measured bytes of
-    compiled layers in `make test`."""
+    """The predicted bytes equal the measured ones, except zeros in place of the gradient of logits. torch
+    2.11 keeps them until the end of the backward pass, and 2.13 drops them after their copy.
+    `test_compiled_truth.py` checks measured bytes of compiled layers in `make test`.
+    """
     seen, found = measured_and_predicted("reduce-overhead")
     most = {key: max(step[key] for step in seen["steps"]) for key in MOST}
     zeros = 0 if boxed_gradients_are_kept() else ZEROS
@@ -255,7 +266,7 @@ def test_the_bytes_of_measured_steps_with_graphs_are_met() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["aot_eager", "cudagraphs"])
 def test_measured_steps_of_another_backend_are_predicted_as_uncertain(how: str) -> None:
-    """Within 7 % of the allocated bytes, by chance."""
+    """The predicted bytes are within 7 % of the measured ones, by chance."""
     seen, found = measured_and_predicted(how)
     assert any(f"backend={how} of 'compiled' is not simulated" in sentence for sentence in found.doubts)
     allocated = max(step["allocated"] for step in seen["steps"])

@@ -1,4 +1,4 @@
-"""Law 5, for models that are compiled whole: traces of few layers equal traces lowered in full.
+"""Law 5 for models that are compiled whole: traces extended from few layers equal traces of all layers.
 
 A program that does not repeat, or that Inductor compiles differently at full depth, must be refused.
 """
@@ -31,7 +31,9 @@ WHOLE = "compiled(what=model)"
 
 
 def decisions(layers: int, *, other: int, between: int, taken: bool = True) -> Decisions:
-    """Return the decisions of a program that keeps 10 bytes per layer, and `other` bytes in another order."""
+    """Return made-up Inductor decisions for a program that keeps 10 bytes per layer, or `other` bytes in
+    another kernel order.
+    """
     timeline = [5, *(5 + 10 * n for n in range(1, layers + 1))]
     reuse = [Reuse(4, taken, 5 + between * n) for n in range(1, layers + 1)]
     return Decisions([timeline, [25, *(25 + other * n for n in range(1, layers + 1))]], timeline, reuse)
@@ -43,7 +45,7 @@ def test_a_deep_model_decides_as_shallow_ones_where_the_estimates_say_so() -> No
 
 
 def test_an_order_that_is_better_only_in_a_deep_model_is_noticed() -> None:
-    """The other order takes 20 bytes more in total and 1 byte less in each layer."""
+    """The other kernel order takes 20 bytes more in total and 1 byte less in each layer."""
     few, more = (decisions(layers, other=9, between=9) for layers in (3, 4))
     assert few.are_alike(more, 5)
     assert not few.are_alike(more, 40)
@@ -123,7 +125,7 @@ def test_what_inductor_decides_by_the_memory_of_a_program_is_noted() -> None:
 
 
 class Asked:
-    """Record eager passes in place of compiled ones, and the number of layers of each request."""
+    """Simulates eager passes in place of compiled ones, and records the number of layers of each call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: list[Decisions] | None = None) -> None:
         self.layers: list[int] = []

@@ -57,7 +57,7 @@ WITH_THE_TRAINER = [
 
 @pytest.mark.parametrize("recipe", slow_but(WITH_THE_TRAINER, 1))
 def test_a_trainer_trains_with_them(recipe: str, tmp_path: Path, traced_only: list[str]) -> None:
-    """`make test` covers a whole compiled model and a budget in a loop below."""
+    """A compiled model and a budget are tested in other loops below."""
     model = model_of("bert")
     plain = trainer_of(tmp_path / "plain", copy_of(model), classified(12))
     fitted(plain, "plain").train()
@@ -109,7 +109,9 @@ BACKENDS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", BACKENDS)
 def test_backends_that_compile_nothing_train_in_the_trainer_and_go_on(recipe: str, tmp_path: Path) -> None:
-    """With torch's own backends: from a checkpoint in the middle, to the same weights bit for bit."""
+    """With torch's debugging backends, a run resumed from a checkpoint ends with the same weights bit for
+    bit.
+    """
 
     def run_of(folder: str) -> Any:
         keeps = {"save_strategy": "steps", "save_steps": 2}

@@ -1,4 +1,4 @@
-"""Models that torch.compile compiles whole, as the Trainer's `torch_compile=True` does, rehearsed.
+"""Models that torch.compile compiles whole, as the Trainer's `torch_compile=True` does, in a simulation.
 
 Law 1 holds for them on the CPU, event by event, as for compiled layers (`test_compiled.py`). On a GPU they
 are compared with three runs of a bare loop on an H200.
@@ -91,14 +91,15 @@ def test_a_step_of_a_whole_model_allocates_what_its_trace_says(family: str, reci
 
 @functools.cache
 def of_whole_llama() -> Trace:
-    """Return one layer that is compiled with its model, cached and shared by the tests."""
+    """Return the trace of a model of one layer that is compiled whole; the tests share it."""
     return rehearsed(small_job("llama", layers=1), WHOLE)
 
 
 @functools.cache
 def after_a_rank() -> list[Trace]:
-    """Return two rehearsals that follow one of a rank. Each has its own replacements of functions, which
-    Dynamo sees."""
+    """Return two traces simulated after that of a rank. Each simulation replaces functions of its own, which
+    Dynamo traces.
+    """
     predict(small_job("gpt2", layers=1, batch_size=4), "fsdp", gpu="h200", gpus=2)
     return [rehearsed(small_job("gpt2", layers=1), WHOLE) for _ in range(2)]
 
@@ -206,8 +207,9 @@ def measured_job(name: str) -> Job:
 
 @pytest.mark.parametrize("name", slow_but(["llama4_whole", "bert4_whole", "bert24_whole"], 0))
 def test_the_bytes_of_a_bare_compiled_step_are_met(name: str) -> None:
-    """As measured. transformers 5.23 traces BERT differently from 5.17. `test_compiled_truth.py` checks
-    measured bytes of compiled layers in `make test`."""
+    """The predicted bytes equal the measured ones. transformers 5.23 traces BERT differently from 5.17.
+    `test_compiled_truth.py` checks measured bytes of compiled layers in `make test`.
+    """
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     job = measured_job(name)
     found: Prediction = predict(job, Recipe.parse(f"bf16 + adamw_fused + {WHOLE}"), gpu="h200")
@@ -240,7 +242,7 @@ def test_attention_is_what_the_traced_model_asks_for() -> None:
 
 
 class Precise(torch.nn.Module):
-    """A product in 32 bits within autocast, as in routers and norms."""
+    """A module that multiplies in 32 bits within autocast, as routers and norms do."""
 
     def __init__(self) -> None:
         super().__init__()

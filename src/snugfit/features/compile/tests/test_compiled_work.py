@@ -1,5 +1,6 @@
-"""The kernels of a step that compiling layers leaves unchanged, and plans that lower layers only if that
-matters."""
+"""The kernels of a step that compiling layers leaves unchanged, and plans that simulate compiled layers only
+if their result may change the plan.
+"""
 
 from __future__ import annotations
 

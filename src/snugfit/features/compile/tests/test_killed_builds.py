@@ -28,7 +28,7 @@ def forks() -> Forks:
 
 
 def compile_answer(folder: str, compiler: str) -> Path:
-    """Compile a library with Inductor's builder if it does not exist."""
+    """Compile a library with Inductor's builder unless it exists, and return its path."""
     from torch._inductor.cpp_builder import BuildOptionsBase, CppBuilder
 
     source = Path(folder, "answer.cpp")

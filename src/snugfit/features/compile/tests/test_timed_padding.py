@@ -73,7 +73,7 @@ def padded(trace: Trace, step: int) -> int:
 @pytest.mark.whole
 @pytest.mark.parametrize(("length", "pads"), slow_but([(17, True), (16, False)], 1))
 def test_products_are_timed_where_sizes_are_no_multiple_of_16_bytes(length: int, pads: bool) -> None:
-    """Only the first step times products. The label with which every step pads is not part of it."""
+    """Only the first step benchmarks matrix products. The padding itself occurs in every step."""
     pytest.importorskip("triton", reason="Inductor writes Triton for a GPU, which must be importable")
     trace = compiled(length)
     assert (padded(trace, 0) > padded(trace, 1)) is pads

@@ -38,8 +38,9 @@ TRY = "Leave --loop out, or try ddp or fsdp"
 
 
 def why_refused(wish: ParallelWish, front_end: str) -> str:
-    """Return an error that names settings which accelerate and the Trainer do not have, with an alternative;
-    empty if none."""
+    """Return an error text for settings that accelerate and the Trainer do not support, with an alternative;
+    empty if all are supported.
+    """
     if (library := LIBRARIES.get(front_end)) is None:
         return ""
     # A wish with other fields than these cannot be expressed by the libraries.
@@ -86,8 +87,8 @@ def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
     """Context in which accelerate treats this process as one of several on GPUs, in torch's existing process
     group.
 
-    Variables of a launcher are ignored. On `meta` a mesh of ranks must exist from the beginning, so
-    accelerate's device is `meta` then and not CUDA.
+    Variables of a launcher are ignored. In a simulation (tensors on `meta`) accelerate's device is `meta` and
+    not CUDA, since its device mesh must exist from the beginning.
     """
     import torch.distributed as dist
     from accelerate.state import DistributedType, PartialState
@@ -146,11 +147,11 @@ def _mesh(wish: ParallelWish) -> dict[str, Any]:
 
 
 def name_layers(accelerator: Any, model: torch.nn.Module) -> None:
-    """Pass the layers' classes to accelerate, each of which becomes a group, as users do by
-    `transformer_layer_cls_to_wrap`.
+    """Pass the classes of the model's layers to accelerate, as users do by `transformer_layer_cls_to_wrap`.
+    FSDP2 shards each layer as a group.
 
     Its default is the classes that transformers marks as indivisible (`_no_split_modules`). With BERT these
-    include the whole embedding. accelerate then makes a group of a part of it, which fails in torch.
+    include the whole embedding. accelerate then groups a part of the embedding, which fails in torch.
     """
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = sorted(

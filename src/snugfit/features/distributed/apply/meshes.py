@@ -53,7 +53,9 @@ class MeshParts(TensorParts):
         return split(tensors, mesh)
 
     def total_norm(self, tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of all tensors as one vector; it is sharded if all are sharded over one mesh."""
+        """Return the norm of all tensors as one vector; the result is a `DTensor` if all tensors are sharded
+        over one mesh.
+        """
         import torch
 
         tensors = list(tensors)

@@ -56,7 +56,9 @@ LIVE = (
 
 
 class ParallelHandler(Handler):
-    """Handler of the field `parallel`: it makes this process one rank of the training."""
+    """Handler of the field `parallel`: it distributes the model over processes, of which this one
+    is a rank.
+    """
 
     wish, slot, stage = PARALLEL.name, Slot.SHARDING, InstallStage.DISTRIBUTE
     refused: ClassVar = {
@@ -65,19 +67,24 @@ class ParallelHandler(Handler):
     }
 
     def why_refused(self, value: ParallelWish, front_end: str) -> str:
-        """Return an error that names settings which accelerate and the Trainer do not have; empty if none."""
+        """Return an error text for settings that accelerate and the Trainer do not support; empty if all are
+        supported.
+        """
         return by_accelerate.why_refused(value, front_end)
 
     def import_code(self, value: ParallelWish) -> None:
-        """Import torch's code for several processes before any measurement."""
+        """Import torch's code for several processes before a measurement starts, so that the import is not
+        measured.
+        """
         import torch.distributed.fsdp
         import torch.distributed.optim
         import torch.distributed.pipelining
         import torch.nn.parallel  # noqa: F401
 
     def model_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
-        """Register ring attention by its name, under which the model's constructor looks it up; return no
-        arguments."""
+        """Register ring attention in transformers, so that the model's constructor finds it by name. Return
+        no arguments.
+        """
         if value is not None and value.context > 1:
             ring_attention.register()
         return {}
@@ -87,8 +94,8 @@ class ParallelHandler(Handler):
         return keep_stage(value, model) if value.stages > 1 else model
 
     def built_on(self, value: ParallelWish, job: Job) -> str:
-        """Return the device on which the model is built. With `stays` (build on the host), each process
-        copies only its shards from the host to its GPU.
+        """Return the device on which the model is built. `stays` means the host, from which each process
+        copies only its shards to its GPU. An empty text means the default device.
         """
         builds_there = job.build_on == "host" and value.tensor == value.stages == 1
         if value.weights == "sharded" and (value.on_host or builds_there):
@@ -99,8 +106,9 @@ class ParallelHandler(Handler):
     def make_optimizer(
         self, value: ParallelWish, wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
     ) -> torch.optim.Optimizer | None:
-        """Return the optimizer of this process's pipeline stages, or one with sharded states; None for the
-        usual one."""
+        """Return the optimizer of this process's pipeline stages, or one with sharded states; None if the
+        recipe's usual optimizer is built.
+        """
         groups = optimizer_groups(groups)
         if value.states == "sharded":
             return sharded_optimizer(wish, groups, **numbers)
@@ -113,7 +121,9 @@ class ParallelHandler(Handler):
         runs: Any,
         around: Callable[[], AbstractContextManager[Any]],
     ) -> StepPasses | None:
-        """Return the forward and backward passes of this process's pipeline stages; None without stages."""
+        """Return the forward and backward passes of this process's pipeline stages; None without pipeline
+        parallelism.
+        """
         if value.stages == 1:
             return None
         from snugfit.features.distributed.apply.pipeline import StagePasses
@@ -175,8 +185,8 @@ class ParallelHandler(Handler):
         return functools.partial(all_of, contexts) if contexts else None
 
     def around_evaluation(self, value: ParallelWish, model: Any, batch: dict[str, Any]) -> Context | None:
-        """Return a context in which evaluation splits sequences over ranks (context parallelism); None if
-        they are not split.
+        """Return a context in which evaluation splits sequences over ranks (context parallelism); None
+        without context parallelism.
         """
         if value.context == 1:
             return None
@@ -221,15 +231,16 @@ class ParallelHandler(Handler):
         return by_accelerate.training_arguments(value) if value is not None else {}
 
     def after_update(self, value: ParallelWish, model: Any, step: int) -> None:
-        """Release the GPU memory of DDP's first gradient buckets, which NCCL still references, once after the
-        first update.
+        """After the first update, free the GPU memory of DDP's first gradient buckets, which NCCL still
+        references.
         """
         if value.copies and value.tensor == 1 and step == 0:
             _release_first_buckets(model)
 
     def after_evaluation(self, value: ParallelWish, model: Any) -> None:
-        """Drop the gathered weights that FSDP2 keeps for a backward pass. Until then they replace the shards
-        as the model's parameters."""
+        """Drop the gathered weights that FSDP2 keeps for a backward pass. Until dropped, they replace the
+        shards as the model's parameters.
+        """
         if value.weights != "alone":
             from torch.distributed.fsdp import FSDPModule
 
@@ -246,9 +257,7 @@ class ParallelHandler(Handler):
 
 
 def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
-    """Wrap each of this process's pipeline stages in DDP or FSDP2 separately, as torch's pipelining
-    requires.
-    """
+    """Wrap each pipeline stage of this process in DDP or FSDP2 by itself, as torch's pipelining requires."""
     parts = parts_of(wish, model)
     for number, part in parts.items():
         if wish.weights == "sharded":
@@ -310,7 +319,7 @@ def in_ddp(wish: ParallelWish, model: torch.nn.Module, group: ProcessGroup | Non
 
 def in_replicas(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
     """Return the same model, with gradients averaged over `mesh` layer by layer. It uses torch's `replicate`,
-    which is DDP for weights that are parts of matrices (`DistributedDataParallel` takes none).
+    because `DistributedDataParallel` does not support weights that are shards (`DTensor`).
     """
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
@@ -422,8 +431,8 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
 
 
 def _why_not(wish: ParallelWish, target: str) -> str:
-    """Return the reason why no training script can be exported for this training loop and these GPUs; empty
-    if one can.
+    """Return the reason why no training script can be exported for the training loop `target` and this
+    distribution; empty if one can.
     """
     if target == "torch":
         return ""

@@ -101,11 +101,11 @@ class StagePasses:
     def run(
         self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
     ) -> list[torch.Tensor]:
-        """Run a step's forward and backward passes, which leave its gradients in the parameters, and return
-        each micro-batch's part of the loss.
+        """Run a step's forward and backward passes, leaving gradients in the parameters. Return each
+        micro-batch's part of the loss.
 
         The list is empty unless this process computes the loss. `inputs` are on the device, of a batch of
-        this `shape` (B, S). It is cut into one micro-batch for each of the `shares`.
+        this `shape` (B, S). The batch is cut into one micro-batch for each of the `shares`.
         """
         import torch
 
@@ -160,8 +160,9 @@ class StagePasses:
         return StagesInTurn(self)
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return the loss of a batch (B, S) on the device, where this process computes it; 0 in the others.
-        All processes call it."""
+        """Return the loss of a batch (B, S) on the device, in the process with the last pipeline stage; 0 in
+        the others. All processes call it.
+        """
         import torch
         import torch.distributed as dist
 
@@ -189,8 +190,8 @@ class StagePasses:
         return given
 
     def _rank_of(self, stage: int) -> int:
-        """Return the rank of the process that runs a pipeline stage, among the processes of this copy of the
-        model.
+        """Return the rank of the process that runs a pipeline stage, counted within the pipeline of this copy
+        of the model.
         """
         import torch.distributed as dist
 
@@ -256,7 +257,9 @@ class StagePasses:
 
 
 class StagesInTurn:
-    """A model in pipeline stages for evaluation: they run one after the other, without a backward pass."""
+    """A callable that evaluates a model in pipeline stages: the stages run one after the other, without a
+    backward pass.
+    """
 
     def __init__(self, passes: StagePasses) -> None:
         self._passes = passes
@@ -271,7 +274,7 @@ class StagesInTurn:
         self._passes.model.train(mode)
 
     def eval(self) -> None:
-        """Set evaluation mode, in which dropout is off."""
+        """Set the pipeline's stages to evaluation mode, in which dropout is off."""
         self.train(False)
 
     def __call__(self, **batch: Any) -> torch.Tensor:
@@ -328,14 +331,14 @@ def _stage_class() -> type[PipelineStage]:
             return out
 
         def backward_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """Run the backward pass of one micro-batch in this pipeline stage, whole or only for the gradient
-            of its inputs.
+            """Run the backward pass of one micro-batch in this pipeline stage, either the whole pass or only
+            the gradient of the inputs.
             """
             self.observer.phase("backward")
             return super().backward_one_chunk(*given, **more)
 
         def backward_weight_one_chunk(self, *given: Any, **more: Any) -> Any:
-            """Run the part of a backward pass that computes the gradients of weights."""
+            """Run the part of one micro-batch's backward pass that computes the gradients of weights."""
             self.observer.phase("backward")
             return super().backward_weight_one_chunk(*given, **more)
 

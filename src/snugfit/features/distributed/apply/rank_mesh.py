@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def device_of(model: torch.nn.Module) -> str:
-    """Return the device type that this process computes on, even while the model is on the host."""
+    """Return the device type on which this process trains the model, even while the model is still on the
+    host.
+    """
     import torch.distributed as dist
 
     kind = next(model.parameters()).device.type
@@ -22,7 +24,7 @@ def device_of(model: torch.nn.Module) -> str:
 
 
 def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
-    """Return the device mesh of all processes, without axes of size one. The slowest link comes first:
+    """Return the device mesh of all processes, without axes of size one. Axes over slower links come first:
     `stage`, `replicate`, `shard`, `context`, `tensor`.
 
     The data axis is `replicate` and `shard`. `shard` is the axis of one copy of sharded weights; with several

@@ -57,8 +57,8 @@ def register() -> None:
 
 @contextlib.contextmanager
 def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[None]:
-    """Context in which a batch on the device is this rank's part of each sequence, and keys and values pass
-    around the ranks of the mesh.
+    """Context in which a batch on the device has this rank's part of each sequence. Meanwhile, attention
+    passes keys and values around the ranks of the mesh.
     """
     import torch
     from torch.distributed.tensor.experimental import context_parallel
@@ -83,7 +83,9 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
 
 
 def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return copies of the model's inputs, since torch cuts the originals in place."""
+    """Return copies of the batch's tensors for the whole sequences, because torch cuts the originals in
+    place.
+    """
     import torch
 
     ids = batch["input_ids"].clone()
@@ -150,8 +152,9 @@ def attend(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Run transformers' attention by torch's `scaled_dot_product_attention`, causal and without a mask.
-    Raises `RecipeError` for any other."""
+    """Compute attention, under transformers' attention interface, by torch's `scaled_dot_product_attention`,
+    causal and unmasked. Raises `RecipeError` for other attention.
+    """
     import torch
     from transformers.integrations.sdpa_attention import repeat_kv
 
@@ -179,7 +182,9 @@ def attend(
 
 
 def _dtype_of(query: torch.Tensor) -> str:
-    """Return the dtype in which ring attention computes: autocast's where it is on, or that of the query."""
+    """Return the dtype in which ring attention computes: autocast's dtype if it is on, else that of the
+    query.
+    """
     import torch
 
     device = query.device.type

@@ -20,7 +20,7 @@ _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
     """Return an optimizer of torch with states sharded over the processes; the hyperparameters `numbers`
-    (learning rate and others) override the recipe's.
+    (learning rate and others) override those of `wish`.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -36,8 +36,8 @@ def spreads_states(optimizer: Any) -> bool:
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that has this process's states: the inner one if states are sharded,
-    else itself.
+    """Return the optimizer that has this process's states: the inner optimizer if states are sharded, else
+    the given one.
     """
     local: Any = optimizer
     return local.optim if spreads_states(optimizer) else local  # type: ignore[no-any-return]

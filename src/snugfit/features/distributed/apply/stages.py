@@ -52,8 +52,9 @@ def _elsewhere() -> Any:
     from torch import nn
 
     class Elsewhere(nn.Module):
-        """Module that returns its input. Its `weight`, if any, is shared with a part of this stage (a tied
-        head)."""
+        """Module in place of a layer of another pipeline stage: it returns its input. Its `weight`, if any,
+        is shared with a module of this stage (tied head).
+        """
 
         def __init__(self, weight: Any = None) -> None:
             super().__init__()
@@ -74,7 +75,9 @@ def is_elsewhere(module: Any) -> bool:
 
 
 def is_stage(model: Any) -> bool:
-    """Return True if the model has only some of the layers, and other processes have the rest."""
+    """Return True if the model is a pipeline stage: it has only some of the layers, and other processes have
+    the rest.
+    """
     return any(map(is_elsewhere, model.modules()))
 
 
@@ -90,12 +93,16 @@ def stages_at(position: int, wish: ParallelWish) -> range:
 
 
 def layers_at(position: int, wish: ParallelWish, layers: int) -> list[int]:
-    """Return the indices of the layers, of `layers` in all, that the process at this position has."""
+    """Return the indices of the layers, of `layers` in all, that the process at this pipeline
+    position has.
+    """
     return [one for stage in stages_at(position, wish) for one in layers_of(stage, wish.all_stages, layers)]
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
-    """Return the layers of a stage, of `layers` cut as evenly as possible; the longer stages come first."""
+    """Return the layers of a stage, when `layers` are divided as evenly as possible. The first stages have
+    the extra layers.
+    """
     short, longer = divmod(layers, stages)
     starts = [index * short + min(index, longer) for index in range(stages + 1)]
     return range(*list(pairwise(starts))[stage])
@@ -177,7 +184,7 @@ def _shallow_copy(module: Any) -> Any:
 
 
 def is_tied(model: Any) -> bool:
-    """Return True if the embedding in the first stage and the head in the last one are one matrix."""
+    """Return True if the embedding in the first stage and the head in the last one share one weight."""
     return bool(getattr(model, _TIED))
 
 
@@ -188,8 +195,8 @@ def shared_weight(model: Any) -> torch.nn.Parameter | None:
 
 
 class _Stage:
-    """Replacement of a model's forward pass by that of one pipeline stage. It is no module, so it adds no
-    part to the model.
+    """Replacement of a model's forward pass by that of one pipeline stage. It is not an `nn.Module`, so the
+    model gets no additional submodule.
     """
 
     def __init__(self, model: Any, decoder: Any, *, is_first: bool, is_last: bool) -> None:
@@ -249,7 +256,7 @@ def _decoder_of(model: Any) -> Any:
 
 
 def _one_tensor(layer: Any, given: Any, out: Any) -> None:
-    """Raise `RecipeError` for a layer that returns more than one tensor: a forward hook."""
+    """Forward hook that raises `RecipeError` if a layer returns more than one tensor."""
     import torch
 
     if not isinstance(out, torch.Tensor):

@@ -38,7 +38,7 @@ HEADS = 2
 
 def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) -> None:
     """Replace each matrix of the tensor-parallel plan by this rank's shard. With `experts`, keep only this
-    rank's experts, whole. `mesh` has the ranks that share one copy of the model.
+    rank's experts, each unsplit. `mesh` has the ranks that share one copy of the model.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -98,8 +98,8 @@ def _spread_as_before(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[st
 
 
 def _expand(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return the tensor-parallel plan with each name pattern replaced by the names of the modules that match
-    it.
+    """Return the tensor-parallel plan in which each name pattern (`layers.*.q_proj`) is replaced by the
+    matching module names.
     """
     return {
         name: word
@@ -148,7 +148,7 @@ def sum_parts_of_gradients(model: torch.nn.Module) -> None:
     """Register hooks that sum the gradients over ranks for weights that all ranks hold, such as norms of
     heads.
 
-    Each rank has computed only a part of such a gradient.
+    Without them, each rank has only a part of such a gradient.
     """
     from torch.distributed.tensor import DTensor
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _gather(own: Any, state: TrainState) -> list[Any]:
-    """Gather the optimizer states of all processes. Return their list by rank in the first process, and an
+    """Gather `own` (optimizer states) from all processes. Return a list by rank in the first process, and an
     empty list in the others.
 
     Tensors are sent from the host: otherwise unpickling would allocate them on their original GPU.
@@ -39,10 +39,11 @@ def states_of_all(own: Mapping[int, Any], state: TrainState) -> dict[int, Any]:
 
 
 def state_of_all_stages(own: Mapping[str, Any], names: Sequence[str], state: TrainState) -> dict[str, Any]:
-    """Return the joined optimizer state of all pipeline stages and the weights' names, in the first process.
+    """In the first process, return the joined optimizer state of all pipeline stages, with the weights'
+    names.
 
-    The others return this process's own. A state of several processes comes from the first of them. All
-    processes call it.
+    The others return their own state. The state of a weight that several processes have comes from the first
+    of them. All processes call it.
     """
     names_before: set[str] = set()
     stages = []
@@ -79,8 +80,8 @@ def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> d
 
 
 def _layers_of(names: Sequence[str]) -> list[float]:
-    """Return the layer number of each named weight of a pipeline stage. Weights before or after the layers
-    get minus or plus infinity.
+    """Return the layer number of each named weight of a pipeline stage. Weights before the layers (embedding)
+    get minus infinity, weights after them plus infinity.
     """
     layers: list[float] = []
     for name in names:
@@ -91,9 +92,9 @@ def _layers_of(names: Sequence[str]) -> list[float]:
 
 
 def tensors_of_all_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Return the tensors of all stages in the first process, received over the host's network.
+    """In the first process, return the tensors of all pipeline stages, received over gloo.
 
-    The others return this process's own. All processes call it.
+    The others return their own tensors. All processes call it.
     """
     import torch
     import torch.distributed as dist

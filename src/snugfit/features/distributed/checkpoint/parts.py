@@ -48,7 +48,7 @@ class SpreadState(StateParts):
         return part_bytes(state.model, state.ranks.rank, state.ranks.size) if is_own else None
 
     def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Any) -> None:
-        """Load weights from shards, whole or in parts, and the rest of the model's state."""
+        """Load the model's weights from a checkpoint of shards, and the rest of the model's state."""
         shards.load_weight_shards(model, folder, ranks)
         load_model_state(model, folder)
 
@@ -61,8 +61,8 @@ class SpreadState(StateParts):
         return (ShardedTrainer if trainer.is_fsdp_enabled else DdpTrainer)(trainer)
 
     def restore(self, state: Any, folder: Path) -> None:
-        """Load a checkpoint into the model and optimizer of this process, from shards or as its shards of
-        whole tensors.
+        """Load a checkpoint into the model and optimizer of this process, from saved shards, or its own
+        shards of tensors that were saved whole.
         """
         if shards.is_sharded(state):
             shards.keep_parts(state.optimizer)

@@ -75,7 +75,7 @@ key."""
 
 
 def is_part(tensor: Any) -> bool:
-    """Return True if this process has a part of the tensor, and others the rest: torch's `DTensor`."""
+    """Return True if the tensor is sharded: a `DTensor`, of which this process has a part."""
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
 
 
@@ -133,8 +133,9 @@ class ShardedSnapshot:
 
     @property
     def bytes(self) -> int:
-        """The size of this process's parts in bytes, times the number of processes, and of the shared
-        state."""
+        """The estimated checkpoint size in bytes: this process's parts times the number of processes, plus
+        the shared state.
+        """
         parts = (getattr(part, "_local_tensor", part) for part in self.parts.values())
         own = sum(part.nbytes for part in parts) * self.ranks.size
         whole = [] if self.weights is None else list(self.weights.tensors())
@@ -142,7 +143,9 @@ class ShardedSnapshot:
         return own + text_bytes + sum(tensor.nbytes for tensor in (*self.tensors.values(), *whole))
 
     def write(self, folder: Path) -> None:
-        """Write the checkpoint's files into `folder` together with all processes, in the first one."""
+        """Write the checkpoint's files into `folder`. The first process calls it, while the others call
+        `write_share`.
+        """
         from safetensors.torch import save_file
 
         # The other processes write their parts meanwhile.
@@ -166,8 +169,8 @@ class ShardedSnapshot:
             self._write_parts(Path(folder))
 
     def close(self) -> None:
-        """Release the other processes, which wait for the checkpoint folder of the first one, after its
-        creation failed.
+        """If no checkpoint folder was created, release the other processes, which wait for its name from the
+        first process.
         """
         # Without an answer, the other processes would wait in `write_share`.
         if not self._is_told:
@@ -214,8 +217,8 @@ def shards_of(
 
 
 def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tensor]:
-    """Return copies of this process's shards on the host. An engine's parts are gathered one by one, and
-    freed.
+    """Return copies of this process's shards on the host. Under DeepSpeed's engine, weights and states are
+    gathered one by one, copied and freed.
     """
     if not is_of_engine(state.optimizer):
         return {name: _on_host(part, staging) for name, part in _parts(state).items()}
@@ -226,8 +229,8 @@ def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tenso
 
 
 def _parts(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors that this process writes into a checkpoint: its parts of weights and states, or
-    whole ones of its own.
+    """Return the tensors that this process writes into a checkpoint: its shards of weights and optimizer
+    states, or its share of whole ones.
 
     Whole weights of several processes are written by one of them (tensor parallelism leaves some whole).
     """
@@ -244,7 +247,9 @@ def _parts(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _shared_by_all(state: TrainState) -> ModelState:
-    """Return the model's state without sharded tensors, and without those that only one process writes."""
+    """Return the model's state (buffers, attributes) without sharded tensors, and without tensors that
+    another process writes.
+    """
     model = state.model
     shared = model_state_of(model, set(model.state_dict()))
     is_owned = is_stage(model) or spreads_states(state.optimizer) or is_of_engine(state.optimizer)
@@ -256,7 +261,7 @@ def _shared_by_all(state: TrainState) -> ModelState:
 def _tree_of_all(state: TrainState, random: Sequence[Any]) -> Any:
     """Return the state of the run (a nested dict) without the model and without sharded tensors.
 
-    The first process adds the other processes' optimizer states. All processes call it.
+    In the first process it includes the other processes' optimizer states. All processes call it.
     """
     tree = state_of(state, random)
     rest = _without(_is_of_owner, tree["optimizer"])
@@ -304,7 +309,7 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the optimizer's states by `weight/key` names."""
+    """Yield the tensors of the optimizer's states with names of the form `weight/key`."""
     names = {id(weight): name for name, weight in state.model.named_parameters()}
     for weight, values in local_optimizer(state.optimizer).state.items():
         for key, value in values.items():
@@ -312,8 +317,8 @@ def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
-    """Return a copy of a nested dict of state without the values for which the function `is_kept` returns
-    False.
+    """Return a copy of a nested dict of state with only the values for which the function `is_kept` returns
+    True.
     """
     if isinstance(tree, dict):
         return {key: _without(is_kept, value) for key, value in tree.items() if not is_kept(value)}
@@ -342,7 +347,7 @@ def _on_host(part: Any, staging: Staging) -> torch.Tensor:
 def load_shards(state: TrainState, folder: Path) -> None:
     """Load weights and optimizer states from shards into an existing run, which may be sharded differently.
 
-    Raises `SnugfitError` if they are another model's.
+    Raises `SnugfitError` if the shards are of another model.
     """
     known = _known_shards(state.model, folder)
     _load_into({**dict(_weights(state.model)), **_room_for_moments(state, known)}, folder, state.ranks)
@@ -351,7 +356,7 @@ def load_shards(state: TrainState, folder: Path) -> None:
 def load_weight_shards(model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
     """Load weights alone from shards into an existing model, which may be sharded differently.
 
-    Raises `SnugfitError` if they are another model's. All processes call it.
+    Raises `SnugfitError` if the shards are of another model. All processes call it.
     """
     _known_shards(model, folder)
     _load_into(dict(_weights(model)), folder, ranks)
@@ -360,7 +365,7 @@ def load_weight_shards(model: torch.nn.Module, folder: Path, ranks: Ranks) -> No
 def load_moment_shards(state: TrainState, folder: Path) -> None:
     """Load optimizer states alone from shards; the weights are loaded already.
 
-    Raises `SnugfitError` if they are another model's. All processes call it.
+    Raises `SnugfitError` if the shards are of another model. All processes call it.
     """
     _load_into(_room_for_moments(state, _known_shards(state.model, folder)), folder, state.ranks)
 
@@ -368,8 +373,8 @@ def load_moment_shards(state: TrainState, folder: Path) -> None:
 def load_states_of_engine(state: TrainState, folder: Path) -> None:
     """Load the optimizer states of any checkpoint into the partitions of DeepSpeed's engine.
 
-    The weights are loaded already. The states come from shards, or whole from `restore`. All processes call
-    it.
+    The weights are loaded already. The states come from shards, or from the optimizer's `state`, into which
+    `restore` has put whole ones. All processes call it.
     """
     optimizer: Any = state.optimizer
     if not has_shards(folder):
@@ -393,8 +398,9 @@ def load_states_of_engine(state: TrainState, folder: Path) -> None:
 
 
 def _known_shards(model: torch.nn.Module, folder: Path) -> Mapping[str, Any]:
-    """Return the metadata of a checkpoint's shards by name. Raises `SnugfitError` if they are another
-    model's."""
+    """Return the metadata of a checkpoint's shards by name. Raises `SnugfitError` if the shards are of
+    another model.
+    """
     known = list_of_parts(folder / SHARDS)
     values = dict(_weights(model))
     lost = sorted(values.keys() - known.keys())
@@ -418,7 +424,7 @@ def _load_into(values: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> N
 
 
 def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Load whole weights into a sharded model: each process keeps its part.
+    """Load whole weights into a sharded model: each process reads them and keeps its shards.
 
     Raises `SnugfitError` for another model's weights, or for names that differ from the live model's. All
     processes call it.
@@ -494,8 +500,8 @@ This is large for one read, and small compared to a model that needs an engine.
 
 
 def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-    """Yield this process's weights and states, gathered one after the other, with the names of weight and
-    state.
+    """Yield this process's weights and states, each gathered whole before the next, with the names of weight
+    and state.
 
     The state's name is empty for the weight itself. All processes must iterate to the end.
     """
@@ -516,7 +522,8 @@ def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.T
 
 
 def step_counts(state: TrainState) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the number of updates of each weight by its index in the optimizer, as torch's AdamW stores it.
+    """Return the number of updates of each weight by its index in the optimizer, as in the key `step` of
+    torch's AdamW.
 
     Each weight has a tensor of its own, because each is incremented separately.
     """
@@ -548,7 +555,7 @@ def put_parts(
     known: Mapping[str, Any],
     read: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
 ) -> None:
-    """Copy optimizer states from a checkpoint's shards into the partitions of DeepSpeed's engine.
+    """Copy optimizer states from a checkpoint's shards into DeepSpeed's flat partitions.
 
     `known` has the metadata of each state under `weight/state`. `read` returns some of the states, whole. The
     numbers of updates must be in the optimizer's `state` already.
@@ -568,7 +575,7 @@ def put_parts(
 
 
 def _batches(known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the metadata of saved optimizer states in groups that are read at once."""
+    """Yield the metadata of saved optimizer states in groups, each of which is read at once."""
     some: dict[str, Any] = {}
     total = 0
     for name, part in known.items():

@@ -49,7 +49,9 @@ def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bo
     from torch.distributed.checkpoint.state_dict_saver import save
 
     class NamingWriter(FileSystemWriter):
-        """A writer that adds the file's name to a system error before the processes exchange their errors."""
+        """Writer of shards that adds the file's name to a system error, before the processes exchange their
+        errors.
+        """
 
         def write_data(self, plan: Any, planner: Any) -> Any:
             """Write this process's file of shards. Raises `OSError` if the system refuses it."""
@@ -70,8 +72,9 @@ def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bo
 
 
 def read_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bool) -> None:
-    """Fill the tensors with this process's parts from the folder, together with all processes of the
-    group."""
+    """Read this process's shards from the folder into the tensors `parts`, together with all processes of the
+    group.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -198,7 +201,7 @@ _OUT_OF_A_PICKLE = (
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that finds only classes that describe tensors."""
+    """An unpickler that accepts only the classes of torch that describe tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class of this name that a pickle refers to. Raises `UnpicklingError` for any other

@@ -57,8 +57,9 @@ def print_line(text: str) -> None:
 
 @contextlib.contextmanager
 def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[None]:
-    """Context in which torch waits only for the lock of a live build. `tell` receives a line on a wait and on
-    a removal."""
+    """Context in which torch waits only for the lock of a live build. `tell` receives a message when a wait
+    begins and when a dead lock is removed.
+    """
     from torch.utils.file_baton import FileBaton
 
     acquire = FileBaton.try_acquire
@@ -78,7 +79,9 @@ def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[Non
 
 
 class LockWait:
-    """The lock file of another process's build, and the reasons already printed for waiting."""
+    """The lock file of another process's build of a C++ extension, and the reasons for waiting that were
+    printed.
+    """
 
     def __init__(self, lock: Path, tell: Callable[[str], None]) -> None:
         self._lock, self._tell = lock, tell
@@ -187,8 +190,8 @@ def _processes() -> list[int]:
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool:
-    """Return True if the process has this file open. Raise `Unseen` for a process of this user that shows no
-    files; other users' processes hold no lock of this user.
+    """Return True if the process has this file open. Raises `Unseen` if the open files of a process of this
+    user cannot be listed. Processes of other users are ignored.
     """
     try:
         for entry in os.scandir(f"/proc/{pid}/fd"):

@@ -38,8 +38,8 @@ def is_of_engine(optimizer: Any) -> bool:
 
 
 def group_bytes(wish: ShardingWish, loop: str) -> int:
-    """Return the bytes that NCCL adds to NVML's count for a group of one process. Return 0 on several GPUs,
-    because `Exchanges` counts them there.
+    """Return the GPU bytes, as NVML counts them, that NCCL takes for a group of one process. Return 0 on
+    several GPUs, where `Exchanges` predicts them.
     """
     if wish.ranks > 1:
         return 0
@@ -52,7 +52,7 @@ def engine_config(
     setup: Setup, *, batch_size: int, clip: float | None, width: int, folder: str | None = None
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`. `width` is that of the hidden states, `batch_size`
-    that of one process. A disk's files are in `folder`, by default in one for this run.
+    that of one process. States on a disk are in `folder`, by default in this run's temporary folder.
     """
     wish = SHARDING.of(setup)
     assert wish is not None
@@ -82,14 +82,16 @@ def _own_folder() -> str:
 
 
 def remove_swap_folder() -> None:
-    """Remove this process's folder of files that states were swapped to, if it exists."""
+    """Remove this process's folder with the states that were swapped to disk, if it exists."""
     if _own_folder.cache_info().currsize:
         shutil.rmtree(_own_folder(), ignore_errors=True)
         _own_folder.cache_clear()
 
 
 def refuse_without_file_operator(wish: ShardingWish) -> None:
-    """Raise `UsageError` where states go to a disk and DeepSpeed's operator for files does not build."""
+    """Raise `UsageError` if optimizer states go to a disk and DeepSpeed's operator for files cannot be
+    compiled.
+    """
     if "nvme" not in (wish.states, wish.weights):
         return
     from deepspeed.ops.op_builder import AsyncIOBuilder

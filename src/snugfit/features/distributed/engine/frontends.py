@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class EngineAccelerateStep(AccelerateStep):
-    """The hand-written loop of transformers' performance guide, with an engine built by accelerate."""
+    """A hand-written training loop, as in transformers' performance guide, with DeepSpeed's engine built by
+    accelerate.
+    """
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build model and engine, run `steps` optimizer steps, and return their losses."""
@@ -86,7 +88,7 @@ class EngineAccelerateStep(AccelerateStep):
 
 
 class EngineTrainerStep(TrainerStep):
-    """The HF Trainer, whose engine it makes of `TrainingArguments(deepspeed=...)`."""
+    """Steps of the HF Trainer, which builds DeepSpeed's engine from `TrainingArguments(deepspeed=...)`."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build model and engine, run `steps` optimizer steps, and return their losses."""
@@ -97,8 +99,8 @@ class EngineTrainerStep(TrainerStep):
         return built_by_transformers(self.job, self.setup, self.device)
 
     def _training_arguments(self, folder: str, steps: int) -> dict[str, Any]:
-        """Return the arguments without `use_cpu`, with which accelerate has no engine; the environment sets
-        the device.
+        """Return the `TrainingArguments` without `use_cpu`, because accelerate ignores the engine with it.
+        The environment sets the device.
         """
         arguments = super()._training_arguments(folder, steps)
         return {**arguments, "use_cpu": False}

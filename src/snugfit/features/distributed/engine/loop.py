@@ -40,7 +40,7 @@ ACCELERATOR = "DS_ACCELERATOR"
 
 
 class EngineStep(PlainStep):
-    """The plain loop over one job and Setup, with steps of DeepSpeed's engine."""
+    """snugfit's plain training loop for one job and Setup, in which DeepSpeed's engine runs the steps."""
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build model and engine, run `steps` optimizer steps, and return their losses."""
@@ -84,8 +84,8 @@ class EngineStep(PlainStep):
 
 
 def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Return DeepSpeed's engine around this model and optimizer, for the job of one process. If states are on
-    the host, the optimizer is replaced by DeepSpeed's CPU Adam.
+    """Return DeepSpeed's engine around this model and optimizer. `job` has the batch of one process. If
+    states are on the host, the optimizer is replaced by DeepSpeed's CPU Adam.
     """
     import deepspeed
 
@@ -101,8 +101,8 @@ def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch
 
 
 def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
-    """Return the model, built on the host, in the dtype that the engine would give it there before it moves
-    it. Raises `UsageError` where the engine cannot keep states in the chosen place.
+    """Return the model, built on the host, in the dtype to which the engine would cast it there. Raises
+    `UsageError` where the engine cannot keep states in the chosen place.
     """
     wish = SHARDING.of(setup)
     assert wish is not None
@@ -159,8 +159,8 @@ def in_numbers(visible: str) -> str:
 def import_for(device: torch.device) -> None:
     """Import DeepSpeed so that it computes on this device.
 
-    It reads `DS_ACCELERATOR` when it is first imported, and without it takes a GPU where there is one. Raises
-    `UsageError` where it was imported before and computes elsewhere.
+    It reads `DS_ACCELERATOR` when it is first imported, and without it uses a GPU if there is one. Raises
+    `UsageError` if DeepSpeed was imported before for another device.
     """
     if device.type in ("cpu", "cuda"):  # not in a simulation, which has an accelerator of its own
         os.environ[ACCELERATOR] = device.type
@@ -179,8 +179,8 @@ def in_process_group(device: torch.device, tell: Callable[[str], None] = print_l
     """Context in which DeepSpeed uses torch's default process group, as under a launcher. Without a group,
     this process becomes a group of one.
 
-    Afterwards DeepSpeed's changes to this process are undone. `tell` receives a line on a build that it waits
-    for.
+    Afterwards DeepSpeed's changes to this process are undone. `tell` receives a message if DeepSpeed waits
+    for a build of another process.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore

@@ -52,7 +52,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._has_gradients = False
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Run the backward pass of a micro-batch; `is_last` marks the last one of a step."""
+        """Run the backward pass of a micro-batch in DeepSpeed's engine; `is_last` marks the last one of a
+        step.
+        """
         self.engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         self.engine.backward(loss, scale_wrt_gas=False)
         self._has_gradients = is_last
@@ -136,7 +138,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return bool(self.param_groups[0].get("fused"))
 
     def take_states(self) -> None:
-        """Move states of whole weights from `state` into the partitions. Afterwards `state` is empty."""
+        """Move the restored optimizer states of whole weights from `state` into DeepSpeed's partitions.
+        Afterwards `state` is empty.
+        """
         given = {weight: dict(values) for weight, values in self.state.items()}
         self.state.clear()
         if not given:
@@ -150,7 +154,9 @@ class EngineOptimizer(torch.optim.Optimizer):
                 self.put_state(weight, name, values[name])
 
     def begin_states(self, names: Collection[str], steps: float) -> None:
-        """Create the missing states of these names, filled with zeros, and set the number of updates."""
+        """Create missing optimizer states of these names in the partitions, filled with zeros. Set the number
+        of updates to `steps`.
+        """
         is_torchs = isinstance(self._inner, torch.optim.AdamW)
         for flat in self._flat_weights():
             state = self._inner.state[flat]
@@ -197,8 +203,8 @@ def is_of_weights(value: Any) -> bool:
 def start_engine(
     job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Any, EngineOptimizer]:
-    """Return DeepSpeed's engine and its wrapped optimizer, for the job of one process. `model` is on the
-    host, in fp32.
+    """Return DeepSpeed's engine and its wrapped optimizer, around `model`, which is on the host in fp32.
+    `job` has the batch of one process.
     """
     # The engine replaces the weights of the groups by its partitions, so these are copies.
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
@@ -215,7 +221,7 @@ def start_engine(
 
 
 def _put_weight(weight: Any, value: torch.Tensor) -> None:
-    """Copy a value into a weight's fp32 copy in the partitions."""
+    """Copy a value into the fp32 copy of a weight in DeepSpeed's partitions."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if hasattr(weight, "ds_id"):
@@ -236,8 +242,8 @@ def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_weight(weight: Any) -> torch.Tensor:
-    """Return a trained weight in fp32, gathered from the partitions; other weights are returned unchanged.
-    All processes call it.
+    """Return a trained weight in fp32, gathered from DeepSpeed's partitions; other weights are returned
+    unchanged. All processes call it.
     """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param

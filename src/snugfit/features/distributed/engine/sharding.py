@@ -47,7 +47,9 @@ class ShardingHandler(Handler):
     }
 
     def import_code(self, value: ShardingWish) -> None:
-        """Import DeepSpeed before any measurement. Its output goes to stderr, since stdout is for results."""
+        """Import DeepSpeed before a measurement starts. The import's output goes to stderr, since stdout is
+        for results.
+        """
         with contextlib.redirect_stdout(sys.stderr):
             import deepspeed
             import deepspeed.ops.adam  # noqa: F401
@@ -116,8 +118,9 @@ class DeepSpeed:
         return EngineTrainingStep
 
     def step_class(self, loop: str, ranks: int) -> type[Step]:
-        """Return the class of the loop's steps with the engine. Raises `UsageError` for another library's
-        loop on several GPUs."""
+        """Return the class that runs steps with the engine in this training loop. Raises `UsageError` for the
+        Trainer or accelerate on several GPUs.
+        """
         if loop == "plain":
             from snugfit.features.distributed.engine.loop import EngineStep
 
@@ -142,8 +145,8 @@ class DeepSpeed:
     def start(
         self, job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[Any, torch.optim.Optimizer]:
-        """Return DeepSpeed's engine around model and optimizer, and its wrapped optimizer, for the job of one
-        process.
+        """Return DeepSpeed's engine around model and optimizer, and an `EngineOptimizer` for it. `job` has
+        the batch of one process.
         """
         from snugfit.features.distributed.engine.optimizer import start_engine
 

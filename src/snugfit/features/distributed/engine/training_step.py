@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EngineTrainingStep(TrainingStep):
-    """Training steps that an engine, such as DeepSpeed's, runs (`Built.runs`)."""
+    """Training steps whose backward pass and update DeepSpeed's engine runs (`Built.runs`)."""
 
     def backward(self, built: Built, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward pass of a micro-batch in the engine."""

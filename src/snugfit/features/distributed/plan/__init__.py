@@ -1,1 +1,1 @@
-"""Ways to distribute a model over several GPUs, as the search of plans compares them."""
+"""Plans for several GPUs: a search over ways to distribute the model, and its reports."""

@@ -40,8 +40,8 @@ def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[tuple[
     """Yield combinations of parallelism techniques (`fsdp`, `tensor(2)`, ...) that can divide the job's batch
     over `gpus` GPUs.
 
-    They have `axes` axes in addition to the batch's, without fixed ones. If there are several hosts,
-    groups over which copies of the weights are sharded are whole hosts.
+    Each has `axes` mesh axes in addition to data parallelism, not counting techniques that the user fixed. If
+    there are several hosts, groups over which copies of the weights are sharded are whole hosts.
     """
     along = axis_settings(job)
     free = [slot for slot, settings in along.items() if settings and slot not in fixed.slots]
@@ -59,7 +59,8 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
     """Return tensor, context and pipeline parallelism with each of their group sizes, by slot (such as
     `tensor_parallel`). These are the axes along which GPUs share the same samples.
 
-    A technique's planning objections are ignored, since they concern plans without its axis.
+    Reasons to exclude a technique from plans (`planning_objection`) are ignored, since they concern plans
+    without this axis.
     """
     slots: dict[Slot, list[Technique]] = {}
     for kind in roster.techniques():
@@ -86,14 +87,14 @@ def _choices(
 
 def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
     """Return the same parallelism techniques with default settings, for meshes that do not support the
-    settings of plans.
+    settings that plans usually take.
     """
     kinds = dict.fromkeys(map(type, usual))
     return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]
 
 
 def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique]) -> bool:
-    """Return True if this number of GPUs forms whole groups that divide the batch evenly.
+    """Return True if this number of GPUs can be divided into whole groups, and the batch evenly among these.
 
     If experts are spread, all GPUs of a group must share them.
     """
@@ -112,7 +113,8 @@ def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique
 
 def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[Shared]:
     """Yield every layout of this job's step over `gpus` GPUs: parallelism techniques with a recomputation
-    technique. Its mesh has `axes` axes in addition to the batch's. Layouts that recompute least come first.
+    technique. Its mesh has `axes` axes in addition to data parallelism. Layouts that recompute least come
+    first.
     """
     usual = list(of_slot(job, Slot.SHARDING, fixed))
     # Meshes may refuse the settings that plans choose, and take the plain kinds instead.
@@ -134,7 +136,7 @@ def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Itera
 
 
 def of_slot(job: Job, slot: Slot, fixed: Kept) -> Iterator[Technique]:
-    """Yield the candidate techniques for a slot (such as precision): the user's fixed ones, or all that a
+    """Yield the candidate techniques for a slot (such as precision): those that the user fixed, or all that a
     plan may choose.
     """
     if slot in fixed.slots:
@@ -180,8 +182,8 @@ def fillings(job: Job, slot: Slot, fixed: Kept, fidelity: Fidelity) -> list[Tech
 
 
 def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
-    """Return the possible numbers of micro-batches of a GPU group's part of the batch, from 1 to one sample
-    each.
+    """Return the possible numbers of micro-batches into which a GPU group's part of the batch may be split,
+    from 1 to one sample each.
     """
     known: Mapping[Slot, tuple[Technique, ...]] = fixed.slots
     pieces = _pieces(job, shared, fixed)

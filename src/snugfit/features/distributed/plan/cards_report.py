@@ -119,7 +119,7 @@ def _about_the_run(plans: CardPlans, prices: Prices) -> Iterator[str]:
 
 
 def _what_more_bring(plans: CardPlans) -> Iterator[str]:
-    """Yield a sentence for each GPU model of which a larger number does not make a step cheaper."""
+    """Yield a sentence for each GPU model: more GPUs of it make a step no cheaper."""
     for kind in plans.fitting:
         one = kind.cheapest
         if one is None or one.gpus == plans.gpus[-1]:
@@ -158,10 +158,10 @@ def _table(plans: CardPlans, prices: Prices) -> Grid:
 
 
 def _sort_key(plans: CardPlans, row: _Row) -> tuple[float, ...]:
-    """Return a key that sorts fitting answers first.
+    """Return a sort key of a table row: recipes that fit come first.
 
-    They are sorted by the fewest GPUs of the kind and their seconds. With the objective `cost` they are
-    sorted by the price of a sample, those without a price last.
+    Rows are sorted by the model's fewest GPUs and by seconds. With the objective `cost` they are sorted by
+    the price of a sample, and rows without a price come last.
     """
     kind, one, cost = row
     if not one.fits:

@@ -34,8 +34,8 @@ HOST_ALIKE = 0.05
 
 
 def best_first(answers: Sequence[OnGpus], limit: float = math.inf) -> list[OnGpus]:
-    """Return the recipes with the plan's answer first, then the rest by predicted seconds. Also return the
-    reason if the answer is not the fastest. The answer takes less than `limit` seconds a step, unless none
+    """Sort simulated recipes: the one that the plan recommends, then the rest by predicted seconds. If the
+    first is not the fastest, its `why` has the reason. It takes less than `limit` seconds a step, unless none
     does.
     """
     fastest, *slower = sorted(answers, key=lambda one: (one.step_seconds, _host_share(one), _length(one)))

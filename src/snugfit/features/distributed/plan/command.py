@@ -22,7 +22,9 @@ COUNTS = "Write a number (8), several (2,4,8), or a range of powers of two (1..6
 
 
 def smaller_on_several(job: Job, recipe: Recipe, **asked: Any) -> Recipe | None:
-    """Return a recipe of less memory for a run on several GPUs that ran out of it (`smaller.py`)."""
+    """Return a recipe that needs less memory, for a run on several GPUs that ran out of memory
+    (`smaller.py`).
+    """
     from snugfit.features.distributed.plan.smaller import smaller_on_several as search
 
     return search(job, recipe, **asked)
@@ -60,7 +62,9 @@ def print_plan(request: Request, asked: Mapping[str, Any], alone: Mapping[str, o
 
 
 def print_cards(request: Request, gpus: Sequence[Gpu], prices: Prices, asked: Mapping[str, Any]) -> int:
-    """Print how many GPUs of each model train the job, and return the exit code of `snugfit gpus`."""
+    """Print the numbers of GPUs of each model that can train the job, and return the exit code of `snugfit
+    gpus`.
+    """
     from snugfit.cli.request import steps_of
     from snugfit.features.distributed.plan import search
     from snugfit.features.distributed.plan.cards_report import render

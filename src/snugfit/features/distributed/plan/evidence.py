@@ -53,9 +53,7 @@ PACE = 0.97
 
 
 class CutStep(NamedTuple):
-    """The split of a step on several GPUs: number of GPUs, samples of a micro-batch, number of
-    micro-batches.
-    """
+    """The split of a batch over GPUs: number of GPUs, samples of a micro-batch, number of micro-batches."""
 
     gpus: int
     samples: int
@@ -65,8 +63,8 @@ class CutStep(NamedTuple):
 
 
 class _SamplePace(NamedTuple):
-    """Lower bound of the seconds per sample on each GPU, from one simulated recipe. It holds for any sharding
-    of the weights.
+    """Lower bound of the seconds per sample on each GPU, from one simulated recipe. The bound is valid for
+    any sharding of the weights.
     """
 
     shared: Shared
@@ -108,8 +106,8 @@ class Evidence:
         self._relations: dict[tuple[str, str, str], bool] = {}
 
     def learn_limit(self, bound: int, ratio: float) -> None:
-        """Set the usable bytes of each GPU. Increase the safety margin to `ratio`, the factor by which
-        simulations with few layers gave too few bytes.
+        """Set the usable bytes of each GPU. Increase the safety margin to `ratio`: simulations with few
+        layers may give too few bytes, by this factor.
         """
         self.bound, self._margin = bound, max(self._margin, ratio)
 
@@ -124,7 +122,7 @@ class Evidence:
             self._paces[shared.of_each] = _SamplePace(shared, size.samples, pace)
 
     def judgment(self, shared: Shared, size: CutStep) -> Judged | None:
-        """Return the stored bytes and seconds of this layout and batch split; None if it was not
+        """Return the stored bytes and seconds of this parallelism layout and batch split; None if it was not
         simulated.
         """
         return self._judged[shared.key].get(size)
@@ -134,8 +132,8 @@ class Evidence:
         return judged.needed_bytes * self._margin <= self.bound
 
     def fits(self, shared: Shared, size: CutStep) -> bool | None:
-        """Return True or False if simulations show that this layout and batch split fits into a GPU's memory;
-        None if unknown.
+        """Return True if simulations imply that this layout and batch split fits into a GPU's memory, False
+        if it does not, None if unknown.
         """
         if (exactly := self.judgment(shared, size)) is not None:
             return self.does_fit(exactly)
@@ -147,15 +145,15 @@ class Evidence:
         return self._fits_by_others(shared, size)
 
     def _fits_larger(self, shared: Shared, size: CutStep) -> bool:
-        """Return True if a simulated batch split of this layout fits that takes no less memory than
-        `size`.
+        """Return True if this layout fits with a simulated batch split that takes no less memory
+        than `size`.
         """
         known = self._judged[shared.key].items()
         return any(self.does_fit(judged) and _takes_no_less(shared, one, size) for one, judged in known)
 
     def _fits_by_others(self, shared: Shared, size: CutStep) -> bool | None:
-        """Return True or False if simulations of other layouts show that this one fits; None if they do
-        not.
+        """Return True if simulations of other layouts imply that this one fits into memory, False if it does
+        not, None if unknown.
         """
         related = self._relations_of(shared)
         if any(self._missed_clearly(other, size) for other in (shared, *related.leaner)):
@@ -171,7 +169,7 @@ class Evidence:
         """Return True if a step with micro-batches of `size` should fit, by a linear estimate from a
         simulated size.
 
-        The simulated size `near` has as many GPUs. The bytes of each further sample may come from other
+        `near` is a simulated split on as many GPUs. The bytes of each further sample may come from other
         layouts.
         """
         _, further = self._by_samples(shared)
@@ -192,8 +190,8 @@ class Evidence:
         """Return the samples of the smallest simulated micro-batch with the same work per GPU, and the bytes
         that each further sample adds.
 
-        The bytes are measured between sizes on as many GPUs in one way of sharing; 0 if unknown. If they are
-        unknown for a group of n GPUs, they are an n-th of those of a GPU by itself.
+        The bytes are the difference of two simulated sizes on as many GPUs in one layout; 0 if unknown. If
+        unknown for a group of n GPUs, they are an n-th of those of a GPU without a group.
         """
         own = self._between_sizes(shared.of_each)
         if own[1] or shared.parts == 1:
@@ -218,8 +216,8 @@ class Evidence:
     def _missed_clearly(self, other: Shared, size: CutStep, times: float = 1.0) -> bool:
         """Return True if a layout's simulated bytes clearly exceed `times` the usable bytes of a GPU.
 
-        The comparison includes only simulated batch splits that take no more memory than `size`. Groups of
-        `times` as many GPUs are `times` fewer.
+        The comparison includes only simulated batch splits that take no more memory than `size`. If groups
+        have `times` as many GPUs, their number is divided by `times`.
         """
         size = size._replace(gpus=math.ceil(size.gpus / times))
         # Several micro-batches hold gradients next to all activations (`WITH_SUMS`).
@@ -297,7 +295,7 @@ class Evidence:
         )
 
     def in_half_groups(self, shared: Shared) -> Iterator[Shared]:
-        """Yield simulated layouts with the same kinds of parallelism in groups of half as many GPUs."""
+        """Yield simulated layouts that differ from this one only in groups of half as many GPUs."""
         for other in self._relations_of(shared).narrower:
             if shared.parts == 2 * other.parts:
                 yield other

@@ -59,8 +59,8 @@ class Outcome(NamedTuple):
 
 @dataclass
 class _WayToShare:
-    """A parallelism layout with recomputation, and its possible numbers of micro-batches, from one to the
-    most.
+    """A parallelism layout with recomputation, and its possible numbers of micro-batches, in
+    ascending order.
     """
 
     shared: Shared
@@ -80,8 +80,8 @@ class FastestOnGpus:
     micro-batches.
 
     Layouts that cannot be simulated are added to `refused` with the reason, and are left out from then on.
-    With `leanest_first`, layouts that need the least memory are simulated first until one is known to fit.
-    With `trusts_line`, micro-batches that do not fit by linear extrapolation are not simulated.
+    With `leanest_first`, layouts that need the least memory are simulated first until one fits. With
+    `trusts_line`, micro-batches are not simulated if linear extrapolation predicts that they do not fit.
     """
 
     def __init__(
@@ -110,9 +110,10 @@ class FastestOnGpus:
         ]
 
     def run(self, limit: float = math.inf) -> Outcome:
-        """Return the recipes that fit in less than `limit` seconds a step, or the nearest miss.
+        """Return the recipes that fit in less than `limit` seconds a step, or the one that exceeds the memory
+        least.
 
-        Evaluate until no other recipe may be faster than the first.
+        Recipes are simulated until no other one can be faster than the first.
         """
         while asked := self._questions(limit):
             self._evaluate(asked)
@@ -167,8 +168,8 @@ class FastestOnGpus:
     # ---- requests ------------------------------------------------------------------------------------------
 
     def _questions(self, limit: float) -> list[_Question]:
-        """Return the recipes to simulate next: layouts, each with the index of its number of micro-batches.
-        The list is empty once the fastest recipe is known.
+        """Return the recipes to simulate next: parallelism layouts, each with the index of a number of
+        micro-batches. The list is empty once the fastest recipe is known.
         """
         best = min([limit, *(one.judged.step_seconds for one in self._fitting())])
         by_least: dict[float, list[_Question]] = {}
@@ -190,7 +191,7 @@ class FastestOnGpus:
         """Remove recipes from the list whose simulation would give the same lower bound of seconds per sample
         as another.
 
-        The bound is that of a sample's seconds.
+        Such recipes do the same work per GPU and sample.
         """
         paceless: dict[str, _Question] = {}
         some: list[_Question] = []
@@ -208,10 +209,10 @@ class FastestOnGpus:
         return some
 
     def _telling(self, question: _Question) -> _Question:
-        """Return the same layout with a single micro-batch, if no lower bound of seconds per sample is known
-        for its groups of GPUs.
+        """Return the recipe to simulate in place of `question`: with one micro-batch if its groups of GPUs
+        have no lower bound of seconds per sample.
 
-        It need not fit: smaller micro-batches take no less.
+        It gives this bound even if it does not fit: smaller micro-batches take no less time per sample.
         """
         way, at = question
         # A GPU by itself has no mesh, and some ways have no cut with the whole batch.
@@ -225,7 +226,7 @@ class FastestOnGpus:
         """Return a layout's lower bound of a step's seconds, and the index of the number of micro-batches to
         simulate next.
 
-        Return None if it needs no simulation.
+        Return None if the layout need not be simulated.
         """
         first = self._first(way)
         if first is None or self._is_behind(way):
@@ -268,8 +269,8 @@ class FastestOnGpus:
     def _is_behind(self, way: _WayToShare) -> bool:
         """Return True if another layout is faster than this one, or must be simulated before it.
 
-        The other way shares the work in the same way, and recomputes less or gathers less often. Its batch
-        need not be cut.
+        The other layout has the same parallelism, and recomputes less or gathers weights less often. It fits,
+        or may fit, with one micro-batch.
         """
         for other in self._ways:
             if other is way:
@@ -287,7 +288,7 @@ class FastestOnGpus:
 
     def _waits_for_smaller_groups(self, way: _WayToShare, best: float) -> bool:
         """Return True if this layout need not be simulated yet: the same layout with groups of half as many
-        GPUs comes first. It also applies if those groups are no faster than still smaller ones.
+        GPUs comes first. It is also True if those groups are no faster than still smaller ones.
         """
         if way.shared.parts == 1:
             return False
@@ -310,8 +311,8 @@ class FastestOnGpus:
         """Return the recipes to simulate next as long as none is known to fit, those with the least memory
         first.
 
-        For meshes these are the smallest micro-batches of all ways for which no other is known to hold no
-        more.
+        For meshes they are all layouts that no other layout undercuts in memory, each with its smallest
+        micro-batches.
         """
         if any(way.shared.parts == 1 for way in self._ways):
             return sorted(asked, key=lambda one: -self._held_more(one[0]))
@@ -373,8 +374,8 @@ def _samples_of(question: _Question) -> int:
 
 
 def refusable(shared: Shared) -> str:
-    """Return a text of a layout's techniques. If its simulation fails, all layouts with the same techniques
-    are skipped.
+    """Return a layout's recomputation and mesh techniques as text. If one layout cannot be simulated, all
+    with the same text are skipped.
     """
     return " + ".join(filter(None, (str(shared.recomputing), shared.mesh)))
 
@@ -392,7 +393,7 @@ def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]
 
 
 def size_of(job: Job, shared: Shared, pieces: Technique) -> CutStep:
-    """Return the batch split of a recipe: number of GPUs, samples of a micro-batch, number of
+    """Return the batch split of a layout with these micro-batches: number of GPUs, samples and number of
     micro-batches.
     """
     part = job_of_rank(job, shared.setup)

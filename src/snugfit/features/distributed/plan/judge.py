@@ -79,10 +79,10 @@ class InFull(NamedTuple):
 
 
 class Judge:
-    """Predicts bytes and seconds of recipes for one job on several GPUs, of one model of GPU or of several.
+    """Predicts bytes and seconds of recipes for one job on several GPUs, of one or several GPU models.
 
-    Kinds in one call run the same kernels and share the simulations. The policy is that of the kind with the
-    most scratch.
+    GPU models in one call run the same kernels and share one simulation: that of the model whose kernels take
+    the most temporary memory.
     """
 
     def __init__(self, job: Job, gpu: Gpu, *others: Gpu) -> None:
@@ -184,8 +184,8 @@ class Judge:
 
 
 class _FewPieces(NamedTuple):
-    """Bytes and seconds of at most `FEW_PIECES` micro-batches on one GPU model, and of one micro-batch more.
-    All numbers but the first grow linearly with layers.
+    """Bytes and seconds of a step with at most `FEW_PIECES` micro-batches on one GPU model, and of one
+    micro-batch more. All fields but the first grow linearly with layers.
     """
 
     unused_bytes: float
@@ -222,8 +222,8 @@ def _by_few_pieces(part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPiece
 
 
 class _OneQuestion:
-    """One prediction for several GPU models that run the same kernels. It collects the warnings for each
-    model.
+    """The prediction of one step for several GPU models that run the same kernels. It collects the warnings
+    for each model.
     """
 
     def __init__(self, kinds: Sequence[Gpu], software: Software) -> None:
@@ -259,8 +259,8 @@ class _OneQuestion:
 
 
 def _seconds_of(timing: StepSeconds) -> tuple[float, float, float]:
-    """Return three sums of seconds of a step: all of it, kernels of forward and backward passes, and
-    collectives that nothing overlaps.
+    """Return three sums of seconds of a step: the whole step, kernels of forward and backward passes, and
+    collectives without overlap.
     """
     model = sum(one.device_seconds for one in timing.phases if one.phase in MODELS_OWN)
     return timing.step_seconds, model, timing.exposed_communication_seconds
@@ -282,9 +282,9 @@ def _on_a_line(points: Sequence[int], of: Callable[[int], list[_FewPieces]], at:
 def with_a_further_piece(trace: Trace) -> Trace | None:
     """Return this trace (the recorded kernels) with its last step extended by one micro-batch.
 
-    It is a copy of the one between the first and the last, which begins and ends as the next does. This also
-    holds if exchanges in other streams reach from one micro-batch into the next. Blocks and events stay
-    unchanged. Return None if the step has no micro-batch between a first and a last.
+    The added micro-batch is a copy of one between the first and the last. This is exact even if collectives
+    in other streams reach from one micro-batch into the next. Memory blocks and events stay unchanged. Return
+    None if the step has no micro-batch between a first and a last.
     """
     starts = later_starts(trace)
     if len(starts) != 2:
@@ -299,8 +299,8 @@ def with_a_further_piece(trace: Trace) -> Trace | None:
 
 
 def _later(kernel: Kernel, numbers: int, since: int) -> Kernel:
-    """Return a copy of kernels with all positions increased by `numbers`. The positions that they wait for
-    increase too, except those before the kernel `since`.
+    """Return a copy of a kernel whose waits refer to kernels `numbers` later. Waits for kernels before index
+    `since` stay unchanged.
     """
     if not kernel.after:
         return kernel

@@ -80,7 +80,7 @@ def _all_ways(job: Job, gpus: int, fixed: Kept) -> Iterator[Shared]:
 
 
 def _axes(gpus: int) -> range:
-    """Return the possible numbers of axes of a mesh for this number of GPUs."""
+    """Return the possible numbers of mesh axes, besides data parallelism, for this number of GPUs."""
     return range(MOST_AXES + 1 if gpus > 1 else 1)
 
 
@@ -152,8 +152,8 @@ class SearchesOfKinds:
 
 class SearchOfKind:
     """The search for one job on GPUs of one model, each with `bound` usable bytes. Recipes that cannot be
-    simulated go to `refused`, with the reasons. Raises `UsageError` if no technique divides the job among the
-    largest of `counts` GPUs.
+    simulated are added to `refused`, with the reasons. Raises `UsageError` if no technique distributes the
+    job over the largest number in `counts`.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class SearchOfKind:
         """Return the recipe with the fastest precision, matrix products and optimizer, which all other
         candidates share.
 
-        They are compared on the largest number of GPUs that gives each a part of the batch. One GPU alone may
-        accept techniques that several refuse.
+        They are compared on the largest number of GPUs that gives each a part of the batch. A single GPU may
+        support techniques that several GPUs do not.
         """
         job, fixed = self.job, self.fixed
         gpus = max([count for count in counts if job.batch_size % count == 0] or counts)
@@ -232,8 +232,8 @@ class SearchOfKind:
         )  # fmt: skip
 
     def answer(self, one: Screened, outcome: Outcome, **known: Any) -> OnGpus:
-        """Return a recipe as a result of the plan, with the bytes and seconds from few layers, or with the
-        `known` ones.
+        """Return a recipe as a result of the plan (`OnGpus`), with bytes and seconds extrapolated from few
+        layers, or `known` ones.
         """
         figures = {"step_seconds": one.judged.step_seconds, "needed_bytes": one.judged.needed_bytes, **known}
         seconds = figures["step_seconds"]
@@ -248,7 +248,8 @@ class SearchOfKind:
 
 def why_mesh(job: Job, shared: Shared, step_seconds: float, alone_seconds: float | None) -> str:
     """Return a sentence on the plan's groups of GPUs and the reason for them; empty without groups.
-    `alone_seconds` is the lower bound of a step with data parallelism alone, None if that does not fit.
+    `alone_seconds` is the lower bound of a step with data parallelism alone, None if data parallelism does
+    not fit.
     """
     if shared.parts == 1:
         return ""

@@ -41,7 +41,9 @@ ROUNDS = 3
 
 
 def recomputes_layers(one: Screened) -> bool:
-    """Return True if fewer layers could be recomputed than in this recipe, which has no pipeline stages."""
+    """Return True if the recipe recomputes layers and has no pipeline stages, so that fewer could be
+    recomputed.
+    """
     return not one.shared.recomputing.plain and one.shared.stages == 1
 
 
@@ -62,7 +64,9 @@ class FewestRecomputed:
         self._judge, self._in_full = judge, in_full
 
     def run(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> dict[int, OnGpus]:
-        """Return faster recipes, by number of GPUs, which recompute fewer layers than these."""
+        """Return faster recipes, by number of GPUs, which recompute fewer layers than the recipes in
+        `chosen`.
+        """
         lines = list(self._lines(chosen))
         best = {line.answer.gpus: line.answer for line in lines}
         for _ in range(ROUNDS):
@@ -82,9 +86,9 @@ class FewestRecomputed:
         return {line.answer.gpus: best[line.answer.gpus] for line in lines}
 
     def _lines(self, chosen: Sequence[tuple[OnGpus, Screened]]) -> Iterator[_LayersLine]:
-        """Yield a search (`_LayersLine`) for each recipe that recomputes layers, unless these are fixed or in
-        stages. Yield also searches with weights that are gathered more often, which leaves memory to
-        recompute less.
+        """Yield a search (`_LayersLine`) for each recipe that recomputes layers, unless the user fixed the
+        recomputation, or layers are in pipeline stages. Also yield searches with weights gathered more often,
+        which frees memory.
         """
         slot = Slot.CHECKPOINTING
         kinds = [
@@ -192,7 +196,8 @@ class _LayersLine:
         """Return the fewest recomputed layers that should fit into memory, interpolated between simulated
         recipes.
 
-        The answer shows the error of few layers. Return all layers if no number is enough.
+        It is corrected by the error of the extrapolation from few layers. If no number is enough, return all
+        layers.
         """
         a_layer = (self.none.needed_bytes - self.every.needed_bytes) / self.layers
         if a_layer <= 0 or self.none.why_not or self.every.why_not:

@@ -60,7 +60,7 @@ class OnGpus:
 
     @property
     def gpu_seconds(self) -> float:
-        """Seconds of a step times GPUs: the cost of a step at any price."""
+        """Seconds of a step times GPUs: proportional to the cost of a step at any price per GPU."""
         return self.gpus * self.step_seconds
 
 
@@ -134,7 +134,7 @@ class SeveralGpusPlan(JsonDocument, Tabular):
         return min(self.fitting, key=lambda one: (one.gpu_seconds, one.gpus), default=None)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return one row per number of GPUs, for a table or a data frame."""
+        """Return one dict per number of GPUs, as rows of a table or a data frame."""
         return [asdict(answer) for answer in self.answers]
 
     def derived_keys(self) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class CardPlans(JsonDocument):
         )[3]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the JSON form of the answers with their fewest and cheapest GPUs, and the GPU model that
+        """Return computed JSON keys: each GPU model's fewest and cheapest number of GPUs, and the model that
         needs the fewest.
         """
         answers = [
@@ -343,7 +343,7 @@ class CardPlans(JsonDocument):
 
 
 def cost_of_cards(kind: CardsOfKind, one: OnGpus, prices: Prices, steps: int | None) -> CardsCost:
-    """Return the cost of an answer, for a thousand samples and for a run of `steps` steps."""
+    """Return the cost in USD of an answer, for a thousand samples and for a run of `steps` steps."""
     price = prices.per_hour.get(kind.key)
     per_hour = None if price is None else price * one.gpus
     run_seconds = steps * one.step_seconds if steps else None
@@ -358,7 +358,7 @@ def cost_of_cards(kind: CardsOfKind, one: OnGpus, prices: Prices, steps: int | N
 
 
 def costs_of_cards(plans: CardPlans, prices: Prices) -> list[CardsCost]:
-    """Return the cost of each answer that fits, by GPU model and number."""
+    """Return the cost in USD of each recipe that fits, for each GPU model and number of GPUs."""
     return [cost_of_cards(kind, one, prices, plans.steps) for kind in plans.fitting for one in kind.answers]
 
 

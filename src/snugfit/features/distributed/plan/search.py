@@ -131,9 +131,10 @@ class _Search:
         )
 
     def _best_of(self, count: int) -> OnGpus:
-        """Return the fastest recipe that fits in a full simulation, or the nearest miss.
+        """Return the fastest recipe for `count` GPUs that fits in a simulation of all layers, or the nearest
+        miss.
 
-        After a miss, its bytes are stored, and the search continues.
+        If a recipe does not fit with all layers, its bytes are stored, and the search continues.
         """
         missed: set[Recipe] = set()
         while fitting := self._outcomes[count].fitting:
@@ -169,8 +170,8 @@ class _Search:
         return best_first([fastest, *(one for one in rest if one is not None and one.fits)], limit)
 
     def _recomputing_fewer(self, plan: SeveralGpusPlan) -> SeveralGpusPlan:
-        """Return the plan with the fewest recomputed layers that fit, for its fastest, fewest and cheapest
-        recipes, or for all if few recompute. If that changes the fastest, the previous one is listed too.
+        """Return the plan with fewer recomputed layers in its fastest, fewest-GPU and cheapest recipes, or in
+        all if few recompute. If that changes the fastest, the previous one is listed too.
         """
         before = after = {one.gpus: one for one in plan.answers}
         found_as = {one.gpus: _way_of(one, self._outcomes[one.gpus]) for one in plan.fitting}
@@ -237,8 +238,8 @@ class _Search:
 
 
 def _way_of(answer: OnGpus, outcome: Outcome) -> Screened:
-    """Return a recipe with the bytes and seconds from few layers. One that misses there may fit with all
-    layers.
+    """Return a recipe with the bytes and seconds from few layers. A recipe that does not fit by few layers
+    may fit with all layers.
     """
     every = (*outcome.fitting, *([outcome.miss] if outcome.miss else []))
     return next(one for one in every if str(one.recipe) == answer.recipe)
@@ -331,8 +332,8 @@ def _shared_evenly(counts: int | Sequence[int], job: Job, fixed: Kept) -> tuple[
 
 
 def _with_figures(kinds: Sequence[Gpu], fixed: Kept) -> tuple[list[Gpu], dict[str, CardsOfKind]]:
-    """Split the GPU models into those with known memory and speed, and those without, each with a result that
-    gives the reason.
+    """Split the GPU models into those with known memory and speed, and those without. Each of the latter has
+    a result with the reason.
     """
     known, answers = [], {}
     for gpu in kinds:
@@ -391,7 +392,9 @@ def _first_that_fits(search: SearchOfKind, counts: Sequence[int]) -> int:
 
 
 def _doubts_about_mesh(job: Job, shared: Shared, gpu: Gpu) -> Iterator[str]:
-    """Yield warnings on the limits of measurements with its techniques for groups of GPUs."""
+    """Yield warnings that predictions with this layout's techniques for groups of GPUs were measured in few
+    cases.
+    """
     if shared.parts == 1:
         return
     for slot in roster.slots_of_several_gpus():

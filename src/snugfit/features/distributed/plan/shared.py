@@ -23,7 +23,7 @@ AXES = ("tensor", "context", "stages")
 @dataclass(frozen=True)
 class Shared:
     """A parallelism layout: a recipe's parallelism and recomputation on a number of GPUs, before the batch is
-    split. The GPUs form a mesh, or one GPU has all of the work.
+    split. The GPUs form a device mesh; a single GPU has none.
     """
 
     gpus: int
@@ -70,8 +70,8 @@ class Shared:
 
     @property
     def spreads_over_all(self) -> bool:
-        """True if more GPUs reduce the bytes of each, because weights or states are sharded over all of
-        them.
+        """True if each GPU needs fewer bytes when there are more GPUs, because weights or optimizer states
+        are sharded over all.
         """
         wish = self.wish
         if wish is None:
@@ -127,8 +127,8 @@ class Shared:
         return self.by_itself == other.by_itself and self.cuts_as(other)
 
     def differs_only_in(self, other: Shared, *more: Slot) -> bool:
-        """Return True if two layouts differ only in parallelism techniques, and only in these slots (choices
-        such as `sharding`).
+        """Return True if two layouts differ only in parallelism techniques, and only in the given slots
+        (kinds of technique such as `sharding`).
         """
         slots = {*roster.slots_of_several_gpus(), *more}
         return all(self.recipe[slot] == other.recipe[slot] for slot in Slot if slot not in slots)
@@ -153,7 +153,9 @@ class Shared:
         return _spreads_no_less(self.wish, other.wish)
 
     def cuts_as(self, other: Shared) -> bool:
-        """Return True if each group of GPUs consists of one or several of the other layout's groups."""
+        """Return True if each of this layout's GPU groups consists of one or several groups of the other
+        layout.
+        """
         return _cuts_as(self._axes, other._axes)
 
     def is_wider_than(self, other: Shared) -> bool:
@@ -190,8 +192,8 @@ class Shared:
 
 
 def _keeps_no_more(own: CheckpointWish | None, rival: CheckpointWish | None) -> bool:
-    """Return True if this layout recomputes no less than the other: all of a layer if the other keeps some of
-    it.
+    """Return True if this layout recomputes no less than the other: for example whole layers where the other
+    recomputes parts of them.
     """
     if own is None or rival is None:
         return rival is None

@@ -110,8 +110,8 @@ class _Smaller:
         return None
 
     def _fastest(self, ways: list[Shared]) -> Screened | None:
-        """Return the fastest of these layouts that fits, from simulations with few layers; None if none
-        does.
+        """Return the fastest recipe that fits among these layouts, from simulations with few layers; None if
+        none does.
         """
         search = FastestOnGpus(
             self._job, self._gpus, ways, self._fixed, self._evidence, {}, self._judge,

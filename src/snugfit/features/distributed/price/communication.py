@@ -52,7 +52,7 @@ class Interconnect(GpuLink):
     """Calibrated share of the link's rate that large exchanges reach, by NCCL's kernel."""
 
     def seconds(self, kernel: Kernel) -> float:
-        """Return the seconds of an exchange between GPUs that no other kernel slows."""
+        """Return the seconds of a collective or transfer kernel while no other kernel runs beside it."""
         peers, stride = kernel.peers
         if peers < 2:
             return 0.0
@@ -86,7 +86,9 @@ class Interconnect(GpuLink):
 
 
 def _factor(operator: str, peers: int) -> float:
-    """Return the bytes over the bus for each byte of an exchange, as nccl-tests counts (PERFORMANCE.md)."""
+    """Return the bytes over the bus for each byte of a collective, as nccl-tests counts them (its
+    PERFORMANCE.md).
+    """
     if operator in (BROADCAST, SEND, RECEIVE):
         return 1.0
     # An all-reduce is a reduce-scatter with an all-gather after it.
@@ -104,9 +106,9 @@ def interconnect_of(gpu: Gpu, rates: Rates | None = None) -> Interconnect:
 
 
 def communication_bytes(trace: Trace, gpus: int) -> int:
-    """Return the NVML bytes of NCCL, which are outside of the allocator's.
+    """Return the GPU bytes that NCCL takes, as NVML counts them, in addition to those of torch's allocator.
 
-    They are for the group of all GPUs, in which any run exchanges tensors, and for each further group.
+    They are counted for the process group of all GPUs, and for each further group.
     """
     exchanges = [kernel for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not exchanges:

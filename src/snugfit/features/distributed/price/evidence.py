@@ -29,8 +29,8 @@ def total(
     conditions: Collection[str] = (),
     counts: Mapping[str, float] = MappingProxyType({"once": 1}),
 ) -> float:
-    """Return the sum of a quantity (bytes or seconds) over the rows of `evidence.json`. `counts` are the
-    values of the variables in their formulas, such as the number of GPUs.
+    """Return the sum of a quantity (bytes or seconds) over the rows of `evidence.json` for this operator and
+    these conditions. `counts` are the values of the variables in their formulas, such as the number of GPUs.
     """
     return sum(
         float(row["value"]) * counts.get(row["formula"], 0)

@@ -65,8 +65,8 @@ def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None)
     """Return blocks that are freed late, because another stream still uses them, in the form of `Frees`
     (`last_step.py`).
 
-    They are those of the trace's last step. The result is empty if it has none, or if no rates of the GPU are
-    known.
+    The blocks are those of the trace's last step. The result is empty without such blocks, or if no speeds of
+    the GPU are known.
     """
     if gpu is None or not trace.awaited:
         return {}
@@ -134,23 +134,25 @@ class DistributedExchanges(Exchanges):
         return super().weights_on_host(job, setup, traces, loop)
 
     def weights_dtype(self, setup: Setup) -> str | None:
-        """Return the dtype in which DeepSpeed's engine keeps the model's weights; None without an engine."""
+        """Return the dtype in which DeepSpeed's engine keeps the model's weights; None if the recipe does not
+        use the engine.
+        """
         engine = SHARDING.of(setup)
         return super().weights_dtype(setup) if engine is None else engine.dtype
 
     def differing(
         self, ranks: Sequence[ForeseenRank], job: Job, setup: Setup, gpu: Gpu | None
     ) -> PipelinedRanks | None:
-        """Return the predictions for ranks with different pipeline stages (`PipelinedRanks`); None if all
-        ranks are alike.
+        """Return an object that predicts ranks with different pipeline stages (`PipelinedRanks`); None if all
+        ranks do the same work.
         """
         return PipelinedRanks(ranks, job, setup, gpu) if len(ranks) > 1 else None
 
     def few_layers_question(
         self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
     ) -> StagesQuestion | None:
-        """Return the prediction of pipeline stages from a simulation of few layers; None if it does not
-        apply.
+        """Return an object that predicts pipeline stages from a simulation of few layers; None without
+        pipeline stages.
         """
         from snugfit.features.distributed.price.few_stages import StagesQuestion
 
@@ -159,8 +161,8 @@ class DistributedExchanges(Exchanges):
         return StagesQuestion(kinds, software, policy, part, setup) if in_stages else None
 
     def micro_batches_in_full(self, setup: Setup) -> float:
-        """Return the number of micro-batches to simulate: one or two more than stages; infinity for an
-        interleaved schedule.
+        """Return the number of micro-batches to simulate: slightly more than pipeline stages; infinity (all
+        of them) for interleaved schedules.
         """
         wish = PARALLEL.of(setup)
         if wish is None or wish.stages == 1:

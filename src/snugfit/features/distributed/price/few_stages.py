@@ -63,8 +63,8 @@ STEPS = 2
 
 
 class _StageFigures(NamedTuple):
-    """Predicted bytes and seconds of one GPU's pipeline stages, for one model of GPU. All but the first grow
-    linearly with layers.
+    """Predicted bytes and seconds of one GPU's pipeline stages, for one GPU model. All fields but the first
+    grow linearly with layers.
     """
 
     unused_bytes: float
@@ -107,8 +107,8 @@ _OfStages = dict[_Place, _StageFigures]
 
 
 class StagesQuestion:
-    """Prediction of a pipeline-parallel step for several GPU models; `few` simulated micro-batches represent
-    more.
+    """Prediction of a pipeline-parallel step for several GPU models; it is extrapolated from `few` simulated
+    micro-batches.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StagesQuestion:
 
     def judge(self, depth: Depth | None) -> list[StagesStep]:
         """Return the predicted bytes and seconds of the step on each GPU model. `part` is the job of one data
-        rank; `depth` sets the simulated layers.
+        rank; `depth` sets the number of simulated layers.
         """
         pieces = self._setup.micro_batches
         # Once every stage is filled, each further micro-batch adds the same.
@@ -141,7 +141,7 @@ class StagesQuestion:
     def _depths(self, depth: Depth | None) -> tuple[int, ...]:
         """Return two small numbers of layers per pipeline stage to simulate, or 0 for the whole model.
 
-        The whole model is simulated if no two smaller ones are less work.
+        The whole model is simulated if two models with few layers are no less work.
         """
         if depth is None:
             return (0,)
@@ -266,9 +266,10 @@ class StagesQuestion:
 
 
 def _of_pieces(values: tuple[float, float, float], deeper: float, few: int, pieces: int) -> float:
-    """Return the seconds of a stage of all layers with `pieces` micro-batches, from three known values. These
-    are the stage of few layers with few micro-batches, its increase by one more, and the whole stage with
-    few. The constant part (weights that are gathered once for all micro-batches) grows with layers.
+    """Return the seconds of a whole pipeline stage with `pieces` micro-batches, extrapolated from three
+    values. These are a stage of few layers with few micro-batches, its increase per micro-batch, and the
+    whole stage with few. The constant part (weights that are gathered once for all micro-batches) grows with
+    layers.
     """
     shallow, further, deep = values
     once = max(0.0, shallow - few * further) * deeper

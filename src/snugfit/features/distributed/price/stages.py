@@ -62,7 +62,7 @@ _PASSES = frozenset({FORWARD, BACKWARD})
 
 
 class Pass(NamedTuple):
-    """A pass of a pipeline schedule: one GPU's unit of work for one micro-batch."""
+    """A forward or backward pass of one micro-batch in one stage, as an entry of a pipeline schedule."""
 
     kind: str
     """Kind of the pass, one of `KINDS`."""
@@ -100,7 +100,7 @@ def _kind(position: int, wish: ParallelWish, layers: int) -> tuple[Any, ...]:
 
 
 def rank_of(position: int, wish: ParallelWish) -> int:
-    """Return the first rank of a position: stages are the first axis of the mesh."""
+    """Return the first rank at a pipeline position, because stages are the first axis of the device mesh."""
     return position * (wish.ranks // wish.stages) if wish.ranks else 0
 
 
@@ -177,8 +177,8 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
 
 
 def _pass_of_each(trace: Trace) -> list[int]:
-    """Return for each kernel the index of the pipeline pass that it belongs to; -1 for kernels before the
-    first pass.
+    """Return for each kernel the index of the forward or backward pass that it belongs to; -1 for kernels
+    before the first pass.
     """
     # The first mark is the loop's, which precedes torch's first pass.
     begins = trace.passes[1:]
@@ -239,8 +239,8 @@ def simulate_stages(
     clips: bool,
     tied: bool = False,
 ) -> PipelinedStep:
-    """Return the seconds of a step of all pipeline GPUs, with the given work per pass and these orders of
-    passes.
+    """Return the seconds of a step of all pipeline GPUs, from the seconds of each pass and its order on each
+    GPU.
 
     Output of a stage arrives after `transfer` seconds. With `clips` all wait for each other before they
     update, with `tied` the first and the last.
@@ -280,8 +280,8 @@ def _step_length(
 def _run_passes(
     work: Sequence[StageWork], orders: Sequence[Sequence[Pass]], transfer: float, free: Sequence[float]
 ) -> list[float]:
-    """Run the schedule's passes in simulated time, and return the moment at which each GPU has finished.
-    `free` has the moments at which they may begin.
+    """Run the schedule's passes in simulated time, and return the time in seconds at which each GPU has
+    finished. `free` has the times at which the GPUs may begin.
     """
     ranks = len(work)
     last = max(one.stage for order in orders for one in order)

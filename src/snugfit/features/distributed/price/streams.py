@@ -19,7 +19,7 @@ from snugfit.rehearsal.trace.trace import COLLECTIVES, DEFAULT_STREAM, Kernel
 
 
 class SimulatedStreams:
-    """Discrete simulation of CUDA streams and of the host that launches their kernels, until further steps
+    """Simulates the timeline of CUDA streams and of the host that launches their kernels, until further steps
     take the same time.
     """
 
@@ -54,7 +54,7 @@ class SimulatedStreams:
         return [(launch - began, start - began, stop - began) for launch, start, stop in moments]
 
     def _run_step(self) -> float:
-        """Run one step to the end of its last kernel, and return that moment."""
+        """Simulate one step to the end of its last kernel, and return that time in seconds."""
         self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)  # launched, by stream
         self._running: dict[int, int] = {}  # kernel by stream
         self._running_exchanges = 0
@@ -85,7 +85,9 @@ class SimulatedStreams:
         return max(self.host_at, max(self.ends, default=0.0))
 
     def _wait_for_default(self) -> None:
-        """Advance until all launched kernels of the computing stream have ended; the host waits for them."""
+        """Advance the simulated time until all launched kernels of the computing stream have ended, since the
+        host waits for them.
+        """
         while DEFAULT_STREAM in self._running or self._waiting[DEFAULT_STREAM]:
             self._advance(self.now + self._next_end())
         self.host_at = max(self.host_at, self.now) + self._host.wait
@@ -97,14 +99,14 @@ class SimulatedStreams:
         return 1 / self._slowed[self._exchanges[number]]
 
     def _next_end(self) -> float:
-        """Return the seconds until the next kernel ends."""
+        """Return the seconds until the next running kernel ends."""
         # Kernels slow each other only if an exchange and another kernel run at once.
         if not 0 < self._running_exchanges < len(self._left):
             return min(self._left.values())
         return min(left / self._rate(number) for number, left in self._left.items())
 
     def _advance(self, moment: float) -> None:
-        """Advance the simulated streams to this moment, in seconds."""
+        """Advance the simulated streams to the time `moment`, in seconds."""
         left, now = self._left, self.now
         while left:
             share = 0 < self._running_exchanges < len(left)
@@ -124,7 +126,9 @@ class SimulatedStreams:
         self.now = max(now, moment)
 
     def _end_what_is_done(self) -> None:
-        """End the finished kernels in the simulated streams, and start those that waited for them."""
+        """Record the end of finished kernels in the simulated streams, and start the kernels that waited for
+        them.
+        """
         left, running = self._left, self._running
         for stream, number in [*running.items()]:
             if left[number] <= 1e-12:  # seconds: what rounding leaves

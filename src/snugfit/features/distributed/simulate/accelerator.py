@@ -37,7 +37,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         self._streams = streams
 
     def is_synchronized_device(self) -> bool:
-        """Return False: as on a GPU, the device runs work later than the host requests it."""
+        """Return False, as for a GPU: the device runs kernels asynchronously to the host."""
         return False
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -45,7 +45,9 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return "meta"
 
     def device_count(self) -> int:
-        """Return 1; DeepSpeed's own CPU class would start a program per call."""
+        """Return 1, the number of simulated devices. DeepSpeed's own CPU class would start a program per
+        call.
+        """
         return 1
 
     def current_device(self) -> str:
@@ -79,15 +81,15 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return self._streams.stream(stream)
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        """Return the simulated stream that is current."""
+        """Return the current simulated CUDA stream."""
         return self._streams.current_stream()
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """Return the default stream of the simulation, which computes."""
+        """Return the default simulated CUDA stream, on which kernels compute."""
         return self._streams.default_stream()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor has no data."""
+        """Return True if the tensor is on the simulated device (`meta`)."""
         return tensor.is_meta
 
     def pin_memory(self, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -112,7 +114,7 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return self._memory_bytes
 
     def empty_cache(self) -> None:
-        """Record that the allocator releases its cached memory."""
+        """Record in the simulation that the allocator releases its cached memory."""
         self._recorder.empty_cache()
 
     def _no_memory(self, *arguments: Any) -> int:

@@ -53,7 +53,7 @@ class RankAllocations(Allocations):
             self._live[address] = (index, weakref.ref(storage, self._on_free(address, index)))
 
     def has_seen(self, tensor: torch.Tensor) -> bool:
-        """Return True if the recorder has seen the allocation of this tensor. Other tensors are still on the
+        """Return True if this tensor's allocation on the device was recorded. Other tensors are still on the
         host.
         """
         return tensor.untyped_storage()._cdata in self._live

@@ -48,22 +48,23 @@ def is_collective(func: Any) -> bool:
 
 
 def gives_its_own(func: Any) -> bool:
-    """Return True if waiting for a collective operator returns its input tensor itself. On tensors without
-    data, torch returns another one.
+    """Return True if this wait operator returns its input tensor itself. On tensors without data, torch
+    returns another tensor.
     """
     return bool(func._schema.name.endswith("::wait_tensor"))
 
 
 def is_wrapping(func: Any) -> bool:
-    """Return True if an operator wraps a tensor whose collective still runs, so that its first use waits. On
-    tensors without data, torch (2.13) creates an empty tensor instead.
+    """Return True if an operator wraps a tensor whose collective still runs, so that the first use of the
+    tensor waits. On tensors without data, torch (2.13) creates an empty tensor instead.
     """
     return bool(func._schema.name == "_c10d_functional::_wrap_tensor_autograd")
 
 
 def kernel_of(func: Any, args: tuple[Any, ...] = ()) -> str:
-    """Return the name of an operator's NCCL kernel. An all-to-all whose whole tensor goes to one rank is a
-    send."""
+    """Return the name of an operator's NCCL kernel. An all-to-all that sends its whole tensor to one rank
+    counts as a send.
+    """
     if func in ALL_TO_ALL_SINGLE and args and sum(size != 0 for size in args[2]) == 1:
         return SEND
     # Names are like `c10d::_allgather_base_`.
@@ -72,7 +73,7 @@ def kernel_of(func: Any, args: tuple[Any, ...] = ()) -> str:
 
 
 def is_async(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if NCCL runs an operator in a stream of its own, for which a later operator waits.
+    """Return True if NCCL runs an operator in a stream of its own, and a later operator waits for it.
 
     Otherwise it runs in the current stream (`ProcessGroupNCCL`, since torch 2.8).
     """
@@ -90,8 +91,9 @@ def group_of(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def peers_of(group: Any, kernel: str = "") -> tuple[int, int]:
-    """Return the number of ranks in a group, and the distance between them. For a send to the next rank, the
-    number is 2."""
+    """Return the number of ranks in a group, and the distance between neighbouring ranks. For a send to the
+    next rank, the number is 2.
+    """
     ranks = torch.distributed.get_process_group_ranks(group)
     return 2 if kernel == SEND else len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
@@ -117,13 +119,13 @@ def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def is_functional(func: Any) -> bool:
-    """Return True if an operator returns a new tensor, for which a later operator waits."""
+    """Return True for a functional collective: it returns a new tensor, for which a later operator waits."""
     return str(func.namespace).startswith("_c10d_functional")
 
 
 def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors that exist only for the collective: those gathered, scattered or received. Summed
-    and sent tensors belong to other code.
+    """Return the tensors that exist only for the collective: its gathered, scattered or received outputs.
+    Summed and sent tensors are inputs of other code.
     """
     kernel = kernel_of(func)
     if kernel == RECEIVE:

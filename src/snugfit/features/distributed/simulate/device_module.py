@@ -54,7 +54,7 @@ class ShapesModule:
         return self._order
 
     def current_stream(self, *device: Any) -> ShapesStream:
-        """Return the simulated stream that is current."""
+        """Return the current simulated CUDA stream."""
         return self._streams[self._order.current]
 
     def default_stream(self, *device: Any) -> ShapesStream:
@@ -88,7 +88,7 @@ class ShapesModule:
     set_device = synchronize = manual_seed = manual_seed_all = set_rng_state = _do_nothing
 
     def get_rng_state(self, *device: Any) -> torch.Tensor:
-        """Return a random state; the simulated device draws no numbers."""
+        """Return a placeholder for the device's random state; the simulated device draws no numbers."""
         import torch
 
         return torch.zeros(16, dtype=torch.uint8, device="cpu")

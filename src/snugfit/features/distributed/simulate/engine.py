@@ -47,13 +47,14 @@ class CpuAdam:
     destroy_adam = create_adam
 
     def adam_update(self, *arguments: Any) -> None:
-        """Report an update of the weights, which are the ninth argument."""
+        """Report an update of the weights, which are the ninth positional argument."""
         MetaLink.observer.update_on_host(arguments[8].nbytes, arguments[8].dtype)
         MetaLink.observer.hold_on_host(self._host.most, self._host.pinned)
 
 
 class FileHandle:
-    """Replacement of DeepSpeed's reader and writer of files (`csrc/aio`): it reports bytes and uses no files.
+    """Replacement of DeepSpeed's reader and writer of files (`csrc/aio`): it reports the bytes to an observer
+    and uses no files.
 
     DeepSpeed's swappers run unchanged, with page-locked buffers on the host.
     """
@@ -63,7 +64,7 @@ class FileHandle:
         self._pending = 0
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int = 0) -> int:
-        """Report the read or write of a file; 0 means success."""
+        """Report the read or write of a file to the observer, and return 0 for success."""
         self._pending += 1
         MetaLink.observer.swap(buffer.nbytes)
         return 0
@@ -85,7 +86,7 @@ class FileHandle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
-        """Subtract a freed tensor's bytes from the page-locked host memory."""
+        """Record that a tensor is freed: subtract its bytes from the page-locked host memory."""
         LOCKED.discard(tensor.untyped_storage()._cdata)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -115,7 +116,8 @@ class FileOperator:
 class TorchForShapes:
     """Replacement of the module `torch` inside DeepSpeed's code for ZeRO-2.
 
-    The stage creates tensors on `meta` itself, as holders of shapes. They are no tensors of the device.
+    ZeRO-2 creates tensors on `meta` itself as placeholders for shapes. In a simulation they must not count as
+    device tensors.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -123,15 +125,18 @@ class TorchForShapes:
 
     @staticmethod
     def zeros_like(like: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Return a one-element tensor on the host, expanded to the shape, if the target is `meta`."""
+        """Return zeros of this shape; if the target device is `meta`, an expanded one-element tensor on the
+        host.
+        """
         if options.get("device") == "meta":
             return torch.empty((), device="cpu").expand(like.shape)
         return torch.zeros_like(like, **options)
 
 
 class _Number:
-    """Replacement of `float` in DeepSpeed's stages: the norm of gradients, on which no shape depends, is
-    1."""
+    """Replacement of `float` in DeepSpeed's code: the gradients' norm, a tensor without data, becomes 1, as
+    no shape depends on it.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -239,7 +244,7 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
 
 
 class _Gathering:
-    """Simulated handle of weights that are being gathered."""
+    """Simulated handle of a gather of weights that still runs."""
 
     def __init__(self, recorder: RankRecorder, moment: Moment) -> None:
         self._recorder, self._moment = recorder, moment
@@ -274,7 +279,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
         recorder.memory.lend(tensor, stream.stream_id)
 
     def end_and_destroy(engine: Any) -> None:
-        """End the recording before the engine's destruction, whose frees would change the last step.
+        """End the recording and destroy the engine, so that its frees do not change the last recorded step.
 
         An earlier run's engine is destroyed when the garbage collector finds it.
         """

@@ -57,7 +57,7 @@ LEAST = 1 << 10
 class HostTensors(TorchDispatchMode):
     """Dispatch mode that simulates tensors on the host and counts their bytes.
 
-    `convert(tensor, dtype)` returns a device tensor in another dtype.
+    The given function `convert(tensor, dtype)` casts a device tensor.
     """
 
     def __init__(self, convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
@@ -73,7 +73,9 @@ class HostTensors(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing compiles here, and skipping costs time per operator."""
+        """Return False, since Dynamo compiles nothing under this mode, and the check costs time per
+        operator.
+        """
         return False
 
     # ---- copies between host and device ------------------------------------------------------------------
@@ -112,9 +114,7 @@ class HostTensors(TorchDispatchMode):
     # ---- memory ------------------------------------------------------------------------------------------
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this shape and dtype in host memory that was not yet written, and count its
-        bytes.
-        """
+        """Return a new host tensor of this shape and dtype in untouched memory, and count its bytes."""
         nbytes = like.untyped_storage().nbytes()
         # The system refuses an empty map.
         memory = mmap.mmap(
@@ -131,7 +131,7 @@ class HostTensors(TorchDispatchMode):
     def pin(self, tensor: torch.Tensor) -> None:
         """Count the tensor's bytes as page-locked for the rest of the run.
 
-        torch allocates a power of two of them, and never releases it (`CachingHostAllocator`).
+        torch rounds the bytes up to a power of two, and never releases them (`CachingHostAllocator`).
         """
         nbytes = tensor.untyped_storage().nbytes()
         taken = 1 << max(0, nbytes - 1).bit_length()
@@ -199,9 +199,7 @@ class HostTensors(TorchDispatchMode):
         return self._skip(func, args, kwargs)
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the tensor that a factory operator creates. A large one on the host is in memory that was
-        not yet written.
-        """
+        """Return the tensor that a factory operator creates. A large host tensor is in untouched memory."""
         operand = next((one for one in args if isinstance(one, torch.Tensor)), None)
         device = kwargs.get("device") or (operand.device if operand is not None else "cpu")
         if not _is_host(device):
@@ -235,10 +233,9 @@ class HostTensors(TorchDispatchMode):
 
 
 def asks_for_shapes() -> bool:
-    """Return True if an operator runs on torch's fake tensors.
+    """Return True if the current operator runs on torch's fake tensors, only to compute shapes.
 
-    DTensor runs such operators only for the shapes of their results. torch 2.11 passes no device there, which
-    would mean the host.
+    DTensor does so. torch 2.11 passes no device to such operators, which would otherwise mean the host.
     """
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
@@ -252,5 +249,5 @@ def _on_meta(value: Any) -> Any:
 
 
 def _nbytes(value: Any) -> int:
-    """Return the bytes of the tensors in a value."""
+    """Return the total bytes of the tensors in a value (a tensor, or a list or tuple of them)."""
     return sum(one.nbytes for one in tree_leaves(value) if isinstance(one, torch.Tensor))

@@ -27,8 +27,9 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 class HostShards(HostTensors):
-    """Simulated host memory of one rank. A free page-locked block is reused as a whole
-    (`CachingHostAllocator`)."""
+    """Simulated host memory of one rank. A freed page-locked block is reused as a whole
+    (`CachingHostAllocator`).
+    """
 
     def keep(self, like: torch.Tensor) -> torch.Tensor:
         """Return a page-locked host tensor for a copy of this device tensor, and record the copy."""

@@ -64,16 +64,16 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 class RankRecorder(Recorder):
-    """Recorder of one rank's simulated run, with streams and collectives."""
+    """Records allocations, kernels, streams and collectives of one rank's simulated run."""
 
     allocations = RankAllocations
     memory: RankAllocations
 
     @classmethod
     def micro_batches_to_settle(cls, setup: Setup) -> float:
-        """Return the number of micro-batches after which all further ones are alike. It is 1, since kernels
-        of the second still wait for collectives of the first (DDP's buffers). It is infinity for a pipeline,
-        whose order of passes depends on all micro-batches, and for DeepSpeed's engine.
+        """Return the number of micro-batches after which all further ones have the same trace. It is 1, since
+        kernels of the second still wait for collectives of the first (DDP's buffers). It is infinity for a
+        pipeline, whose order of passes depends on all micro-batches, and for DeepSpeed's engine.
         """
         wish = PARALLEL.of(setup)
         return 1 if wish is not None and wish.stages == 1 else math.inf
@@ -131,8 +131,9 @@ class RankRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _is_on_host(self, value: Any) -> bool:
-        """Return True if a value is a part of a model that was built without the recorder, and is not moved
-        yet."""
+        """Return True if a value is a tensor of a model built on the host, and was not moved to the
+        device.
+        """
         return isinstance(value, torch.Tensor) and value.is_meta and not self.memory.has_seen(value)
 
     def claim(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
@@ -146,7 +147,7 @@ class RankRecorder(Recorder):
     def phase(self, name: str) -> None:
         """Record the start of a phase, to which all later events belong.
 
-        After the backward pass, the device has waited for all gradients in averaging.
+        After the backward pass, the device waits until all gradients are averaged.
         """
         if name == "backward":
             self._first_to_come = True
@@ -185,7 +186,7 @@ class RankRecorder(Recorder):
         self._add_exchange(ALL_REDUCE, bucket.nbytes, self.averages_over, own_stream=True)
 
     def count_shard_hooks(self, hooks: int) -> None:
-        """Record FSDP2's hooks on the host by their number."""
+        """Record the number of FSDP2's hooks that the host runs, which take host time."""
         self._add_work_of_host(SHARD_HOOKS, hooks)
 
     def count_part_operators(self, operators: int) -> None:
@@ -217,7 +218,9 @@ class RankRecorder(Recorder):
         self._add_to_last_step(SHARDED_OPERANDS, KernelCost(0, 0, (), "", operands, "", ()))
 
     def _add_to_last_step(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
-        """Add an entry to the last recorded step. All ranks of a host share the bandwidth of its memory."""
+        """Add an operator with its cost to the last recorded step. Work on the host counts as shared by all
+        ranks, which share the bandwidth of its memory.
+        """
         shared = operator in (WORK_ON_HOST, UPDATE_ON_HOST)
         super()._add_to_last_step(operator, cost, (dist.get_world_size(), 1) if shared else peers)
 
@@ -474,7 +477,7 @@ def takes_the_largest_part() -> Patch:
 
     torch's `ZeroRedundancyOptimizer` assigns each weight, the largest first, to the process with the fewest
     elements. If matrices have few different sizes, some processes get a percent more than others, or even
-    more. Processes are equal in all else, so this one has the highest memory use.
+    more. Everything else is equal in all processes, so the largest part gives the highest memory use.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -580,8 +583,8 @@ class _Handle:
 
 
 def instead_of_others(*, handles_for_all: bool) -> list[Patch]:
-    """Return patches of a pipeline stage's communication with other stages. With `handles_for_all`,
-    exchanges that begin together have one handle.
+    """Return patches that simulate a pipeline stage's communication with other stages. With
+    `handles_for_all`, transfers that begin together have one handle.
 
     Neither end has a stream here, because a stage's wait is not in its own trace
     (`features/distributed/price/stages.py`). A block that is freed during its transfer is reusable at once,

@@ -50,8 +50,8 @@ class StreamOrder:
         self._awaited[stream] |= moment - {self._last.get(stream, -1)}
 
     def place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the stream of the kernel with this index, and the kernels of other streams for which it
-        waits.
+        """Record a kernel with this index on the current stream. Return the stream, and the kernels of other
+        streams for which it waits.
         """
         awaited = tuple(sorted(self._awaited.pop(self.current, ())))
         self._last[self.current] = number

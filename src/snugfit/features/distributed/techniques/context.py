@@ -71,8 +71,8 @@ class ContextParallel(Technique):
         return several_gpus.along(setup, context=self.n).with_fields(attention=attention)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the settings that ring attention does not support or that are not simulated on several
-        GPUs.
+        """Yield reasons to refuse a recipe: settings that ring attention does not support, or that are not
+        simulated on several GPUs.
         """
         setup = setup_of(*(recipe[slot] for slot in Slot if slot is not self.slot))
         wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
@@ -125,7 +125,7 @@ class ContextParallel(Technique):
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Return the reason why no plan cuts sequences over GPUs: no group within a host can share the
-        sequences. Empty if one can.
+        sequences. Empty if a group can.
         """
         if any(cls.settings(job)):
             return ""
@@ -159,8 +159,8 @@ def _of_model(job: Job) -> Iterator[str]:
 
 
 def _types_of(rope: dict[str, Any]) -> set[str]:
-    """Return the types of rotary position embeddings in a config, one for each type of layer if they
-    differ.
+    """Return the types of rotary position embeddings in a config: one, or several if types of
+    layers differ.
     """
     return {one.get("rope_type", "") for one in rope.values() if isinstance(one, dict)}
 

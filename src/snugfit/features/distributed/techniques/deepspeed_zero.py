@@ -72,8 +72,9 @@ DISK = "/local_nvme"
 
 
 def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) -> dict[str, Any]:
-    """Return DeepSpeed's section `zero_optimization`. `sizes` has a number or `auto` for each bucket without
-    a size of its own; a disk's files are in `folder`."""
+    """Return DeepSpeed's section `zero_optimization`. `sizes` has a number or `auto` for each bucket whose
+    size `wish` does not set. States on a disk are in `folder`.
+    """
     section: dict[str, Any] = {
         "stage": wish.stage,
         # On one GPU there is no exchange to overlap.
@@ -93,7 +94,7 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
 
 def counterparts(stage: int) -> tuple[Counterpart, ...]:
     """Return DeepSpeed's equivalents of this ZeRO stage in other libraries:
-    `TrainingArguments(deepspeed=...)`, and notes on a configuration that was read.
+    `TrainingArguments(deepspeed=...)`, and notes for a user's DeepSpeed configuration.
     """
     named = []
     # Only the third stage can put anything on a disk.
@@ -119,8 +120,8 @@ def counterparts(stage: int) -> tuple[Counterpart, ...]:
 
 
 def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
-    """Return the Setup in which DeepSpeed runs the steps. Autocast's dtype becomes the dtype of the weights,
-    with fp32 weights for the update.
+    """Return the Setup in which DeepSpeed runs the steps. Weights are kept in autocast's dtype, and the
+    optimizer updates fp32 copies of them.
     """
     dtype, setup = setup.without_autocast()
     return setup.with_fields(sharding=replace(wish, dtype=dtype or "float32"))

@@ -47,7 +47,7 @@ class Expert(Technique):
         return several_gpus.along(setup, experts=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to a recipe without `tensor` on as many GPUs, and to a model without experts."""
+        """Yield reasons to refuse a recipe: no `tensor` on as many GPUs, or a model without experts."""
         wish = PARALLEL.of(recipe[Slot.TENSOR_PARALLEL].alone)
         if wish is None or wish.tensor != self.n:
             yield (
@@ -64,7 +64,7 @@ class Expert(Technique):
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Return the reason why no plan spreads experts over GPUs: no group within a host can share the
-        experts. Empty if one can.
+        experts. Empty if a group can.
         """
         if any(cls.settings(job)):
             return ""

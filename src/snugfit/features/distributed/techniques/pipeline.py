@@ -45,7 +45,9 @@ HOW_MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Technique):
-    """Divides the layers into stages on n GPUs, or n groups of GPUs, which pass on their results."""
+    """Divides the layers into stages on n GPUs, or n groups of GPUs, which send hidden states to the next
+    stage.
+    """
 
     fidelity: ClassVar = Fidelity.SAME
     caveat: ClassVar = HOW_MEASURED
@@ -85,7 +87,9 @@ class Pipeline(Technique):
         return self.schedule in ("interleaved", "zero_bubble")
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the settings that cannot be cut into stages or are not simulated on several GPUs."""
+        """Yield reasons to refuse a recipe: models or settings that cannot be cut into stages, or are not
+        simulated on several GPUs.
+        """
         setup = setup_of(*(recipe[slot] for slot in roster.slots_of_several_gpus()))
         wish = PARALLEL.of(setup)
         assert wish is not None

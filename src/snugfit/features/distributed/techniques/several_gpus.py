@@ -39,9 +39,10 @@ gradients in each step unless this argument is False."""
 
 
 def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
-    """Return the equivalent of FSDP2 in other libraries: `TrainingArguments(fsdp=True)`, which gathers
-    weights outside of layers once. With a `group` each copy of the weights is sharded over that many GPUs.
-    The number of copies follows from the number of GPUs."""
+    """Return the equivalent of FSDP2 in other libraries: `TrainingArguments(fsdp=True)`, which gathers the
+    weights outside of layers once per step. With a `group` each copy of the weights is sharded over that many
+    GPUs. The number of copies follows from the number of GPUs.
+    """
     written = [
         Counterpart(
             arguments={
@@ -99,7 +100,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
 
 
 def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWish) -> Iterator[str]:
-    """Yield objections to settings that cannot be combined with matrices sharded over GPUs."""
+    """Yield reasons to refuse settings that cannot be combined with matrices sharded over GPUs."""
     if wish.tensor == 1:
         return
     sharding = recipe[Slot.SHARDING]
@@ -115,14 +116,14 @@ def _objections_to_parts(recipe: TechniqueBySlot, setup: Setup, wish: ParallelWi
 
 @dataclass(frozen=True, kw_only=True)
 class SharedBatch(Technique):
-    """Base of the techniques by which several GPUs share the batch."""
+    """Base class of data-parallel techniques, by which several GPUs share the batch."""
 
     needs_several_gpus: ClassVar = True
 
     @abstractmethod
     def wish(self) -> ParallelWish:
-        """Return the distribution over processes (field `parallel`): the distribution of the model along the
-        data axis.
+        """Return the distribution over processes (field `parallel`): weights copied or sharded along the data
+        axis of the mesh.
         """
 
     def install(self, setup: Setup) -> Setup:
@@ -130,13 +131,13 @@ class SharedBatch(Technique):
         return with_parallel(setup, self.wish())
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the settings that are not simulated on several GPUs."""
+        """Yield reasons to refuse a recipe: settings that are not simulated on several GPUs."""
         yield from objections(job, recipe, self.wish())
 
 
 def along(setup: Setup, **counts: Any) -> Setup:
-    """Return the training settings with these numbers of ranks along axes of the mesh, in addition to its
-    other axes.
+    """Return the training settings with the given numbers of ranks along some axes of the device mesh. Other
+    axes stay unchanged.
     """
     wish = PARALLEL.of(setup) or ParallelWish(weights="alone")
     return setup.with_fields(parallel=replace(wish, **counts))

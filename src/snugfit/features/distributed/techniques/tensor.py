@@ -54,7 +54,9 @@ class Tensor(Technique):
         return several_gpus.along(setup, tensor=self.n)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield the settings that are not simulated on several GPUs, and sizes that n parts cannot share."""
+        """Yield reasons to refuse a recipe: settings not simulated on several GPUs, or model sizes that n
+        does not divide.
+        """
         wish = PARALLEL.of(recipe[Slot.SHARDING].alone) or ParallelWish(weights="alone")
         yield from several_gpus.objections(job, recipe, replace(wish, tensor=self.n))
         spread = PARALLEL.of(recipe[Slot.EXPERT_PARALLEL].alone)
@@ -71,7 +73,7 @@ class Tensor(Technique):
     @classmethod
     def planning_objection(cls, job: Job) -> str:
         """Return the reason why no plan cuts matrices over GPUs: no group within a host can share the model.
-        Empty if one can.
+        Empty if a group can.
         """
         if any(cls.settings(job)):
             return ""

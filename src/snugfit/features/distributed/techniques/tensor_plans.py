@@ -1,5 +1,5 @@
-"""Checks of whether tensor parallelism can split a model, and into how many shards, by transformers'
-plans.
+"""Checks for tensor parallelism, by transformers' plans: can a model be split, and into this number of
+shards?
 """
 
 from __future__ import annotations

@@ -56,5 +56,5 @@ class Zero2(Technique):
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to all but AdamW in fp32 or bf16, which the engine trains."""
+        """Yield reasons to refuse a recipe: the engine supports only AdamW in fp32 or bf16."""
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload == "cpu")

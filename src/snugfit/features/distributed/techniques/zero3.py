@@ -55,11 +55,11 @@ class Zero3(Technique):
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield objections to all but AdamW in fp32 or bf16, which the engine trains."""
+        """Yield reasons to refuse a recipe: the engine supports only AdamW in fp32 or bf16."""
         yield from deepspeed_zero.objections(job, recipe, on_host=self.offload != "none")
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning about the accuracy of predictions in the cases that were measured."""
+        """Yield a warning about the accuracy of predictions, as measured in a few cases."""
         yield deepspeed_zero.UNCERTAIN
         if self.offload == "nvme":
             yield deepspeed_zero.OF_DISKS

@@ -1,4 +1,6 @@
-"""An evaluator of recipes on many GPUs by short formulas. Tests compare a search with all recipes on it."""
+"""Made-up bytes and seconds of recipes on many GPUs, by short formulas. Tests compare a search with the best
+of all recipes.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ from snugfit.units import GIB
 
 
 class MadeUpJudge:
-    """Formulas for states that may be sharded, activations of a micro-batch, and exchanges that grow with the
-    GPUs. Tensor and context groups exchange data for each sample, and stages wait for each other."""
+    """Computes bytes and seconds by formulas: states that may be sharded, activations, and exchanges that
+    grow with the GPUs. Tensor and context groups exchange data for each sample, and stages wait for each
+    other.
+    """
 
     states, sample, exchange = 160 * GIB, 6 * GIB, 0.02
     tensor, context, stage = 0.05, 0.05, 0.0
@@ -61,7 +65,7 @@ class MadeUpJudge:
 
     @classmethod
     def of_setup(cls, job: Job, gpu: Gpu, gpus: int, setup: Setup) -> Judged:
-        """Evaluate the setup of a recipe on so many GPUs."""
+        """Return the made-up bytes and seconds of a recipe's setup on `gpus` GPUs."""
         from snugfit.features.distributed.fields import ParallelWish
 
         wish = setup.parallel or ParallelWish(weights="alone", ranks=1)
@@ -89,8 +93,9 @@ class MadeUpJudge:
 
 @functools.cache
 def every_setup(job: Job, base: Recipe, count: int, axes: int) -> tuple[Setup, ...]:
-    """Return the setups of all recipes that share the job among so many GPUs, valid or not by the
-    formulas."""
+    """Return the setups of all recipes that distribute the job over `count` GPUs, also those that
+    do not fit.
+    """
     return tuple(
         on_gpus(shared.cut(pieces).setup(), count)
         for shared in ways(job, base, count, Kept(), axes)
@@ -101,8 +106,9 @@ def every_setup(job: Job, base: Recipe, count: int, axes: int) -> tuple[Setup, .
 def best_of_all(
     job: Job, gpu: Gpu, count: int, bound: int, base: Recipe, more: float = MARGIN
 ) -> Judged | None:
-    """Return the fastest of all recipes that fit on so many GPUs, with so many usable bytes on each. A mesh
-    counts only if it is much faster, or the only one that fits."""
+    """Return the fastest of all recipes that fit on `count` GPUs with `bound` usable bytes each. A mesh
+    counts only if it is much faster, or the only one that fits.
+    """
     best: Judged | None = None
     for axes in range(MOST_AXES + 1):
         every = [MadeUpJudge.of_setup(job, gpu, count, one) for one in every_setup(job, base, count, axes)]

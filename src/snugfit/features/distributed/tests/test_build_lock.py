@@ -32,7 +32,7 @@ def forks() -> Forks:
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Path:
-    """Return a lock without a holder, in a folder whose last change is old."""
+    """Return a lock file that no process holds, in a folder whose last change is old."""
     file = tmp_path / "cpu_adam" / "lock"
     file.parent.mkdir()
     file.touch()
@@ -41,7 +41,7 @@ def lock(tmp_path: Path) -> Path:
 
 
 def age(lock: Path) -> None:
-    """Make all files in the folder of the lock an hour old."""
+    """Set the change time of all files in the lock's folder to an hour ago."""
     for path in (*lock.parent.iterdir(), lock.parent):
         os.utime(path, (time.time() - 3600,) * 2)
 
@@ -135,7 +135,7 @@ def hold(lock: str) -> int:
 
 
 def work_in(folder: str) -> int:
-    """Work in the folder like ninja, whose parent may be dead."""
+    """Stay in the folder as working directory, like ninja, whose parent may be dead."""
     os.chdir(folder)
     time.sleep(60)
     return 0
@@ -161,7 +161,7 @@ def test_a_live_builder_is_waited_for_by_name(
 
 
 def take_turns(lock: str, log: str) -> int:
-    """Hold the lock for a while, like a build."""
+    """Take the lock of torch, hold it for a while like a build, and release it."""
     with dead_locks_removed(lambda text: None):
         baton = FileBaton(lock)
         assert baton.try_acquire()

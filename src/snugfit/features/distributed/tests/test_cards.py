@@ -1,5 +1,6 @@
-"""The number of cards of each kind: the fewest that fit and the cheapest. Both are checked against every
-recipe on every number of GPUs. Further tests cover rehearsals shared by kinds, wrong input and the report."""
+"""Numbers of GPUs of each model: the fewest that fit and the cheapest. Both are checked against every recipe
+on every number of GPUs. Further tests cover simulations shared by GPU models, wrong input and the report.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +146,9 @@ def test_what_fits_nowhere_is_the_nearest_miss(
 
 
 def test_kinds_judged_together_take_what_each_takes_alone() -> None:
-    """Both use the policy of the kind with the most scratch, so a kind needs at most slightly more bytes."""
+    """Both GPU models use one simulation, with the larger temporary memory of the two, so each needs at most
+    slightly more bytes.
+    """
     job = replace(small_job("llama", 3), batch_size=8)
     recipe = Recipe.parse("bf16 + fsdp")
     together = Judge(job, *KINDS[:2]).judge_kinds(2, recipe, (0, 1))
@@ -175,8 +178,9 @@ def test_answers_are_those_of_a_plan_for_one_kind() -> None:
 
 
 def cards() -> CardPlans:
-    """Return three kinds: an H200 that fits alone but is cheaper as a pair, four L4s, and a kind without
-    figures."""
+    """Return plans for three GPU models: an H200 that fits alone but is cheaper as a pair, four L4s, and a
+    model without known speed.
+    """
     one = OnGpus(
         gpus=1, recipe="bf16", needed_bytes=100 * GIB, step_seconds=10.0, samples_per_second=6.4,
         bound="compute",
@@ -260,7 +264,9 @@ ASK = ["gpus", "h200", "l4", "--for", "bert-large-uncased", "--task", "sequence-
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """Invent the results of searches, and cache them in a folder of the test's own."""
+    """Replace searches by made-up results, set an empty cache folder, and return the list of the searches
+    that were requested.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     questions: list[Any] = []

@@ -1,4 +1,6 @@
-"""Sequences that are cut over GPUs: named refusals, the memory of a rank, and its exchanges."""
+"""Sequences that are cut over GPUs: errors for unsupported cases, the memory of a rank, and its
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ def test_gpus_that_make_no_such_groups(recipe: str, gpus: int, why: str) -> None
 
 
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
-    """The batch comes from data; a check of the recipe does not see it."""
+    """The length of a batch is known only when data is loaded, after the recipe was checked."""
     mesh: Any = SimpleNamespace(size=lambda: 2)
     ids = torch.zeros(2, 8, dtype=torch.int64)
     padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 8, [1] * 6 + [0] * 2])}

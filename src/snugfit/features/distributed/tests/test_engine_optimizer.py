@@ -33,7 +33,7 @@ STAGES = ["zero2(offload=none)", "zero3(offload=none)"]
 def engine_of(
     family: str, recipe: str, frozen: str = "none of them"
 ) -> Iterator[tuple[Any, dict[str, torch.Tensor], Any]]:
-    """Yield a model in an engine, a copy of its initial weights, and the optimizer's substitute."""
+    """Yield a model in DeepSpeed's engine, a copy of its initial weights, and its `EngineOptimizer`."""
     job, setup = small_job(family, 1), Recipe.parse(recipe).setup()
     torch.manual_seed(0)
     with in_process_group(CPU):
@@ -117,7 +117,9 @@ def test_processes_have_weights_of_about_as_many_bytes() -> None:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return DeepSpeed's module that selects a device, without a selected device and with a GPU to find."""
+    """Return DeepSpeed's module that selects a device, in a state where it has selected none and would find a
+    GPU.
+    """
     from deepspeed.accelerator import real_accelerator
 
     monkeypatch.setattr(real_accelerator, "ds_accelerator", None)

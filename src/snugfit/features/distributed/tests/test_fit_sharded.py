@@ -188,7 +188,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(forks: Forks, tmp_p
 
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_all(forks: Forks, tmp_path: Path) -> None:
-    """The folder still has the shards of the last checkpoint."""
+    """After the error, the folder still has the shards of the last checkpoint."""
     fault = {"step": 4, "kind": "spoils", "rank": 1}
     assert fits(forks, tmp_path / "run", recipe="fsdp", fault=fault, fsdp={}) == [1, 1]
     texts = [(tmp_path / f"run.rank-{rank}").read_text() for rank in range(2)]

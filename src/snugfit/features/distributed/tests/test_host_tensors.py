@@ -1,4 +1,4 @@
-"""Tests of tensors on the host in a simulation."""
+"""Test tensors on the simulated host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from snugfit.features.distributed.simulate.host_tensors import HostTensors
 
 
 def test_shapes_that_dtensor_asks_for_on_the_host_are_no_tensors_there() -> None:
-    """DTensor names no device for them (`_rebuild_tensor_from_dtensor_meta`)."""
+    """DTensor creates such tensors without a device (`_rebuild_tensor_from_dtensor_meta`), only to compute
+    shapes.
+    """
     host = HostTensors(lambda tensor, dtype: tensor.to(dtype))
     with host:
         with FakeTensorMode():

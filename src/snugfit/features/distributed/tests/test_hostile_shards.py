@@ -32,12 +32,12 @@ from test_hostile_checkpoints import RunsCode
 
 
 def named_bytes() -> Metadata:
-    """Return a list in which a weight is no tensor; torch would unpickle its bytes without a check."""
+    """Return metadata in which a weight is stored as bytes; torch would unpickle them without a check."""
     return Metadata({"a": BytesStorageMetadata()}, storage_data={MetadataIndex("a"): _StorageInfo("x", 0, 1)})
 
 
 def tensor_of(*size: int) -> Metadata:
-    """Return a list of one tensor of this size."""
+    """Return metadata of one tensor of this size."""
     kept = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks=[])
     return Metadata({"a": kept}, storage_data={})
 
@@ -66,7 +66,7 @@ def test_torchs_list_claims_no_more_than_its_files_have(tmp_path: Path) -> None:
 
 
 def deflated(part: bytes) -> bytes:
-    """Return the same torch file with compressed numbers: 16 MiB of zeros."""
+    """Return the torch file with its numbers replaced by 16 MiB of compressed zeros."""
     packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(part)) as before, zipfile.ZipFile(packed, "w") as after:
         for member in before.infolist():

@@ -41,7 +41,7 @@ def test_exchange_is_what_runs_beside_no_other_kernel() -> None:
 
 
 def test_steps_after_the_timed_ones_are_not_timed() -> None:
-    """The child reads the peaks after the timed steps; the profiler's steps follow."""
+    """The measuring process reads the peaks after the timed steps, before the profiler's steps."""
     events: list[str] = []
 
     class Timed(Observer):

@@ -106,7 +106,9 @@ def test_one_pool_for_all_streams_is_noticed() -> None:
 
 
 def in_order(events: Sequence[int]) -> Iterator[int]:
-    """Yield events without small numbers, and with consecutive frees sorted."""
+    """Yield allocations and frees (negative) in bytes, without small ones and with consecutive
+    frees sorted.
+    """
     frees: list[int] = []
     for event in events:
         if abs(event) <= NUMBERS:

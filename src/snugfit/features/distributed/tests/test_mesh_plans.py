@@ -1,6 +1,7 @@
 """Plans in which groups of GPUs work on the same samples: they share matrices or sequences, or form stages.
 
-With invented bytes and seconds, a plan is compared with every recipe; otherwise with predictions.
+With made-up bytes and seconds, a plan is compared with the best of all recipes; other tests compare it with
+predictions.
 """
 
 from __future__ import annotations
@@ -159,7 +160,9 @@ def test_few_layers_and_micro_batches_of_each_stage_tell_what_many_take(
 
 
 class World(NamedTuple):
-    """Invented bytes and seconds (`MadeUpJudge`), and the required techniques by number of GPUs."""
+    """A cluster with made-up bytes and seconds (`MadeUpJudge`), and the techniques that a plan must choose by
+    number of GPUs.
+    """
 
     job: Job
     states: float

@@ -1,4 +1,6 @@
-"""Layers in stages: laws 1 and 3 against real gloo processes, refusals, and the cost of a step."""
+"""Pipeline stages: laws 1 and 3 (equal allocations, equal training) against real gloo processes, errors, and
+seconds of a step.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def test_each_real_stage_allocates_what_its_trace_says(ranks: int, job: Job, rec
 @pytest.mark.whole
 @pytest.mark.parametrize(("ranks", "job", "recipe"), EVERY, ids=NAMES)
 def test_stages_train_as_one_process_does(ranks: int, job: Job, recipe: str) -> None:
-    """Law 3: compare the losses of three steps, and each stage's weights after them."""
+    """Law 3 (equal training): the losses of three steps, and each stage's weights after them, are equal."""
     staged.hold_training(EVERY, ranks, job, recipe)
 
 
@@ -138,7 +140,9 @@ def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.whole
 def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 2.13, torch starts a stage's exchanges together, and NCCL's handle for them holds no tensors."""
+    """Before 2.13, torch starts a stage's exchanges together, and the handle that NCCL returns for them
+    references no tensors.
+    """
     if Version(torch.__version__) < Version("2.13"):
         pytest.skip(f"torch {torch.__version__} begins a stage's exchanges together by itself")
     setup = on_gpus(Recipe.parse("pipeline(2, schedule=interleaved) + micro_batches(4)").setup(), 2)
@@ -156,8 +160,10 @@ def test_nccl_keeps_what_is_sent_alone_while_there_is_a_handle(monkeypatch: pyte
 
 @pytest.mark.whole
 def test_gradients_of_weights_apart_take_the_host_time() -> None:
-    """The host time counts each chunk of each micro-batch. The last stage adds its norm and head. The
-    first stage needs no gradient of its input, so it computes all gradients at once."""
+    """Zero-bubble schedules compute gradients of weights separately; this host time counts each chunk of each
+    micro-batch. The last stage adds its norm and head. The first stage needs no gradient of its input, so it
+    computes all gradients at once.
+    """
 
     def counted(schedule: str, rank: int) -> list[int]:
         trace = rehearsed(2, f"pipeline(2, schedule={schedule}) + micro_batches(4)", rank)

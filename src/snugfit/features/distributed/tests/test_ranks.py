@@ -119,7 +119,7 @@ def rehearsed(ranks: int, family: str, recipe: str, rank: int = 0) -> list[Event
 
 
 def hold(ranks: int, family: str, recipe: str, rank: int = 0) -> None:
-    """Check law 1 for one of this number of ranks."""
+    """Assert law 1 (real and simulated allocations are equal) for one of this number of ranks."""
     trace = without_own(rehearsed(ranks, family, recipe, rank))
     account = unheard(without_own(real(ranks)[family, recipe, rank].account), trace)
     comparison = compare(to_last_birth(account), to_last_birth(trace))
@@ -255,7 +255,9 @@ WIDENED = few_of(
 def test_micro_batches_that_repeat_are_written_again(
     recipe: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law 5 for a rank, in every field: streams, waits for exchanges, and delayed frees."""
+    """Law 5 (repeated parts equal a full simulation) for a rank, in every field: streams, waits for
+    exchanges, delayed frees.
+    """
     job = small_job("llama", 2, batch_size=6 * ranks)
     setup = on_gpus(Recipe.parse(f"{recipe} + micro_batches(6)").setup(), ranks)
     policy = policy_for(find_gpu("h200"), Software())
@@ -304,7 +306,7 @@ def test_what_whole_weights_lay_in_is_given_back_before_the_first_step() -> None
 
 
 def most_while_built(trace: Trace) -> int:
-    """Return the maximum of requested bytes before the first step."""
+    """Return the maximum of requested, live bytes on the device before the first step."""
     now = most = 0
     for event in trace.events:
         block = trace.blocks[abs(event) - 1]
@@ -320,8 +322,9 @@ def most_while_built(trace: Trace) -> int:
 
 @pytest.mark.whole
 def test_shards_and_states_are_the_host_s() -> None:
-    """The device holds the gathered weights. The host page-locks shards and gradients, and holds both
-    moments."""
+    """With offload, the device has the gathered weights. The host has page-locked shards and gradients, and
+    both moments.
+    """
     on_device, on_host = trace_of("fsdp + bf16"), trace_of("fsdp(offload=cpu) + bf16")
     weights = held(on_device, Kind.WEIGHTS)
     assert held(on_host, Kind.WEIGHTS) < weights / 20  # buffers remain
@@ -371,7 +374,7 @@ def test_what_does_not_go_together(recipe: str, why: str) -> None:
 
 @pytest.mark.parametrize("ranks", slow_but([2, 4], 1))
 def test_where_states_are_shared_out_the_rank_with_most_of_them_is_predicted(ranks: int) -> None:
-    """The ranks differ only in the choice of their weights."""
+    """The ranks differ only in the weights whose states they have."""
     setup = on_gpus(Recipe.parse("zero1").setup(), ranks)
     job = job_of_rank(small_job("llama", 3, batch_size=4), setup)
 

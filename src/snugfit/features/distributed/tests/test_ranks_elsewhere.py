@@ -1,4 +1,4 @@
-"""Law 1 for one rank of several whose processes are accelerate's or the Trainer's.
+"""Law 1 (real and simulated allocations are equal) for one rank of several under accelerate or the Trainer.
 
 As in `test_ranks.py`, the reference is real gloo processes on the CPU. The comparison covers each
 allocation and free from the first step on, and the bytes allocated before it.
@@ -68,7 +68,7 @@ def foreach_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def clipped(family: str, recipe: str) -> Case:
-    """Return the case with clipping, which the Trainer always applies."""
+    """Return the test case with gradient clipping, which the Trainer always applies."""
     job, text = case(family, recipe)
     return replace(job, clip=1.0), text
 
@@ -138,7 +138,8 @@ def test_so_does_one_of_four_in_two_groups(loop: str) -> None:
     ("loop", "family", "recipe"), [one for one in CASES if one[:2] != ("trainer", "bert")]
 )
 def test_ranks_train_on_the_global_batch(loop: str, family: str, recipe: str) -> None:
-    """Law 3: each rank takes its part, so the mean of their losses equals the loss of a single process.
+    """Law 3 (equal training): each rank takes its part of the batch, and the mean of their losses is that of
+    one process.
 
     The Trainer multiplies a classifier's loss, which is a mean, by the number of processes.
     """
@@ -180,7 +181,7 @@ def level_while_building(trace: Trace) -> list[int]:
 
 @pytest.mark.parametrize("loop", ["accelerate", "trainer"])
 def test_a_prediction_is_of_the_loop_s_own_groups(loop: str) -> None:
-    """The optimizer holds the shards, regardless of the weights that accelerate passes in their place."""
+    """The simulated optimizer has the shards, although accelerate first passes it the whole weights."""
     job, _ = case("llama", "fsdp + bf16")
     one, two = (
         predict(job, "fsdp + bf16", gpu="h200", gpus=2, loop=each).footprint for each in ("plain", loop)

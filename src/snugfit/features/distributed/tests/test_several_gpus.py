@@ -1,4 +1,4 @@
-"""Joint training on several GPUs: options of a recipe, costs of one rank, and the duration of exchanges."""
+"""Training on several GPUs: settings of a recipe, bytes of one rank, and seconds of collectives."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def test_each_rank_holds_its_part_of_weights_and_states() -> None:
 
 
 def test_a_rank_of_a_group_takes_what_one_of_so_many_takes() -> None:
-    """Two groups of two hold the tensors of one group of two, and also sum their gradients."""
+    """A rank of two groups of two has the tensors of a rank of one group of two. It also averages gradients
+    over the groups.
+    """
     job_of_two = replace(JOB, batch_size=4)
     grouped = footprint_of("fp32 + hsdp(2)", 4)
     single = predict(job_of_two, "fp32 + fsdp", gpu="h200", gpus=2).footprint

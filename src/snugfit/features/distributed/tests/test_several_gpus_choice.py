@@ -1,4 +1,4 @@
-"""The choice of a plan for several GPUs among recipes with similar forecasts."""
+"""The choice of a plan for several GPUs among recipes with similar predicted seconds."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ H200 = find_gpu("h200")
 
 
 class WhereShardsAskMore(MadeUpJudge):
-    """Made-up figures in which gathered weights are a little faster, with a host that is busy for nearly
-    all of the step."""
+    """Made-up seconds in which keeping gathered weights is a little faster, but keeps the host busy for
+    nearly all of the step.
+    """
 
     @classmethod
     def of(cls, job: Job, gpu: Gpu, gpus: int, recipe: Recipe) -> Judged:

@@ -1,4 +1,4 @@
-"""Plans for several GPUs: the fewest that fit, the fastest, and invalid arguments."""
+"""Plans for several GPUs: the fewest GPUs that fit, the fastest recipe, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -208,8 +208,9 @@ def test_a_plan_goes_through_json(plan: SeveralGpusPlan) -> None:
 @pytest.mark.whole
 @pytest.mark.slow
 def test_where_nothing_fits_it_says_what_is_lacking() -> None:
-    """The limit is half the need of a step that shards and recomputes everything. `test_cards.py` also
-    tests the nearest miss."""
+    """The memory limit is half the bytes of a step that shards and recomputes everything. `test_cards.py`
+    also tests the nearest miss.
+    """
     rest = "bf16 + adamw_fused + fsdp"
     least = predict(SHALLOW, f"{rest} + every_layer", gpu=H200, gpus=2).needed_bytes
     none = plan_several_gpus(

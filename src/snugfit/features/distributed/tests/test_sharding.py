@@ -1,4 +1,4 @@
-"""DeepSpeed on one GPU: its own engine on shapes, beside a real run on the CPU.
+"""DeepSpeed on one GPU: its own engine on tensors without data, compared with a real run on the CPU.
 
 Law 1 covers both stages with everything on the device. Both runs have a process group that sends nothing,
 since a real group allocates differently on a CPU than on a GPU. The tensors on the host are checked by
@@ -260,7 +260,7 @@ def test_so_does_one_of_accelerate_and_of_the_trainer(
 
 
 def hold(recipe: str, family: str, loop: str) -> None:
-    """Check law 1 for a step of the engine in this loop."""
+    """Assert law 1 (real and simulated allocations are equal) for a step of the engine in this loop."""
     from test_law_rehearsed_equals_real import job
 
     this = replace(job(family), clip=1.0)
@@ -303,7 +303,9 @@ def test_states_and_weights_wait_on_the_host(stage: int) -> None:
 
 
 class SeedAfterBuilding(Observer):
-    """Seed the generator after the model is built, so that batches do not depend on its initialisation."""
+    """An observer that seeds the random generator after the model is built, so that batches do not depend on
+    its initialisation.
+    """
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         torch.manual_seed(5)
@@ -376,7 +378,7 @@ def test_weights_are_joined_on_the_host_where_the_gpu_has_no_room() -> None:
 def test_deepspeed_writes_to_stderr_while_it_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the answer is on stdout."""
+    """The import's output goes to stderr, so that only a command's result is on stdout."""
     real = builtins.__import__
 
     def write(name: str, *given: Any) -> Any:
@@ -394,7 +396,7 @@ def test_deepspeed_writes_to_stderr_while_it_is_imported(
 @with_deepspeed
 @pytest.mark.slow
 def test_an_answer_in_json_is_alone_on_stdout(tmp_path: Path) -> None:
-    """DeepSpeed writes to stdout at import."""
+    """Without a redirection, DeepSpeed's import would also write to stdout."""
     asked = ["predict", "bert-base-uncased", "--task", "sequence-classification"]
     told = command(*asked, "--recipe", "zero2", "--json", stdout=tmp_path / "stdout")
     assert json.loads(told)["recipe"] == "zero2"
@@ -408,7 +410,9 @@ def built_blocks(trace: Trace) -> list[Block]:
 @pytest.mark.slow
 @pytest.mark.whole
 def test_t5_3b_trains_in_a_batch_of_four_on_15_gb() -> None:
-    """The guide claims this for training with offload. A larger GPU keeps more memory cached."""
+    """DeepSpeed's guide claims this for training with offload. On a larger GPU the allocator keeps more
+    memory cached.
+    """
     model = Model.find("google-t5/t5-3b")
     large = Job(model=model, task=Task.SEQ2SEQ_LM, batch_size=4, sequence_length=512, dtype="float32")
     recipe = "bf16 + every_layer + zero2"

@@ -44,14 +44,16 @@ FEW = 10
 
 @contextmanager
 def in_this_process(make: Callable[[], Any], **given: Any) -> Iterator[WorkerPool]:
-    """A pool without processes."""
+    """Context that yields a pool of workers without processes: they run in this process."""
     assert given["workers"] > 1, "this process may belong to a group, so it simulates nothing"
     yield WorkerPool([make()])
 
 
 @pytest.fixture
 def in_full(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Answer by formulas in this process, and collect the recipes that were simulated in full."""
+    """Replace predictions by formulas in this process. Return the list of recipes that were simulated with
+    all layers.
+    """
     asked: list[str] = []
 
     class Counting(MadeUpJudge):
@@ -73,7 +75,7 @@ def following(recipe: str, gpus: int, job: Job = JOB, searched: frozenset[Slot] 
 
 
 def every_one(recipe: Recipe, gpus: int) -> list[Recipe]:
-    """Return every recipe that shares the work alike."""
+    """Return every recipe with the same techniques for several GPUs."""
     fixed = Kept(slots={slot: (recipe[slot],) for slot in Slot if slot not in SEARCHED}, several_gpus=True)
     uncut = recipe.with_(roster.plain(Slot.BATCHING))
     techniques = dict.fromkeys([recipe[Slot.CHECKPOINTING], *recomputings(JOB, fixed)])
@@ -98,8 +100,8 @@ def test_it_is_nearly_the_fastest_that_needs_less_and_soon_found(
 ) -> None:
     """The recipe is the fastest one that fits, or at most a tenth slower than the failed one.
 
-    All compared recipes share the work alike. The result also holds if the whole model takes more than few
-    layers predict.
+    All compared recipes have the same techniques for several GPUs. The result also holds if the whole model
+    takes more than few layers predict.
     """
     monkeypatch.setattr(MadeUpJudge, "states", states * GIB)
     monkeypatch.setattr(MadeUpJudge, "sample", sample * GIB)
@@ -165,7 +167,7 @@ def test_deepspeed_and_one_gpu_are_left_to_others(in_full: list[str]) -> None:
 def test_two_gpus_go_on_with_what_is_predicted_to_need_less(
     processes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other processes do the rehearsals as in a real run, or this process does."""
+    """Other processes simulate the steps as in a real run, or this process does."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     if not processes:
         monkeypatch.setattr(smaller, "worker_pool", in_this_process)

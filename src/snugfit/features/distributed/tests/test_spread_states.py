@@ -1,4 +1,4 @@
-"""Checkpoints of an optimizer whose states are spread over processes, tested without these.
+"""Checkpoints of an optimizer whose states are spread over processes, tested without starting any.
 
 The ranks run one after the other, in a group that sends nothing. `test_train_many.py` trains with real
 processes.
@@ -108,6 +108,8 @@ def test_copies_have_room_for_what_a_process_writes() -> None:
 
 
 def test_a_loop_that_keeps_one_process_s_states_refuses_it() -> None:
-    """fit and accelerate refuse it, since only their first process writes checkpoints."""
+    """`fit` and accelerate refuse sharded optimizer states, since only their first process writes
+    checkpoints.
+    """
     with of_rank(0) as state, pytest.raises(UsageError, match="ZeroRedundancyOptimizer"):
         refuse_optimizer(state.optimizer, keeps=True)

@@ -1,8 +1,8 @@
 """`snugfit train` in several processes.
 
-It has the mathematics of one process, prints once, and loses nothing. The runs use the CPU and gloo.
-Processes are forked from one with all imports (`clean_forks.py`), and get the variables that torchrun
-sets.
+It has the losses and weights of one process, prints each message once, and loses no step when killed. The
+runs use the CPU and gloo. Processes are forked from one with all imports (`clean_forks.py`), and get the
+variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def forks() -> Forks:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the run of one process, by its model."""
+    """Return a function that trains a model in one process and returns the run's folder."""
     root = tmp_path_factory.mktemp("alone")
 
     @functools.cache
@@ -148,7 +148,9 @@ AGAIN = [
 def test_resumed_on_as_many_it_is_the_same_run(
     tmp_path: Path, forks: Forks, recipe: str, size: int, job: str
 ) -> None:
-    """The runs are equal bit for bit. Each part of the batch draws its dropout from a stream of its own."""
+    """The resumed run equals the uninterrupted one bit for bit. Each part of the batch has its own random
+    stream for dropout.
+    """
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "lr_scheduler_type": "constant"}
     how["job"] = job
     assert trained(forks, tmp_path / "whole", size, **how) == [0] * size
@@ -317,7 +319,7 @@ def test_a_loss_that_is_no_number_stops_all_before_the_update(tmp_path: Path, fo
 
 @pytest.mark.parametrize("recipe", slow_but(["ddp", "fsdp", "context(2)"], "ddp".__eq__))
 def test_a_second_run_in_the_folder_ends_in_one_line(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """The first run continues, with an unchanged end."""
+    """The second run ends with an error, and the first one continues unchanged."""
     how: dict[str, Any] = {"recipe": recipe, "job": "llama", "layers": 1, "max_steps": 40, "save_steps": 20}
     first = start(forks, tmp_path / "run", 2, how)
     until(lambda: steps_told(tmp_path / "run") > 0)
@@ -416,7 +418,7 @@ except launch.RankFailed as ended:
 
 
 def test_torchs_launcher_logs_nothing_beside_our_line() -> None:
-    """Its loggers are created at import, so the test uses a process without that import."""
+    """The launcher's loggers are created at import, so the test starts a process that has not imported it."""
     command = [sys.executable, "-c", ENDS_WITHOUT_A_WORD]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert ran.stderr == ""

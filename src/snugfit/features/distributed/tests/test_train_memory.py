@@ -137,7 +137,7 @@ def test_it_ends_when_nothing_smaller_is_left(
 @pytest.mark.slow
 @pytest.mark.whole
 def test_a_batch_whose_samples_look_at_each_other_is_not_cut(tmp_path: Path, forks: Forks) -> None:
-    """Several processes do not cut it either, since each of them compares."""
+    """Several processes do not split the batch either, since each of them compares gradients first."""
     how = {**HOW, "recipe": "fsdp", "max_steps": 4, "fault": {"0": "mixing", "1": "mixing short"}}
     assert trained(forks, tmp_path / "run", 2, **how) == [1, 4]
     assert trained(forks, tmp_path / "run", 2, **how) == [4, 4]
@@ -218,7 +218,7 @@ def test_what_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_where_it_cannot_be_written_nobody_starts_again(tmp_path: Path) -> None:
-    """A restart with the same recipe would run out of memory forever."""
+    """If the record cannot be written, no restart follows: it would run out of memory again and again."""
     run = one_of_two(tmp_path)
     (tmp_path / RECORD).mkdir()
     error = end_of_several(run, SHORT, run.recipe, 2, None)
@@ -402,7 +402,7 @@ def test_a_recipe_for_as_many_gpus_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_process_that_trains_with_others_is_predicted_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its default process group is a real one, which a rehearsal must not use."""
+    """Such a process has a real default process group, which a simulation must not use."""
     import torch.distributed as dist
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -423,7 +423,7 @@ def test_a_process_that_trains_with_others_is_predicted_too(
 def test_what_simulates_is_imported_while_data_is_read(
     device: str, gpus: int, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process imports it, with the model's own code."""
+    """Another process imports the modules of the simulation and the model's own code."""
     begun: list[str] = []
     monkeypatch.setattr(
         "snugfit.prediction.worker_pool.start_fork_server", lambda modules, **_: begun.extend(modules)

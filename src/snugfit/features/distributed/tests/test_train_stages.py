@@ -1,4 +1,4 @@
-"""`snugfit train` with layers spread over processes: equal to one process, saved and resumed bit for bit."""
+"""`snugfit train` with pipeline stages: it trains like one process, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_as_one_process(tmp_path: Path, forks: Forks, alone: Path, recipe: str, 
     ),
 )
 def test_resumed_on_as_many_it_is_the_same_run(tmp_path: Path, forks: Forks, recipe: str, size: int) -> None:
-    """The runs are equal bit for bit."""
+    """The resumed run equals the uninterrupted one bit for bit."""
     how = {**HOW, "recipe": recipe, "lr_scheduler_type": "constant"}
     assert trained(forks, tmp_path / "whole", size, **how) == [0] * size
     assert trained(forks, tmp_path / "half", size, max_steps=3, **how) == [0] * size

@@ -1,7 +1,7 @@
 """`snugfit train` with DeepSpeed's engine.
 
-It has the mathematics of one process without it, writes checkpoints by each weight's name, and loses
-nothing. The runs use the CPU and gloo, as in `test_train_many.py`.
+It has the losses and weights of one process without the engine. Its checkpoints have each weight by name. The
+runs use the CPU and gloo, as in `test_train_many.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def forks() -> Forks:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the run of one process without an engine, by its model."""
+    """Return a function that trains a model in one process without an engine, and returns the run's
+    folder.
+    """
     root = tmp_path_factory.mktemp("alone")
 
     @functools.cache
@@ -77,7 +79,7 @@ def half_of(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def ran(forks: Forks, folder: Path, size: int, **how: Any) -> None:
-    """Train to the end in this many processes."""
+    """Train the run in `folder` to its end in `size` processes."""
     assert trained(forks, folder, size, **how) == [0] * size
 
 
@@ -192,7 +194,7 @@ def test_resumed_on_as_many_it_is_the_same_run(
 ) -> None:
     """The runs are equal bit for bit. Each part of the batch draws its dropout from a stream of its own.
 
-    Tests below also resume runs whose process died.
+    Further tests resume runs whose process died.
     """
     how: dict[str, Any] = {"recipe": recipe, "dropout": True, "layers": 1, "lr_scheduler_type": "constant"}
     how["job"] = job
@@ -389,8 +391,9 @@ def test_a_straggler_is_named(tmp_path: Path, forks: Forks) -> None:
 
 @pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3], 0))
 def test_gradients_of_a_step_that_is_left_out_are_dropped(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """A jump of the loss gives finite gradients. The steps after it equal those of a run without an
-    engine."""
+    """A step is skipped for a jump of the loss, whose gradients are finite. The steps after it equal those of
+    a run without an engine.
+    """
     how: dict[str, Any] = {
         "layers": 1, "on_loss_spike": "skip", "loss_spike_rtol": 1.0, "max_steps": 14,
         "fault": {"0": "spike"},

@@ -1,4 +1,4 @@
-"""ZeRO-3 by DeepSpeed: partitioned weights during construction, and the host's cost of hooks."""
+"""ZeRO-3 by DeepSpeed: partitioned weights during construction, and the host time of hooks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def most_while_built(trace: Trace) -> int:
     ),
 )
 def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_all: bool) -> None:
-    """The GPU never holds all weights if transformers detects the third stage during construction."""
+    """The GPU never has all weights at once if transformers builds the model under ZeRO-3
+    (`deepspeed.zero.Init`).
+    """
     this = small_job("bert", 4)
     model = instantiate(this, dtype="bfloat16", attention="sdpa")
     weights = sum(weight.nbytes for weight in model.parameters())
@@ -62,7 +64,7 @@ def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_
 @with_deepspeed
 @pytest.mark.whole
 def test_no_second_copy_of_the_weights_is_on_the_host() -> None:
-    """The Trainer would otherwise build its model there."""
+    """Otherwise the Trainer would build a whole model on the host."""
     this = job_with_large_layers()
     accelerate, trainer = (
         predict(this, "zero3 + bf16", gpu="h200", loop=loop).footprint.host_bytes

@@ -1,4 +1,5 @@
-"""DeepSpeed's second and third stage on several ranks: law 1 against real gloo processes on the CPU.
+"""ZeRO-2 and ZeRO-3 on several ranks: law 1 (real and simulated allocations are equal) with gloo processes on
+the CPU.
 
 As in `test_ranks.py`, two and four ranks train a small model for real. The rehearsal lists their
 allocations and frees of all steps in order. The construction of the model is not compared: on a CPU,
@@ -77,7 +78,7 @@ def of_steps(events: Sequence[Event]) -> list[Event]:
 
 
 def hold(ranks: int, family: str, recipe: str, rank: int) -> None:
-    """Check law 1 for one of this number of ranks."""
+    """Assert law 1 (real and simulated allocations are equal) for one of this number of ranks."""
     with few_weights_live():
         trace = of_steps(without_own(rehearsed(ranks, family, recipe, rank)))
     ran = real(ranks)[family, recipe, rank]
@@ -109,7 +110,7 @@ def test_so_does_one_of_four(family: str, recipe: str) -> None:
 def test_ranks_that_are_given_the_same_batch_train_as_one_does(
     ranks: int, cases: list[tuple[str, str]]
 ) -> None:
-    """Law 3, beside the loop without DeepSpeed."""
+    """Law 3 (equal training): the ranks have the losses of a loop without DeepSpeed."""
     for family, recipe in cases:
         this = replace(case(family, recipe)[0], batch_size=BATCH // ranks)
         alone = " + ".join(part for part in recipe.split(" + ") if not part.startswith("zero")) or "plain"
@@ -295,7 +296,7 @@ def test_weights_that_one_stream_gathers_wait_for_the_one_that_computes() -> Non
 @pytest.mark.whole
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_last_step_leaves_what_it_found(stage: int) -> None:
-    """The allocator therefore replays it until nothing changes."""
+    """The simulated allocator therefore replays the last step until its memory no longer changes."""
     trace = trace_of(f"bf16 + zero{stage}(offload=none)", 4)
     start = begin_of_last_step(trace)
     assert LastStep(trace, start, dict.fromkeys(range(len(trace.blocks) + 1))).leaves_as_many

@@ -1,1 +1,1 @@
-"""Support for a user's Trainer in several processes."""
+"""Support for a user's HF Trainer that runs in several processes, under DDP or FSDP2."""

@@ -63,8 +63,8 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
 class DdpTrainer(TrainerParts):
-    """Operations on a Trainer's model and checkpoints under DDP: whole weights in each process. Checkpoints
-    may be sharded.
+    """Operations on a Trainer's model and checkpoints under DDP: each process has whole weights. The
+    checkpoints that it reads may be sharded.
     """
 
     @property
@@ -79,7 +79,7 @@ class DdpTrainer(TrainerParts):
         refuse_other_sharding(recipe, self.configured)
 
     def load_weights(self, model: torch.nn.Module, folder: Path, ranks: Ranks) -> None:
-        """Load the weights of a checkpoint; both may be whole or sharded."""
+        """Load the weights of a checkpoint into the model; either may be whole or sharded."""
         if has_shards(folder):
             load_weight_shards(model, folder, ranks)
             load_model_state(model, folder)
@@ -153,8 +153,8 @@ class ShardedTrainer(DdpTrainer):
             )
 
     def refuse_recipe(self, setup: Setup, *, optimizer: str | None) -> None:
-        """Raise `UsageError` for loss scaling (fp16), and for optimizers that are not tested with sharded
-        weights.
+        """Raise `UsageError` for fp16, whose loss is scaled, and for optimizers that are not tested with
+        sharded weights.
         """
         if setup.scale_gradients:
             raise UsageError(
@@ -167,7 +167,7 @@ class ShardedTrainer(DdpTrainer):
             raise _unknown(f"optim={optimizer!r}")
 
     def spread_model(self) -> None:
-        """Shard the model over the processes, unless it is sharded."""
+        """Shard the model over the processes by accelerate, unless it is sharded already."""
         from torch.distributed.fsdp import FSDPModule
 
         trainer = self.trainer
@@ -241,8 +241,9 @@ def refuse_other_sharding(recipe: Recipe, configured: ParallelWish) -> None:
 
 
 def _disagreement(sharding: object, configured: ParallelWish, wish: ParallelWish | None) -> str:
-    """Return the error for a recipe whose sharding contradicts the Trainer's configuration; None if it does
-    not."""
+    """Return an error text for a recipe's sharding technique that contradicts the Trainer's configuration,
+    with a remedy.
+    """
     if configured.weights != "sharded":
         shards = wish is not None and wish.weights == "sharded"
         more = f" For fsdp configure the Trainer too: {TO_SHARD}." if shards else ""

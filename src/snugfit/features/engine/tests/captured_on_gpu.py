@@ -62,7 +62,7 @@ def plain_losses(job: Job, recipe: str) -> tuple[list[float], Any]:
 
 
 def compare_plain(name: str, job: Job, recipe: str) -> dict[str, Any]:
-    """Compare losses and weights of the plain loop, eager and replayed."""
+    """Compare losses and weights of snugfit's plain loop with eager steps and with replayed graphs."""
     written, one = plain_losses(job, recipe)
     played, other = plain_losses(job, f"{recipe} + captured")
     ours, theirs = other.model.state_dict(), one.model.state_dict()
@@ -93,7 +93,7 @@ def compare_dropped(name: str, job: Job, recipe: str) -> dict[str, Any]:
 
 
 def refused_one(name: str, job: Job, recipe: str) -> dict[str, Any]:
-    """Check that a step is not recorded, gives a reason, and trains eagerly."""
+    """Check that a step that cannot be recorded reports a reason, and trains eagerly."""
     written, _ = plain_losses(job, recipe)
     played, other = plain_losses(job, f"{recipe} + captured")
     why_not = other.runner.why_not

@@ -46,7 +46,9 @@ SETTINGS = (
 
 @contextlib.contextmanager
 def updated_by(kernel: bool, settings: LaunchSettings = SETTINGS[0]) -> Iterator[None]:
-    """Update with kernels, on a GPU or in the interpreter, or else with plain torch."""
+    """Context in which optimizers update with Triton kernels (on a GPU or in the interpreter), or with plain
+    torch.
+    """
     with (
         patch.object(adamw, "is_on_gpu", lambda tensor: kernel),
         patch.object(WeightTable, "usual_settings", settings),
@@ -57,7 +59,7 @@ def updated_by(kernel: bool, settings: LaunchSettings = SETTINGS[0]) -> Iterator
 
 
 def two_models(device: str, dtype: torch.dtype) -> list[torch.nn.ParameterList]:
-    """Return the same weights twice, in halves or in fp32."""
+    """Return two models with equal weights, split in two halves or in fp32."""
     draw = torch.Generator().manual_seed(7)
     made = [torch.randn(size, generator=draw) / 20 for size in SIZES]
     models = [
@@ -133,7 +135,7 @@ def compare_steps(
 
 
 def captured(optimizer: MasterAdamW, weights: Any, most: float | None) -> Any:
-    """Return a graph of norm, clipping and update."""
+    """Return a CUDA graph of the gradient norm, clipping and the update."""
     graph = torch.cuda.CUDAGraph()
     optimizer.find_gradients()
     with torch.cuda.graph(graph):
@@ -160,8 +162,9 @@ SHARES = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
 
 
 def settings_to_time(shares: tuple[tuple[int, int], ...]) -> list[LaunchSettings]:
-    """Return each share of a block, with one further setting changed at a time. All combinations would take
-    too long, because each takes seconds to compile."""
+    """Return launch settings to time: each block size, with one further setting changed at a time. All
+    combinations would take too long, because each takes seconds to compile.
+    """
     tried = [LaunchSettings(block, warps) for block, warps in shares]
     usual = LaunchSettings()
     few_threads = LaunchSettings(1024, 4, exact=False)

@@ -27,8 +27,10 @@ STEPS = 3
 def compare(
     device: str, dtype: torch.dtype, kind: type[MasterAdamW], most: float | None, **more: Any
 ) -> None:
-    """Compare some steps by both kernels, from the same gradients. One weight has no gradient in the second
-    step. With clipping, a gradient of the last step is NaN."""
+    """Compare some steps of the kernel for one weight and the kernel for all weights, from the same
+    gradients. One weight has no gradient in the second step. With clipping, a gradient of the last step is
+    NaN.
+    """
     both = two_models(device, dtype)
     pairs = list(zip(*both, strict=True))
     groups = [[{"params": list(m)[:3]}, {"params": list(m)[3:], "weight_decay": 0.0}] for m in both]

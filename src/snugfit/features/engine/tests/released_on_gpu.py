@@ -50,7 +50,7 @@ SMALL = 4096
 
 
 class Timed(Observer):
-    """Start times of the steps, with the device synchronised."""
+    """An observer that records the start time of each step, after a synchronization with the device."""
 
     def __init__(self) -> None:
         self.begun: list[float] = []

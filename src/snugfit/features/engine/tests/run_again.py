@@ -17,7 +17,9 @@ from snugfit.features.engine.replay.graphs import REHEARSED, CudaGraphs, Graphs,
 
 
 class RunAgain(Graphs):
-    """Replays by running the work again; the recording with number `refused` fails, counted from 1."""
+    """Replaces CUDA graphs: a replay runs the recorded function again. The recording with number `refused`,
+    from 1, fails.
+    """
 
     def __init__(self, refused: int = 0) -> None:
         self.recorded = self.played = 0

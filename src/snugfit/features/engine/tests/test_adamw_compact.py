@@ -52,7 +52,9 @@ def drawn(count: int = 1000) -> torch.Tensor:
 
 
 def test_moments_that_are_kept_are_right_on_average() -> None:
-    """The mean over many steps, each with random numbers of its own."""
+    """The mean of rounded moments over many steps, each with its own random numbers, equals the
+    exact moment.
+    """
     first, second = drawn(), drawn().square() ** 2
     for moment, numbers in (("first", first), ("second", second)):
         mean = torch.stack([kept(numbers, moment, step) for step in range(400)]).mean(0)
@@ -99,7 +101,7 @@ def test_chances_are_even_and_differ_by_step_and_moment() -> None:
 
 @pytest.mark.whole
 def test_weights_stay_beside_those_of_moments_in_32_bits() -> None:
-    """Noisy gradients; the weights moved many times the difference."""
+    """With noisy gradients, the weights differ from 32-bit AdamW's by a small fraction of their movement."""
     models = [torch.nn.ParameterList([torch.nn.Parameter(drawn(4096) / 10)]) for _ in range(2)]
     start = models[0][0].detach().clone()
     ours, exact = CompactAdamW(models[0], lr=1e-3), MasterAdamW(models[1], lr=1e-3)
@@ -126,7 +128,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
     [(RECIPE, 4.125, 14.25), (IN_24_BITS, 3.125, 12.25), ("bf16 + adamw_compact", 2.125, 16.25)],
 )
 def test_bytes_of_an_element(recipe: str, states: float, moved: float) -> None:
-    """Bytes of the states, and bytes that an update reads and writes."""
+    """The test checks the bytes of the states, and the bytes that an update reads and writes."""
     job = replace(small_job("llama", 2, batch_size=1), clip=1.0)
     kinds = dict(predict(job, recipe, gpu="h200").footprint.kinds)
     model = build_model(job, Recipe.parse("plain").setup(), torch.device("meta"))
@@ -168,7 +170,7 @@ def test_states_keep_their_dtypes_when_they_are_loaded() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_kernel_does_what_the_reference_does(device: str, tmp_path: Path) -> None:
-    """In Triton's interpreter, and on a GPU."""
+    """The test runs in Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     told = script_in_triton(Path(__file__).with_name("compact_in_triton.py"), device, tmp_path / "told")

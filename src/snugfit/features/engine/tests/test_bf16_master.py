@@ -71,14 +71,14 @@ def halved(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_two_halves_are_the_number() -> None:
-    """All exponents, signs and patterns of the lower half, and the edges."""
+    """The test covers all exponents, signs and bit patterns of the lower half, and the limits."""
     every = torch.arange(-(2**31), 2**31, 16_411, dtype=torch.int64).to(torch.int32).view(torch.float32)
     numbers = torch.cat([every[~every.isnan()], both_signs(EDGES)])
     assert torch.equal(bits_of(join(*halved(numbers))), bits_of(numbers))
 
 
 def test_the_first_half_is_the_nearest_bfloat16() -> None:
-    """The same rounding as torch's, except that ties round away from zero."""
+    """The rounding is torch's, except that ties round away from zero."""
     torch.manual_seed(0)
     numbers = torch.cat([torch.randn(100_000), both_signs(EDGES)])
     high, _ = halved(numbers)
@@ -114,7 +114,7 @@ def masters(optimizer: MasterAdamW, weight: torch.Tensor) -> torch.Tensor:
 def test_masters_and_moments_are_torch_s_in_32_bits(
     foreach: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, over many steps, from the same gradients."""
+    """Weights and moments are equal bit for bit over many steps, from the same gradients."""
     monkeypatch.setattr(halves, "AT_ONCE", at_once)
     weights, exact = of_many_shapes(), of_many_shapes()
     split_weights(weights)
@@ -285,7 +285,7 @@ def test_an_element_takes_fourteen_bytes_and_the_update_moves_twenty_six() -> No
 @pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_kernel_does_what_the_reference_does(device: str, tmp_path: Path) -> None:
-    """In Triton's interpreter, and on a GPU."""
+    """The test runs in Triton's interpreter, and on a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     told = script_in_triton(Path(__file__).with_name("masters_in_triton.py"), device, tmp_path / "told")
@@ -318,7 +318,7 @@ def test_a_checkpoint_has_the_masters(tmp_path: Path) -> None:
 
 
 def test_weights_in_32_bits_are_loaded_into_both_halves() -> None:
-    """Ties too, which torch's cast would round to the even neighbour."""
+    """This includes ties, which torch's cast would round to the even neighbour."""
     layer = torch.nn.Linear(4, 4, bias=False)
     split_weights(layer)
     exact = both_signs((0x3F808000, 0x3F818000, 0x3F800001, 0x8000, 0x7F7F8000, 1, 2, 3)).view(4, 4)
@@ -371,7 +371,7 @@ def test_a_plan_that_keeps_it_gives_what_a_prediction_gives(dtype: str) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("loop", slow_but(["accelerate", "trainer"], 1))
 def test_other_loops_train_with_it_as_rehearsed(loop: str) -> None:
-    """accelerate loads the optimizer's states into it once more."""
+    """accelerate also loads the optimizer's own states into the optimizer again."""
     job, setup = small_job("bert", 2, batch_size=4), Recipe.parse(RECIPE).setup()
     torch.manual_seed(5)
     step = open_step(job, setup, loop, torch.device("cpu"), keep_losses=True)

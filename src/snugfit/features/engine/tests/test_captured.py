@@ -69,7 +69,9 @@ def run(recipe: str, family: str = "bert", *, clip: float | None = 0.05, steps: 
 @pytest.mark.whole
 @pytest.mark.parametrize(("clip", "recipe"), crossed([None, 0.05], RECIPES))
 def test_steps_that_are_played_are_those_that_are_written(recipe: str, clip: float | None) -> None:
-    """Bit for bit, with dropout: from the second step on everything is replayed."""
+    """Losses and weights are equal bit for bit, with dropout. From the second step on, all work is
+    replayed.
+    """
     written, expected = run(recipe, clip=clip)
     with captured_on_cpu() as graphs:
         played, ours = run("captured" if recipe == "plain" else f"{recipe} + captured", clip=clip)
@@ -107,8 +109,9 @@ def test_without_a_gpu_steps_run_as_they_are_written() -> None:
     "recipe", slow_but(["adamw_fused", "bf16_pure + adafactor", "bf16_master + released"], 1)
 )
 def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, recipe: str) -> None:
-    """With a schedule, clipping, dropout and batches of several lengths: losses, norms, rates and weights
-    agree."""
+    """Losses, norms, learning rates and weights agree, with a schedule, clipping, dropout and batches of
+    several lengths.
+    """
     whole = train(small_run(tmp_path / "written", recipe))
     recorded = f"{recipe} + captured(multiple=1)"
     with captured_on_cpu() as graphs:
@@ -134,7 +137,7 @@ def test_a_step_that_cannot_be_recorded_is_told_once(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_stops_before_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a replayed step: the loss is read between the passes and the update."""
+    """In a replayed step too, the loss is read between the passes and the update."""
     recipe = "captured(multiple=16)"
     plain, count = TrainingStep.take, [0]
 
@@ -254,7 +257,9 @@ class Unplayed(RunAgain):
     ],
 )
 def test_graphs_and_weights_go_with_the_step_that_made_them(family: str, recipe: str) -> None:
-    """They must be freed at once, because Python's garbage collector does not see their GPU memory."""
+    """CUDA graphs and weights must be freed at once, because Python's garbage collector ignores their GPU
+    memory.
+    """
     graphs = [Unplayed()]
     token = REHEARSED.set(lambda: graphs[0])
     gc.disable()
@@ -302,8 +307,9 @@ def test_code_that_reads_the_device_is_not_recorded_and_that_is_said() -> None:
 
 
 def test_layers_are_recomputed_where_they_draw_no_random_numbers() -> None:
-    """A model with dropout is not recorded then. A model without dropout is recorded, and recomputes in the
-    replay."""
+    """With recomputed layers, a model with dropout is not recorded. A model without dropout is recorded, and
+    recomputes in the replay.
+    """
     played = rehearsed("bf16 + adamw_fused + every_layer + captured", "llama")
     products = [
         kernel.phase
@@ -333,7 +339,7 @@ KEPT = "bf16 + adamw_fused + fused + selective(attention)"
 
 
 def test_attention_with_dropout_is_kept_where_other_dropout_has_seeds() -> None:
-    """A recorded step computes it once; an eager step computes it again."""
+    """A recorded step computes attention once; an eager step recomputes it."""
     played, written = rehearsed(f"{KEPT} + captured"), rehearsed(KEPT)
     assert not any("cannot be recorded as CUDA graphs" in doubt for doubt in played.doubts)
     assert [phase for phase in phases_of_attention(played) if phase] == ["forward"] * 2
@@ -343,7 +349,7 @@ def test_attention_with_dropout_is_kept_where_other_dropout_has_seeds() -> None:
 
 
 def test_so_it_is_of_padded_batches() -> None:
-    """Their attention is FlashAttention's for sequences of several lengths, called by its operator's name."""
+    """Padded batches use FlashAttention for sequences of several lengths, called by its operator's name."""
     played = rehearsed(f"{KEPT} + captured", padding=0.25)
     assert not any("cannot be recorded as CUDA graphs" in doubt for doubt in played.doubts)
     assert phases_of_attention(played) == ["forward"] * 2

@@ -54,7 +54,9 @@ def bits_of(numbers: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("draw", [0, 100, 255])
 def test_what_has_24_bits_is_its_two_halves(draw: int) -> None:
-    """Any drawn number gives the same parts. The first one equals a 32-bit master's, as in a checkpoint."""
+    """A number of 24 bits is split into the same halves for any random draw. The first half equals that of a
+    32-bit master.
+    """
     numbers = with_24_bits()
     high, low = cut(numbers, torch.full(numbers.shape, draw, dtype=torch.int32))
     assert torch.equal(bits_of(join(high, low)), bits_of(numbers))
@@ -91,7 +93,9 @@ def test_draws_are_even_and_those_of_no_moment() -> None:
 
 
 def test_a_second_half_becomes_shorter_and_longer() -> None:
-    """A cut to 8 bits rounds to the nearest, but never beyond the middle; the way back loses nothing."""
+    """A conversion of the low half to 8 bits rounds to the nearest value that keeps the bfloat16. The
+    conversion back is exact.
+    """
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     short = in_bits_of(every, torch.int8)
     apart = (short.int() * UNIT - every.int()).abs()

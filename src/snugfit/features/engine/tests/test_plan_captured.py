@@ -1,7 +1,6 @@
 """Plans and steps with CUDA graphs.
 
-A captured step is composed from recorded passes. Its figures equal those of a full simulation, to the
-byte.
+A captured step is composed from recorded passes. Its bytes and seconds equal those of a full simulation.
 """
 
 from __future__ import annotations
@@ -92,12 +91,14 @@ def test_a_recorded_step_from_parts_is_the_one_that_is_simulated_in_full(number:
     ),
 )
 def test_so_it_is_of_other_models(family: str, recipe: str) -> None:
-    """Some of fused's gradients share a block: those of queries, keys and values."""
+    """With fused projections, the gradients of queries, keys and values share a memory block."""
     assert_as_predicted(job_of(family), recipe)
 
 
 def test_its_bounds_are_not_those_of_the_host() -> None:
-    """A bound from few layers has the seconds of the device, far below the time of launches."""
+    """The lower bound from few layers has only the seconds of the device, far below those of launching
+    kernels.
+    """
     job = job_of("bert", layers=6)
     parts = Parts(job, [H200], GpuTimers([H200]))
     setups = [Recipe.parse(f"bf16 + adamw_fused{more}").setup() for more in ("", " + captured")]

@@ -1,4 +1,5 @@
-"""Updates within the backward pass: equal numbers, the same guarantees, fewer gradients, exact rehearsals.
+"""Updates within the backward pass: equal losses and weights, the same guarantees, fewer gradients in memory,
+exact simulations.
 
 `released_on_gpu.py` compares them on a GPU.
 """
@@ -97,7 +98,9 @@ def test_passes_that_are_played_are_those_that_are_written(recipe: str, clip: fl
 
 @pytest.mark.whole
 def test_a_weight_s_first_gradient_is_not_recorded() -> None:
-    """A recording would create its states anew in each step, so that step runs without a recording."""
+    """A CUDA graph would create a weight's optimizer states in each replay, so its first step runs without a
+    graph.
+    """
     job = job_of("llama", None)
     with captured_on_cpu() as graphs:
         step = open_step(job, Recipe.parse("bf16_master + released + captured").setup(), "plain", CPU)

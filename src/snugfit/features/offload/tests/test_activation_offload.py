@@ -129,7 +129,7 @@ def test_gradients_are_the_same_bit_for_bit(
 
 
 class Layer(nn.Module):
-    """Saves its input and one tensor more."""
+    """A layer that saves its input and one more tensor for the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers between an embedding and a head that save something too."""
+    """A model whose layers are between an embedding and a head; these save tensors too."""
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()
@@ -163,8 +163,9 @@ def on_the_device(model: nn.Module) -> int:
 
 
 def test_each_layer_sends_what_it_saves_and_the_last_one_stays(sent: list[list[int]]) -> None:
-    """A layer's output is the next one's input, which travels once; embeddings, head, weights and loss keep
-    theirs."""
+    """A layer's output is the next one's input and is copied once. Saved tensors of embeddings, head and loss
+    stay on the device.
+    """
     model = Stack()
     offload_activations(model, ALL)
     loss = model(INPUT)
@@ -198,7 +199,7 @@ def checkpoint(x):
 def test_inputs_of_a_checkpoint_travel_where_functions_are_counted_too(
     rehearsed: bool, sent: list[list[int]]
 ) -> None:
-    """A simulation calls autograd functions from a frame of its own."""
+    """In a simulation, a wrapper calls autograd functions, so the call stack has one frame more."""
     code: dict[str, Any] = {"__name__": activation_offload.CHECKPOINTS, "torch": torch}
     exec(OLDER_CHECKPOINT, code)
 
@@ -426,7 +427,9 @@ def test_a_slow_link_makes_the_step_longer_and_is_named() -> None:
 
 
 def test_a_plan_knows_how_long_the_link_takes() -> None:
-    """A candidate is simulated with its copies; a lower bound leaves them out."""
+    """A candidate recipe is simulated with its copies to the host; its lower bound of seconds leaves them
+    out.
+    """
     gpu = find_gpu("h200")
     trace = on_a_gpu(deeper(batch_size=64), "bf16 + host(all)")
     slow = replace(gpu, key="no-rates-of-its-own", host_link={"bytes_per_second": 1e9})

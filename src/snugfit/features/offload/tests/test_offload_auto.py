@@ -25,13 +25,15 @@ HOST = Slot.ACTIVATION_OFFLOAD
 
 @functools.cache
 def needed(this: Job, recipe: str) -> int:
-    """Return the bytes of a recipe."""
+    """Return the predicted peak bytes of a recipe."""
     footprint = predict_recipe(this, recipe, gpu="h200").footprint
     return (footprint.reserved_bytes or 0) + footprint.context_bytes
 
 
 def test_layers_wait_on_the_host_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixture is taken where its step is predicted to be shorter; never over a link that is too slow."""
+    """A recipe that offloads some layers is chosen if its step is predicted to be shorter; never over a link
+    that is too slow.
+    """
     this = small_job("llama", MORE_LAYERS, batch_size=16, sequence_length=8192)
     most, least = needed(this, REST), needed(this, f"{REST} + every_layer")
     memory = (most + least) // 2

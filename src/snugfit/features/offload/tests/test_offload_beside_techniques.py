@@ -1,4 +1,4 @@
-"""Techniques that offloading is combined with, and those that it refuses."""
+"""Techniques that can be combined with activation offloading, and those that cannot."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Offloading the first k layers: gradients bit for bit, copied tensors and their times, and each front-end.
 
-Bytes and copies are between those of none and of all layers.
+Bytes and copies are between those of offloading no layer and all layers.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _leave_at_once(self: activation_offload.Window) -> None:
 
 
 def test_a_stack_may_run_several_times(sent: list[list[int]]) -> None:
-    """Models that loop over their layers do so."""
+    """Models that loop over their layers run a stack several times."""
     model, plain = Stack(5), Stack(5)
     plain.load_state_dict(model.state_dict())
     offload_activations(model, OffloadWish(what="all", first=2))
@@ -328,7 +328,7 @@ KEEP = (
 
 
 def planned(memory: int, more: str) -> Recipe:
-    """Return the planned recipe after checks against its own prediction."""
+    """Return the recipe of a plan, after a comparison of its bytes and seconds with its own prediction."""
     this = small_job("llama", DEPTH, batch_size=16, sequence_length=8192)
     found = plan(this, gpu="h200", memory_bytes=memory, keep=f"{KEEP} + {more}", workers=1)
     assert found.best is not None

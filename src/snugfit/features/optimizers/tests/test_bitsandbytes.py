@@ -1,4 +1,6 @@
-"""Optimizers of bitsandbytes: on shapes as on data, states in pages, and nothing left behind."""
+"""Optimizers of bitsandbytes: simulated like a real step, with paged states, and without leftovers in the
+process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ QMAP_BYTES = 256 * 4
 @pytest.mark.whole
 @pytest.mark.parametrize("embeddings", [32, 8])
 def test_adamw_8bit_on_shapes_gives_birth_as_on_data(embeddings: int) -> None:
-    """Step by step and in order. A device gets its code books by a copy; a CPU has them there already."""
+    """Simulated tensors are allocated as in a real step, in order. A GPU gets its code books by a copy; a CPU
+    has them already.
+    """
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     text = f"adamw_8bit({embeddings})"
     real, state = three_steps(text, "cpu")
@@ -149,7 +153,7 @@ def test_bitsandbytes_updates_one_state_faster_than_two() -> None:
 
 
 class PagedOnGpu:
-    """An optimizer with pages for a weight that a machine without a GPU cannot have."""
+    """An optimizer with paged states of a GPU weight, imitated on a machine without a GPU."""
 
     is_paged = True
 

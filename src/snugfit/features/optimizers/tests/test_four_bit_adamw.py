@@ -50,7 +50,7 @@ def test_each_number_is_kept_as_the_nearest_value_of_its_block(values: tuple[flo
 
 
 def test_nothing_stays_nothing() -> None:
-    """This holds before the first step too, when codes and scales are zeros."""
+    """Zero moments stay zero, also before the first step, when codes and scales are zeros."""
     for values in (SIGNED, UNSIGNED):
         tables = tables_of(values, CPU)
         codes, scales = pack(torch.zeros(2 * BLOCK), tables.borders)

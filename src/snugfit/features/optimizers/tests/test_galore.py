@@ -173,7 +173,9 @@ def test_what_is_not_known_is_said() -> None:
 
 
 def test_bytes_of_its_states_follow_from_the_rank() -> None:
-    """rank x (2n + m) numbers of an m x n matrix, m the smaller, and AdamW's two of all else."""
+    """The states are rank x (2n + m) numbers of an m x n matrix, m the smaller, and AdamW's two moments of
+    all other weights.
+    """
     job = small_job("bert", 2)
     footprint = predict(job, "galore(rank=4)", gpu=find_gpu("h200")).footprint
     model = model_of("bert")
@@ -197,7 +199,7 @@ def test_beside_thin_adapters_it_is_refused() -> None:
 
 @pytest.mark.whole
 def test_it_learns_digits_in_small_spaces(tmp_path: Path) -> None:
-    """With a rank that the model's matrices exceed, which that of the law over the roster need not be."""
+    """The rank is smaller than the model's matrices, so that gradients are really projected."""
     import snugfit
 
     task = pytest.importorskip("snugfit.features.digits", reason="the feature digits is not there")

@@ -179,7 +179,9 @@ In the last run the passes ran on the host too, and took 0.9 of the predicted ti
 
 @pytest.mark.parametrize("name", slow_but(list(WITHIN), 1))
 def test_what_was_measured_is_predicted_again(name: str) -> None:
-    """Bytes to the byte; the process's context had 2 MiB more from the beginning."""
+    """Predicted bytes are exact, except that the process's CUDA context took 2 MiB more from the
+    beginning.
+    """
     measured = Measurement.from_json(json.loads((MEASURED / name / "measurement.json").read_text()))
     predicted = predict(measured.job, measured.recipe, gpu=H200, loop=measured.loop)
     seen, found = measured.footprint, predicted.footprint
@@ -199,7 +201,7 @@ def test_what_was_measured_is_predicted_again(name: str) -> None:
     "recipe", ["host_adamw", "bf16_master", "adamw_4bit", "bf16_pure + adamw_stochastic"]
 )
 def test_a_users_numbers_reach_the_optimizers_that_are_ours(recipe: str) -> None:
-    """They are passed on where an optimizer's arguments name them."""
+    """The user's hyperparameters are passed to an optimizer that has arguments of these names."""
     numbers = {"lr": 0.125, "betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.25}
     assert known_numbers(Recipe.parse(recipe).setup().optimizer, numbers) == numbers
 

@@ -44,7 +44,9 @@ def test_a_head_that_shares_the_table_is_left_with_it() -> None:
 
 @pytest.mark.whole
 def test_each_share_moves_as_torch_s_own_optimizer_moves_it() -> None:
-    """Three steps, in two groups with and without decay, as a loop hands them over."""
+    """The test takes three steps with two parameter groups, with and without decay, as training loops create
+    them.
+    """
     ours, theirs = model_of("bert"), model_of("bert")
     theirs.load_state_dict(ours.state_dict())
     leave_to_adamw(ours)

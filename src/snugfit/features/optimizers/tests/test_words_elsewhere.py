@@ -1,4 +1,4 @@
-"""Names of other libraries for optimizers lead to one that is there, or to a reason."""
+"""Optimizer names of other libraries are mapped to a technique of snugfit, or to an error with a reason."""
 
 from __future__ import annotations
 
