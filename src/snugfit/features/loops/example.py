@@ -51,19 +51,17 @@ def example_of(
 
 def _first_of(loader: Any, device: torch.device) -> Any:
     """Return the loader's first batch, without starting worker processes."""
-    loader = without_workers(getattr(loader, "base_dataloader", loader))  # accelerate's is a wrapper
-    rng = DataRng(loader)
-    before = rng.now
-    rng.begin_epoch()
     with preserve_rng(device):
-        try:
-            first = next(iter(loader), None)
-        except SnugfitError:
-            raise
-        except Exception as error:  # from the user's dataset or collate function
-            raise UsageError(
-                f"The first batch could not be made ({type(error).__name__}: {one_line(error)}). Try it "
-                "without snugfit: next(iter(loader)), or next(iter(trainer.get_train_dataloader()))."
-            ) from error
-        rng.set(before)
-    return first
+        loader = without_workers(getattr(loader, "base_dataloader", loader))  # accelerate's is a wrapper
+        rng = DataRng(loader)
+        with rng.apart():
+            rng.begin_epoch()
+            try:
+                return next(iter(loader), None)
+            except SnugfitError:
+                raise
+            except Exception as error:  # from the user's dataset or collate function
+                raise UsageError(
+                    f"The first batch could not be made ({type(error).__name__}: {one_line(error)}). Try it "
+                    "without snugfit: next(iter(loader)), or next(iter(trainer.get_train_dataloader()))."
+                ) from error

@@ -62,7 +62,7 @@ class Chosen:
 
 
 def choose(
-    trainer: Any, job: Job, recipe: Recipe | str | None, gpu: str | None, fidelity: Fidelity | str
+    trainer: Any, job: Job, recipe: Recipe | None, gpu: str | None, fidelity: Fidelity | str
 ) -> Chosen:
     """Return the recipe to train with: the named one, one planned for a GPU, or the trainer's
     own settings.
@@ -72,9 +72,8 @@ def choose(
     if recipe is not None:
         if gpu is not None:
             raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
-        named = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
         refuse = trainer_parts(trainer).refuse_sharding
-        return Chosen(recipe=recipe_in_each(named, processes_of(trainer), refuse))
+        return Chosen(recipe=recipe_in_each(recipe, processes_of(trainer), refuse))
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
     if (processes := processes_of(trainer)) > 1:
