@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from snugfit.errors import RecipeError
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.measurement.agreement import results_of
+from snugfit.measurement.child import results_of
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe

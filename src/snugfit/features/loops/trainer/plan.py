@@ -21,8 +21,7 @@ from snugfit.features.loops.trainer.loss import weighed_loss
 from snugfit.features.loops.trainer.parts import trainer_parts
 from snugfit.features.loops.trainer.ranks import processes_of, recipe_in_each
 from snugfit.features.loops.trainer.setup import brings_optimizer
-from snugfit.frontends.cut_gradients import unchanged_attributes
-from snugfit.frontends.cut_loss import counted_by, job_with_mixing
+from snugfit.frontends.cut_loss import counted_by, job_with_mixing, unchanged_attributes
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
 from snugfit.step.checkpointing import NAMES
