@@ -24,8 +24,7 @@ import torch
 from snugfit import Job, Model, Plan, Prediction, Recipe, SnugfitError, plan, predict, train
 from snugfit.features.digits import digits, digits_job
 from snugfit.features.page.chart import BarFigure, BarGroup, PageParts
-from snugfit.features.page.front import draw_front
-from snugfit.features.page.pictures import draw_bars, draw_prediction
+from snugfit.features.page.pictures import draw_bars, draw_front, draw_prediction
 from snugfit.hub_kernels import import_peft
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse

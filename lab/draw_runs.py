@@ -34,8 +34,7 @@ from snugfit.errors import SnugfitError
 from snugfit.features.accuracy import score
 from snugfit.features.accuracy.command import rank_by_plan
 from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
-from snugfit.features.accuracy.draw import MAX_PROPOSALS, draw_recipe
-from snugfit.features.accuracy.predict_runs import predict_each
+from snugfit.features.accuracy.predict_runs import MAX_PROPOSALS, draw_recipe, predict_each
 from snugfit.features.accuracy.tables import file_name
 from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset

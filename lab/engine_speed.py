@@ -30,7 +30,7 @@ import torch
 
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.measurement.agreement import results_of
+from snugfit.measurement.child import results_of
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe

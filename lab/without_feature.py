@@ -18,6 +18,7 @@ from pathlib import Path
 
 from snugfit.feature_folders import feature_objects
 from snugfit.job.inputs import AddedTask
+from snugfit.job.phases import AddedPhase
 from snugfit.techniques import roster
 from snugfit.techniques.registry import features
 
@@ -27,8 +28,9 @@ PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gp
 
 
 def technique_words(feature: str) -> str:
-    """Return the words of recipes, the tasks and the options that are unknown without this feature."""
+    """Return the words of recipes, tasks, phases and options that are unknown without this feature."""
     tasks = [one.name for one in feature_objects("tasks", AddedTask, only=feature)]
+    tasks += [one.name for one in feature_objects("phases", AddedPhase, only=feature)]
     gone = [
         roster.find(module.rpartition(".")[2])
         for one in features()

@@ -21,13 +21,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import accuracy_table
-
-from snugfit.techniques.counterpart import Setting
-from snugfit.techniques.roster import SettingLine, setting_lines, techniques
-from snugfit.techniques.technique import Technique
-
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))  # an installed snugfit may be another checkout's
+
+import accuracy_table  # noqa: E402
+
+from snugfit.techniques.counterpart import Setting  # noqa: E402
+from snugfit.techniques.roster import SettingLine, setting_lines, techniques  # noqa: E402
+from snugfit.techniques.technique import Technique  # noqa: E402
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -159,7 +161,8 @@ def answer(command: str, shown: str) -> str:
     """Return the output of a shown command: all of it, or as many lines as are `shown` before `...`."""
     words = [sys.executable, "-m", *shlex.split(command.replace("\\\n", " "))]
     with TemporaryDirectory() as folder:
-        places = os.environ | {"XDG_CACHE_HOME": folder, "SNUGFIT_RATES": folder, "HF_HUB_OFFLINE": "1"}
+        places = {"XDG_CACHE_HOME": folder, "SNUGFIT_RATES": folder, "PYTHONPATH": str(ROOT / "src")}
+        places = os.environ | places | {"HF_HUB_OFFLINE": "1"}
         done = subprocess.run(words, capture_output=True, text=True, env=places, cwd=ROOT, check=False)
     if done.returncode not in (0, 3):
         raise SystemExit(f"{command}: {done.stderr}")

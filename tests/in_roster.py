@@ -67,7 +67,7 @@ def lacks_feature(item: pytest.Item, error: BaseException) -> str:
     own = inspect.getsource(item.function) + str(getattr(item, "callspec", None) and item.callspec.params)
     for word in words:
         is_unknown = f"Unknown technique '{word}'" in str(error) and word in file
-        is_unknown |= f"Unknown task '{word}'" in str(error)
+        is_unknown |= any(f"Unknown {kind} '{word}'" in str(error) for kind in ("task", "phase"))
         if is_unknown or re.search(rf"(?<!\w){re.escape(word)}\b", own):
             return f"the feature with {word} is not there"
     return ""

@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 
-from snugfit.prediction.addresses import CHUNK, CODE, CUBLAS, FORWARD_CODE, MIB, OWN, TOP, DeviceAddresses
-from snugfit.prediction.allocator import CUBLAS_WORKSPACE, Allocator, driver_actions
+from snugfit.prediction.allocator import (
+    CHUNK,
+    CODE,
+    CUBLAS,
+    CUBLAS_WORKSPACE,
+    FORWARD_CODE,
+    MIB,
+    OWN,
+    TOP,
+    Allocator,
+    DeviceAddresses,
+    driver_actions,
+)
 from snugfit.rehearsal.trace.trace import Block, Mark, MarkKind, Trace
 
 FOLDERS = [Path(__file__).parent / "data" / name for name in ("segments-h200", "segments-h100")]

@@ -8,8 +8,7 @@ import pytest
 
 from small_models import small_job
 from snugfit.planning.keep import Kept, kept_of
-from snugfit.planning.search.combinations import Combinations
-from snugfit.planning.search.space import Space, space_of
+from snugfit.planning.search.space import Combinations, Space, space_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot

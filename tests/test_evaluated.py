@@ -11,7 +11,7 @@ from rich.console import Console
 
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.measurement.agreement import results_of
+from snugfit.measurement.child import results_of
 from snugfit.report.measurement import render, short
 from snugfit.results.footprint import Footprint, Startup, Timing
 from snugfit.results.measurement import Device, Measurement

@@ -103,7 +103,7 @@ FIGURES = ("requested_bytes", "allocated_bytes", "reserved_bytes", "nvml_bytes")
 IMPORTED = (4, 20)
 """Bytes by which some runs measured before 2026-11-21 requested more. The import of audio code during the
 model's construction made a constant of 4 bytes on the GPU. Later, peft's import made one of 16. It was the
-first block of the process, so the context's own chunk was never free (`addresses.py`)."""
+first block of the process, so the context's own chunk was never free (`allocator.py`)."""
 
 
 @functools.cache

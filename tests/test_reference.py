@@ -25,8 +25,7 @@ from made_up import LARGER, WAYS, measurement, timing
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.planning.fleet.prices import Prices, document
-from snugfit.report.schema.json_schema import keys, objects, schema_of, title
-from snugfit.report.schema.tables import DOCUMENTS
+from snugfit.report.schema.json_schema import DOCUMENTS, keys, objects, schema_of, title
 from snugfit.report.techniques import TechniqueList
 from snugfit.results.measurement import GpuClock, RankMeasured
 from snugfit.techniques.roster import techniques

@@ -19,8 +19,9 @@ from snugfit.job.model import Model
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Prices
 from snugfit.planning.plan import Counts
-from snugfit.report import compare, curve, gpus, techniques
+from snugfit.report import compare, gpus, techniques
 from snugfit.report import measurement as measurement_report
+from snugfit.report import prediction as long_report
 from snugfit.report import prediction as prediction_report
 from snugfit.report.plan import gpu_plans
 from snugfit.report.text import files, grid
@@ -151,9 +152,9 @@ def test_gpus_and_techniques_are_all_listed() -> None:
 
 
 def test_bars_are_as_high_as_they_should_be() -> None:
-    assert curve.bars([0.0, 0.5, 1.0], rows=2) == ["  █", " ██"]
-    assert curve.sample([(0.0, 1.0), (0.4, 3.0), (0.41, 2.0), (0.99, 1.0)], 4) == [1.0, 3.0, 3.0, 1.0]
-    assert curve.legend([("forward", 0, 4), ("update", 4, 5)], 8) == "└for└"
+    assert long_report.bars([0.0, 0.5, 1.0], rows=2) == ["  █", " ██"]
+    assert long_report.sample([(0.0, 1.0), (0.4, 3.0), (0.41, 2.0), (0.99, 1.0)], 4) == [1.0, 3.0, 3.0, 1.0]
+    assert long_report.legend([("forward", 0, 4), ("update", 4, 5)], 8) == "└for└"
 
 
 def test_markdown_makes_foreign_words_inert() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from small_models import small_job
 from small_runs import losses, rows, small_run
-from snugfit.data import arrow_rows
+from snugfit.data import row_sources
 from snugfit.data.columns import columns_of
 from snugfit.data.row_sources import read_rows
 from snugfit.data.rows import Rows
@@ -187,6 +187,6 @@ def test_parquet_holds_the_columns_that_are_asked_for(
     held: Rows = read_rows(tmp_path / "rows.parquet").select_columns({"text"})
     assert (held.columns, held[4], held.folder_of(0)) == (("text",), {"text": "five"}, tmp_path)
     assert list(pickle.loads(pickle.dumps(held))) == list(held)
-    monkeypatch.setattr(arrow_rows, "LARGEST_IN_MEMORY", 10)
+    monkeypatch.setattr(row_sources, "LARGEST_IN_MEMORY", 10)
     with pytest.raises(UsageError, match=r"in the columns text; .* at most 10 B.*save_to_disk\(FOLDER\)"):
         read_rows(tmp_path / "rows.parquet").select_columns({"text"})

@@ -12,8 +12,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.keep import kept_of
-from snugfit.planning.search.ranking import rank_best
-from snugfit.planning.search.search import plan, search
+from snugfit.planning.search.search import plan, rank_best, search
 from snugfit.planning.search.space import space_of
 from snugfit.planning.search.state import SearchState
 from snugfit.prediction.seconds import step_seconds

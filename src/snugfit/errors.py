@@ -86,7 +86,7 @@ class OutsideBand(SnugfitError):
 
 
 class RehearsalError(SnugfitError):
-    """Error for a step that could not be simulated on tensors without data."""
+    """Error for a failed simulation: the step cannot run on tensors without data."""
 
 
 class MeasurementError(SnugfitError):

@@ -12,7 +12,7 @@
 | a list of mappings, a `datasets.Dataset`| an entry                                   | on access         |
 
 This file has the interface of all sources, and the two sources without a file. The others are in
-`text_rows.py`, `arrow_rows.py` and in features. `row_sources.py` chooses the source for a path. An error in a
+`text_rows.py`, `row_sources.py` and in features. `row_sources.py` also chooses one for a path. An error in a
 file names its line. It is raised when the file is opened, or when the row is read on access.
 """
 

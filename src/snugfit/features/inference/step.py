@@ -3,6 +3,8 @@
 The first forward pass of the model is the phase `prefill`. Each further pass begins a part of the phase
 `decode`, which also contains the choice of its token. No sequence ends early, so that each call generates the
 same number of tokens.
+
+**Sampling.** Simulation of drawing random tokens, by the operators that torch runs on a device.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.step.step import Observer
+
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -121,8 +124,6 @@ class GenerateStep(PlainStep):
                 prompt = self.prompt or self.job.sequence_length if settings.cache == "offloaded" else 0
                 stack.enter_context(without_streams(observer, self.recorder, call, prompt=prompt))
             if settings.sample and self.device.type == "meta":
-                from snugfit.features.inference.sampling import draw
-
                 stack.enter_context(patch.object(torch, "multinomial", draw))
             yield
 
@@ -269,3 +270,28 @@ def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
         yield
     finally:
         del model._beam_search_has_unfinished_sequences, model._update_finished_beams
+
+
+# ---- sampling ----------------------------------------------------------------------------------------------
+
+
+def draw(probabilities: torch.Tensor, num_samples: int, *arguments: Any, **named: Any) -> torch.Tensor:
+    """Return the result of `torch.multinomial` without replacement on `meta` tensors.
+
+    On `meta`, the operator allocates its result alone. A device checks the probabilities, and divides them by
+    random numbers in a tensor of their size. The source is `native/Distributions.cpp` (torch 2.13).
+    """
+    import torch
+
+    rows = probabilities.shape[:-1]
+    result = torch.empty((*rows, num_samples), dtype=torch.int64, device=probabilities.device)
+    low, high = torch.aminmax(probabilities)
+    torch._assert_async((low >= 0) & (high < float("inf")))
+    torch._assert_async(~(probabilities.sum(-1) == 0).any())
+    noise = torch.empty_like(probabilities).exponential_(1)
+    torch.div(probabilities, noise, out=noise)
+    if num_samples == 1:
+        return torch.argmax(noise, -1, keepdim=True, out=result)
+    values = torch.empty(result.shape, dtype=noise.dtype, device=noise.device)
+    torch.topk(noise, num_samples, out=(values, result))
+    return result

@@ -1,7 +1,7 @@
 """Comparison of ways to pad a dataset: peak bytes of each way, and its average seconds.
 
 A run must not fail at its longest batch. So the peak memory is that of a step whose sequences all have the
-greatest length. The seconds are a mean over random batches (`batches.py`), with a prediction for each length
+greatest length. The seconds are a mean over random batches (`padding.py`), with a prediction for each length
 (`length_profile.py`). `padding.py` combines them.
 
 Truncated sequences change the learned model. Its results are shown separately on request, and it is never

@@ -72,9 +72,9 @@ class DataRng:
         return DataRngStates(host_rng_states(), self._own.state())
 
     def set(self, states: DataRngStates) -> None:
-        """Restore the data's random generators to these states."""
-        set_host_rng_states(states.host)
+        """Restore the random generators to the states that `states` returned."""
         self._own.set(states.own)
+        set_host_rng_states(states.host)
 
     def begin_epoch(self) -> None:
         """Start an epoch with the next loaded batch. Then search for generators that are created with its

@@ -9,6 +9,12 @@ at the start.
 
     {"pixel_values": (C, H, W), "label": 3}
     {"input_features": (M, F), "labels": [...]}      M mel bands by F frames, or "input_values": (samples)
+
+**Processors.** Loading of the model's image processor or feature extractor, and its settings for a checksum.
+
+The processor is loaded from a folder or the hub's cache, like a tokenizer (`tokens.py`). Image processors
+have several implementations that differ in the last bits. The implementation that needs only Pillow is used,
+so that a run is the same on every machine.
 """
 
 from __future__ import annotations
@@ -17,14 +23,16 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice, product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.data.columns import columns_of
 from snugfit.data.encoding import ROWS_AT_ONCE
 from snugfit.data.indexed import IndexedSamples, Sample
 from snugfit.data.labels import class_numbers, one_order, regression_values
+from snugfit.data.pretrained import load_pretrained
 from snugfit.data.ragged import RaggedBuilder
 from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.tokens import Tokenizer, as_tokenizer
@@ -32,16 +40,17 @@ from snugfit.errors import UsageError
 from snugfit.features.media.files import MediaEntry, path_in
 from snugfit.features.media.inputs import hears_in_place_of_tokens, pixels, sound
 from snugfit.features.media.pictures import PicturePreprocessor
-from snugfit.features.media.processors import has_processor, load_processor, own_folder, settings_of
 from snugfit.features.media.sounds import SoundPreprocessor
 from snugfit.features.media.tasks import PICTURES, SOUNDS
 from snugfit.job.job import Job, Task
+from snugfit.job.weights import own_folder as folder_of_model
 
 if TYPE_CHECKING:
     import torch
 
     from snugfit.data.collate import Collate
     from snugfit.data.rows import Rows
+
 
 INPUTS = {Task(PICTURES.name): (("image",),), Task(SOUNDS.name): (("audio", "text"),)}
 """Roles of columns that each task reads, as `data/columns.py` has them for texts."""
@@ -276,3 +285,91 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
         )
     refuse_unknown_tokens(labels, config.get_text_config().vocab_size, job, rows.where)
     return {"labels": labels, "cut": cut, "cut_tokens": lost}
+
+
+# ---- processors --------------------------------------------------------------------------------------------
+
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def load_processor(given: Any, job: Job) -> Any:
+    """Return the image processor or feature extractor for the job's task.
+
+    `given` is its name, its folder, or a processor of transformers, perhaps with several parts. Raises
+    `UsageError` if it cannot be loaded.
+    """
+    from transformers import AutoFeatureExtractor
+
+    inner, what = _KINDS[job.task]
+    if isinstance(given, str | os.PathLike):
+        is_picture = job.task == PICTURES.name
+        return load_pretrained(
+            given,
+            _load_image_processor if is_picture else AutoFeatureExtractor.from_pretrained,
+            what,
+            word="processor",
+            patterns=FILES,
+            file=FILES[0],
+        )
+    # A multi-part processor has the part as an attribute.
+    processor = getattr(given, inner, given)
+    inputs = getattr(processor, "model_input_names", None)
+    # A tokenizer is callable too, but has a vocabulary.
+    if not callable(processor) or not inputs or hasattr(processor, "vocab_size"):
+        raise UsageError(
+            f"The processor is of type {type(given).__name__}; for {job.task} it must be transformers' "
+            f"{what}, or its folder."
+        )
+    return processor
+
+
+_KINDS = {
+    PICTURES.name: ("image_processor", "image processor"),
+    SOUNDS.name: ("feature_extractor", "feature extractor"),
+}
+"""For each task, a multi-part processor's attribute for the part, and its name in messages."""
+
+
+def own_folder(job: Job) -> Path | None:
+    """Return the model's folder if it contains a processor, else None."""
+    folder = folder_of_model(job.model.name, job.model.origin)
+    return folder if folder and has_processor(folder, job) else None
+
+
+def has_processor(given: Any, job: Job) -> bool:
+    """Return True if a folder, or a transformers processor with several parts, contains the processor for the
+    job's task.
+    """
+    if isinstance(given, str | os.PathLike):
+        return any((Path(given).expanduser() / name).exists() for name in FILES)
+    return hasattr(given, _KINDS[job.task][0])
+
+
+def settings_of(preprocessor: Any) -> dict[str, Any]:
+    """Return the class and settings of the transformers processor in a preprocessor, for a checksum of the
+    dataset.
+    """
+    processor = getattr(preprocessor, fields(preprocessor)[0].name)
+    settings = processor.to_dict() if hasattr(processor, "to_dict") else {}
+    return {"class": type(processor).__name__, **settings}
+
+
+def _load_image_processor(name: str, **options: Any) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        # Implementations differ in the last bits; Pillow's runs on every machine.
+        return AutoImageProcessor.from_pretrained(name, backend="pil", **options)
+    except ImportError:  # older versions look for torchvision before they look at the backend
+        return _by_its_class(Path(name))
+
+
+def _by_its_class(folder: Path) -> Any:
+    """Return the image processor of the class in a folder's config, in the implementation that needs only
+    Pillow.
+    """
+    import transformers
+
+    named = json.loads((folder / FILES[0]).read_text())["image_processor_type"].removesuffix("Fast")
+    return getattr(transformers, f"{named}Pil").from_pretrained(folder, local_files_only=True)

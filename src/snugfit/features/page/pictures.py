@@ -1,32 +1,54 @@
-"""The page, plot and notebook output for each type of result, such as a prediction."""
+"""The page, plot and notebook output for each type of result, such as a prediction.
+
+**Fronts.** The chart of a plan's Pareto front: memory against speed, one point for each recipe (its training
+techniques).
+
+**Bytes.** The chart of memory by category (such as activations) during a step, with its phases and micro-
+batches.
+
+**Modules and phases.** Charts of the memory by module at the peak, and of a step's phases on host and device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import groupby
 from typing import Any
 
 from snugfit.comparison.compare import Comparison
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.feature_folders import feature_objects
 from snugfit.features.page import headlines
-from snugfit.features.page.chart import BarFigure, BarGroup, Bars, Chart, PageParts
-from snugfit.features.page.colours import GPU_MEMORY, MEASURED, PREDICTED
+from snugfit.features.page.chart import (
+    BarFigure,
+    BarGroup,
+    Bars,
+    Chart,
+    Front,
+    Layer,
+    MemoryCurve,
+    ModuleMap,
+    PageParts,
+    RecipePoint,
+    Timeline,
+)
+from snugfit.features.page.colours import GPU_MEMORY, KINDS, MEASURED, PREDICTED
 from snugfit.features.page.document import document
-from snugfit.features.page.front import draw_front
-from snugfit.features.page.memory import memory_over_step
-from snugfit.features.page.modules import modules_at_peak, timeline
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.prices import Prices
-from snugfit.planning.plan import Plan
+from snugfit.planning.plan import Choice, Plan
 from snugfit.report import compare, measurement, prediction
 from snugfit.report.plan import gpu_plans, plan
 from snugfit.report.text.job import job_line
+from snugfit.report.text.passages import micro_batch_passages, phase_passages
+from snugfit.results.footprint import Kind, Moment
 from snugfit.results.measurement import Measurement
-from snugfit.results.prediction import Prediction
+from snugfit.results.prediction import CurvePoint, ModuleLine, Prediction
 from snugfit.results.speed import StepSpeed
-from snugfit.units import show_bytes, show_seconds
+from snugfit.results.step_seconds import PhaseSpan
+from snugfit.units import show_bytes, show_mib, show_seconds
 from snugfit.versions import versions
 
 MOST_STEPS = 100
@@ -236,3 +258,188 @@ _PARTS: dict[type, Callable[[Any], PageParts]] = {
     Comparison: _of_comparison,
     GpuPlans: _of_gpu_plans,
 }
+
+
+# ---- fronts ------------------------------------------------------------------------------------------------
+
+
+def draw_front(plan: Plan) -> Chart:
+    """Return the chart of the recipes on a plan's Pareto front, with the best one and the memory limit. The
+    points have the numbers of the table.
+    """
+    front = plan.fitting_first
+    speeds = [plan.speed(choice) for choice in front]
+    points = [
+        _recipe_point(plan, choice, number, speed)
+        for number, (choice, speed) in enumerate(zip(front, speeds, strict=True), 1)
+    ]
+    words = plan.job.words
+    unit = f"{words.item.capitalize()} per second" + (", start-up included" if plan.steps else "")
+    return Chart(
+        title="Memory and speed of the best recipes (Pareto front)",
+        about=f"{len(front)} recipes, memory against speed.",
+        drawing=Front(points=points, limit=plan.memory_bytes, item=words.item),
+        heads=("No.>", "Recipe", "MiB>", f"{unit}>", f"A {words.turn}>", "Verdict"),
+        rows=[
+            (
+                str(number),
+                choice.recipe,
+                show_mib(choice.needed_bytes),
+                f"{speed:.2f}",
+                show_seconds(choice.step_seconds),
+                _verdict(plan, choice),
+            )
+            for number, (choice, speed) in enumerate(zip(front, speeds, strict=True), 1)
+        ],
+        note="Filled points fit, hollow ones do not. No recipe of the front is both slower and larger than "
+        "another.",
+        numbered=True,
+    )
+
+
+def _recipe_point(plan: Plan, choice: Choice, number: int, speed: float) -> RecipePoint:
+    verdict = _verdict(plan, choice)
+    return RecipePoint(
+        number=number,
+        recipe=choice.recipe,
+        bytes=choice.needed_bytes,
+        speed=speed,
+        fits=plan.fitting(choice),
+        best=choice == plan.best,
+        label=", ".join(
+            filter(None, (show_bytes(choice.needed_bytes), f"{speed:.2f} {plan.job.words.item}/s", verdict))
+        ),
+    )
+
+
+def _verdict(plan: Plan, choice: Choice) -> str:
+    if plan.best == choice:
+        return "the best that fits"
+    return "does not fit" if plan.memory_bytes and choice.needed_bytes > plan.memory_bytes else ""
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------
+
+
+FURTHEST_LIMIT = 3.0
+"""Largest ratio of the GPU's memory to the highest bytes at which the memory limit is drawn."""
+
+NARROWEST_BATCH = 0.032
+"""Smallest share of the step of a micro-batch at which each gets its number."""
+
+
+def memory_over_step(
+    curve: Sequence[CurvePoint],
+    *,
+    context_bytes: int = 0,
+    memory_bytes: int | None = None,
+    micro_batches: int = 1,
+    moment: Moment | None = None,
+    turn: str = "step",
+) -> Chart:
+    """Return the chart of memory by category (such as activations) during a step, reserved memory, and the
+    memory limit.
+
+    `moment` is that of the whole run's peak. It names the curve's peak if both are in the same phase.
+    `turn` is the noun for a step.
+    """
+    stacks = [{str(Kind.CONTEXT): context_bytes, **point.kinds} for point in curve]
+    present = [str(kind) for kind in KINDS if any(stack.get(kind) for stack in stacks)]
+    reserved = [context_bytes + point.reserved_bytes for point in curve]
+    totals = [sum(stack.values()) for stack in stacks]
+    peak = totals.index(max(totals))
+    highest = max(*reserved, totals[peak])
+    limit = memory_bytes if memory_bytes and memory_bytes <= FURTHEST_LIMIT * highest else None
+    passage = curve[peak].phase
+    inside = moment.module if moment and moment.step and moment.phase == passage else ""
+    where = f"{passage}, {inside}" if inside else passage
+    drawing = MemoryCurve(
+        positions=[0.0, *(round(point.position, 5) for point in curve[1:])],
+        layers=[Layer(kind=kind, bytes=[stack.get(kind, 0) for stack in stacks]) for kind in present],
+        reserved=reserved,
+        limit=limit,
+        phases=phase_passages(curve),
+        micro_batches=micro_batch_passages(curve, micro_batches, NARROWEST_BATCH),
+        peak=peak,
+        peak_label=f"Peak: {show_bytes(totals[peak])}, {where}",
+    )
+    batches = "Grey bands are backward passes; the numbers below are micro-batches."
+    far = f"The memory limit, {show_bytes(memory_bytes or 0)}, is far above the top of this picture."
+    return Chart(
+        title=f"Memory through one {turn}",
+        about=(
+            f"Bytes by kind through one steady {turn}. The highest is {show_bytes(totals[peak])}, in {where}."
+        ),
+        drawing=drawing,
+        heads=("Phase", "Highest MiB>", *(f"{kind}>" for kind in present), "Reserved>"),
+        rows=[*_phase_rows(curve, stacks, present, context_bytes)],
+        note=" ".join(
+            [*([batches] if drawing.micro_batches else []), *([far] if memory_bytes and not limit else [])]
+        ),
+    )
+
+
+def _phase_rows(
+    curve: Sequence[CurvePoint], stacks: Sequence[Mapping[str, int]], present: Sequence[str], context: int
+) -> Iterable[list[str]]:
+    indexed = list(zip(curve, stacks, strict=True))
+    for phase, members in groupby(indexed, key=lambda pair: pair[0].phase):
+        at, stack = max(members, key=lambda pair: sum(pair[1].values()))
+        kinds = (show_mib(stack.get(kind, 0)) for kind in present)
+        yield [phase, show_mib(sum(stack.values())), *kinds, show_mib(context + at.reserved_bytes)]
+
+
+# ---- modules and phases ------------------------------------------------------------------------------------
+
+
+LOOP = "(the loop)"
+"""The name for tensors that no module allocated."""
+
+
+def modules_at_peak(modules: Sequence[ModuleLine]) -> Chart:
+    """Return the chart of the memory at the peak, by the module that allocated it and by category."""
+    whole = sum(line.bytes for line in modules) or 1
+    first = modules[0]
+    return Chart(
+        title=f"Bytes at the peak by module, {show_bytes(whole)} in all",
+        about=(
+            f"A map of {show_bytes(whole)} by module and kind. The largest area is {first.module or LOOP}: "
+            f"{first.kind}, {show_bytes(first.bytes)}."
+        ),
+        drawing=ModuleMap(lines=modules),
+        heads=("Module", "Kind", "MiB>", "Share>"),
+        rows=[
+            (
+                line.module or LOOP,
+                str(line.kind),
+                show_mib(line.bytes),
+                f"{100 * line.bytes / whole:.1f} %",
+            )
+            for line in modules
+        ],
+        note="A * means all layers of a stack. Tensors of the training loop have no module.",
+    )
+
+
+def timeline(spans: Sequence[PhaseSpan], step_seconds: float, turn: str = "step") -> Chart:
+    """Return the chart of a steady step's phases in time: when the host launches them and when the device
+    runs them.
+    """
+    return Chart(
+        title=f"Host and GPU in one {turn}, {show_seconds(step_seconds)} from {turn} to {turn}",
+        about=f"The times at which the host and the GPU work in one steady {turn}.",
+        drawing=Timeline(spans=spans, end_seconds=max([step_seconds, *(span.end_seconds for span in spans)])),
+        heads=("Where", "Phase", "From>", "To>", "Of that busy>"),
+        rows=[
+            (
+                span.lane,
+                span.phase,
+                show_seconds(span.start_seconds),
+                show_seconds(span.end_seconds),
+                show_seconds(span.busy_seconds),
+            )
+            for span in spans
+        ],
+        note="The host launches kernels before the GPU runs them, also those of the next step; when about "
+        "1,000 are waiting, it waits too.",
+    )

@@ -3,10 +3,13 @@
 The core calls this module (`Feature.changes_that_fit`). After an out-of-memory error, changes are computed
 for the job of the run and the memory of its GPU, without use of the GPU. The original error is never lost:
 without an answer it is raised as it is.
+
+**Sentences.** Sentences on the changes with which a step fits, for reports and for errors.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,8 +18,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from snugfit.errors import OutOfMemory
-from snugfit.features.ways_out.report import about_ways_out, in_short
-from snugfit.results.ways_out import WaysOut
+from snugfit.job.gpu import find_gpu
+from snugfit.report.text.answer import show_gib
+from snugfit.report.text.facts import LABEL, Facts
+from snugfit.report.text.pace import roughly
+from snugfit.report.text.page import Sentence
+from snugfit.results.ways_out import LargerGpu, WayOut, WaysOut
+from snugfit.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
     from snugfit.techniques.technique import Fidelity, Slot, Technique
     from snugfit.training.journal import Event
+
 
 __all__ = (
     "about_ways_out",
@@ -218,3 +227,71 @@ def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
     limit = min(filter(None, (memory_bytes, prediction.memory_bytes)), default=prediction.needed_bytes)
     limit = min(limit, int(LESS * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
     return replace(prediction, memory_bytes=limit)
+
+
+# ---- sentences ---------------------------------------------------------------------------------------------
+
+
+MANY = 3
+"""Number of changes from which no further command is suggested."""
+
+NO_SLOWDOWN = 0.0005
+"""Share of a step below which a slowdown is not shown."""
+
+FIDELITY = {"same": "exact", "rounds": "rounds differently", "learns": "another algorithm"}
+"""Words for the fidelity of a change."""
+
+
+def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Iterator[str]:
+    """Yield a heading, a line for each change and the first one as an option.
+
+    With few changes, a further `command` follows. They are changes `of` the recipe of this name.
+    """
+    if ways.ways:
+        yield f"Changes of {of} that fit, the cheapest first (predicted):"
+        for number, way in enumerate(ways.ways, 1):
+            yield f"{number}. {_about(way)}"
+        yield f"The first one: --recipe {shlex.quote(ways.ways[0].recipe)}"
+    elif ways.larger_gpu:
+        yield f"No change of {of} was found that fits. {_about_larger(ways.larger_gpu)}"
+    if len(ways.ways) < MANY and command:
+        yield f"A plan searches all techniques: {command}"
+
+
+def in_short(ways: WaysOut) -> Iterator[Facts | Sentence]:
+    """Yield lines of a report: each change that fits, then the option `--recipe` for the first; else a larger
+    GPU.
+    """
+    changes = map(_about, ways.ways) if ways.ways else filter(None, [_about_larger(ways.larger_gpu)])
+    rows = tuple(("" if number else "fits with", text) for number, text in enumerate(changes))
+    if rows:
+        yield Facts(rows)
+    if ways.ways:
+        option = f"--recipe {shlex.quote(ways.ways[0].recipe)}"
+        yield Sentence(f"{'':{LABEL}}  {option}", "recipe")
+
+
+def _about(way: WayOut) -> str:
+    figures = [show_gib(way.needed_bytes)]
+    if way.step_seconds is not None:
+        figures += [f"{roughly(way.step_seconds)} a step{_slowdown(way.slowdown)}"]
+    figures += [FIDELITY[way.fidelity]]
+    figures += [f"tight: {show_bytes(way.spare_bytes)} to spare"] if way.tight else []
+    return f"{' + '.join(way.changes)}: {', '.join(figures)}."
+
+
+def _slowdown(share: float | None) -> str:
+    if share is None:
+        return ""
+    return " (no slower)" if abs(share) < NO_SLOWDOWN else f" ({100 * share:+.1f} %)"
+
+
+def _about_larger(larger: LargerGpu | None) -> str:
+    if larger is None:
+        return ""
+    figures = show_bytes(larger.needed_bytes)
+    figures += f", {show_seconds(larger.step_seconds)} a step" if larger.step_seconds is not None else ""
+    return (
+        f"The smallest GPU that fits is {find_gpu(larger.gpu, exact=True).name}, with "
+        f"{show_bytes(larger.memory_bytes)}: {larger.recipe} takes {figures}."
+    )

@@ -17,39 +17,55 @@ linearly with the layers, and the search starts again with whole models.
 
 Among recipes that are as fast as the best, the simplest is chosen (`simpler.py`). At the end it is simulated
 in full by `predict`, and the plan reports a mismatch.
+
+**The best few.** Ranking of the best few recipes of a search, which `--verify` measures.
+
+The Pareto front contains only recipes with no other one that is faster and smaller, so the second fastest is
+mostly missing. For a list of the best few, further recipes are evaluated in the order of their lower bounds.
+The evaluation ends when no remaining recipe can be among them.
+
+**Without an update.** Begin a search for a job without optimizer updates with the simplest recipe, and
+recipes with a single change.
+
+Such a job has no lower bounds from few layers, so a full simulation of each group of recipes takes seconds. A
+technique that alone makes the step neither faster nor smaller is therefore not combined with others. If the
+simplest recipe fits, a technique must be faster.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from snugfit.errors import RehearsalError, UsageError
 from snugfit.planning.keep import Free, Keep
-from snugfit.planning.plan import Pace, Plan, nearest_miss
+from snugfit.planning.plan import Exclusion, Pace, Plan, nearest_miss
 from snugfit.planning.search.best_first import BestFirst
 from snugfit.planning.search.grades import find_grades, find_recomputed
 from snugfit.planning.search.plan_request import PlanRequest
 from snugfit.planning.search.progress import Tell, with_best
-from snugfit.planning.search.ranking import rank_best
 from snugfit.planning.search.recomputing import RecomputingKinds
 from snugfit.planning.search.simpler import AS_FAST
-from snugfit.planning.search.single_changes import screen_single_changes
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import NEGLIGIBLE_BYTES, SearchState
+from snugfit.planning.search.state import NEGLIGIBLE_BYTES, TIME_BOUND_MARGIN, SearchState
 from snugfit.prediction.device import doubts_about, policy_for
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import link_of
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.registry import hooks
-from snugfit.techniques.technique import Fidelity
+from snugfit.techniques.technique import Fidelity, Slot
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.planning.cost.timer import Timer
+    from snugfit.planning.search.progress import Tell
+    from snugfit.planning.search.recomputing import RecomputingKinds
+    from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
     from snugfit.rehearsal.trace.trace import Trace
     from snugfit.results.step_seconds import StepSeconds
@@ -283,3 +299,95 @@ def _timer_of(gpu: Gpu | None) -> Timer:
             "added to it."
         )
     return GpuTimers([gpu])
+
+
+# ---- the best few ------------------------------------------------------------------------------------------
+
+
+TOGETHER = 4
+"""Number of traces that each worker process evaluates between two checks of the ranking."""
+
+
+def rank_best(
+    state: SearchState, count: int, pool: WorkerPool, objective: str, tell: Tell = lambda what: None
+) -> list[int]:
+    """Return the best `count` recipes that fit, the best first; fewer if there are no more. Recipes with
+    equal seconds count once, such as those with another allocator setting. Raises `BelowLowerBound`.
+    """
+
+    def least(number: int) -> float:
+        bound = state.bounds[number]
+        return bound.needed_bytes if objective == "memory" else bound.seconds * (1 - TIME_BOUND_MARGIN)
+
+    def may_be_listed(number: int) -> bool:
+        return number not in state.judged and state.fits(state.bounds[number].needed_bytes)
+
+    waiting = deque(state.by_trace(filter(may_be_listed, sorted(state.bounds, key=least))))
+    while True:
+        ranked = _ranking(state, objective)[:count]
+        worst = _value(state, ranked[-1], objective) if len(ranked) == count else math.inf
+        tell(f"checking the best {count}: {len(ranked)} found")
+        todo: list[list[int]] = []
+        while waiting and len(todo) < TOGETHER * len(pool.workers) and least(waiting[0][0]) < worst:
+            todo.append(waiting.popleft())
+        if not todo:
+            return ranked
+        state.judge(todo, pool)
+
+
+def _ranking(state: SearchState, objective: str) -> list[int]:
+    """Return the evaluated recipes that fit, the best first; of recipes with equal seconds only one."""
+    fitting = [number for number, figures in state.judged.items() if state.fits(figures.needed_bytes)]
+    by_seconds: dict[float, int] = {}
+    for number in sorted(fitting, key=lambda one: (_value(state, one, objective), *state.rank(one))):
+        by_seconds.setdefault(state.judged[number].seconds, number)
+    return list(by_seconds.values())
+
+
+def _value(state: SearchState, number: int, objective: str) -> float:
+    figures = state.judged[number]
+    return figures.needed_bytes if objective == "memory" else figures.seconds
+
+
+# ---- without an update -------------------------------------------------------------------------------------
+
+
+WHY = "alone it makes the step neither faster nor smaller, so it was not combined (--keep '{}' does so)"
+
+
+def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smallest: bool) -> None:
+    """Simulate the simplest recipe and recipes with a single change of it. Exclude combinations with useless
+    changes from the search.
+    """
+    state.rehearses_whole, space = True, state.space
+    simplest = space.number(space.simplest)
+    if simplest is None:
+        return
+    candidates, own = space.candidates, space.candidates[simplest].passes
+    singles = [(slot, number) for slot in Slot for number in space.variants(simplest, slot)]
+    passes = {own, *(candidates[number].passes for _, number in singles)}
+    kinds.add([number for number, one in enumerate(candidates) if one.passes in passes])
+    # Candidates with the passes of the simplest recipe share its rehearsal.
+    dear = [(slot, number) for slot, number in singles if candidates[number].passes != own]
+    useless = {
+        candidates[number].recipe[slot]
+        for slot, number in dear
+        if not _is_useful(state, number, simplest, smallest=smallest)
+    }
+    left_out = [number for number in kinds.others if not useless.isdisjoint(candidates[number].recipe)]
+    kinds.leave_out(left_out)
+    for technique in sorted(useless, key=str):
+        count = sum(technique in candidates[number].recipe for number in left_out)
+        if count:
+            why = WHY.format(technique)
+            state.excluded.append(Exclusion(what=str(technique), why=why, recipes=count))
+
+
+def _is_useful(state: SearchState, number: int, simplest: int, *, smallest: bool) -> bool:
+    """Return True if a single change makes the simplest recipe faster, or smaller if that is needed."""
+    bound, base = state.bounds.get(number), state.bounds.get(simplest)
+    # Nothing is known of a change if one of the two cannot be simulated.
+    if bound is None or base is None or bound.seconds < base.seconds * (1 - AS_FAST):
+        return True
+    needs_less = smallest or not state.fits(base.needed_bytes)
+    return needs_less and bound.needed_bytes <= state.worth_listing(base.needed_bytes)

@@ -94,7 +94,7 @@ def releases_context(operator: str) -> bool:
 
     The driver reserves 414 MiB of the address space behind the process's first segment when it creates the
     context. After the release they are a hole that segments use. So the order of addresses depends on earlier
-    allocations (`prediction/addresses.py`). Each operator was run in a fresh process without caching
+    allocations (`prediction/allocator.py`). Each operator was run in a fresh process without caching
     (`results/h200-2026-11-22/holes.json`). An H200's driver released the space at `fill_`, `ones`, `zeros`,
     `cos`, a cast and efficient attention. It did not at `KEEPS_CONTEXT`, nor at copies from the host. An
     untested operator counts as releasing, because most kernels are element-wise like those above.

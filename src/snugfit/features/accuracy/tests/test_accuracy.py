@@ -20,10 +20,9 @@ from snugfit.errors import RecipeError, RehearsalError, UsageError
 from snugfit.features.accuracy import predict_runs
 from snugfit.features.accuracy import score as room
 from snugfit.features.accuracy.compared_runs import BAND, Accuracy, ComparedRun, error_quantiles
-from snugfit.features.accuracy.draw import draw_recipes
 from snugfit.features.accuracy.files import read
 from snugfit.features.accuracy.markdown import document
-from snugfit.features.accuracy.predict_runs import PlannedRecipe
+from snugfit.features.accuracy.predict_runs import PlannedRecipe, draw_recipes
 from snugfit.features.accuracy.tables import render
 from snugfit.job.gpu import find_gpu
 from snugfit.report.text.terminal import as_text

@@ -17,10 +17,9 @@ from snugfit.errors import SnugfitError, UsageError
 from snugfit.features.accuracy import predict_runs
 from snugfit.features.accuracy import score as room
 from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
-from snugfit.features.accuracy.draw import draw_recipes
 from snugfit.features.accuracy.files import read, read_rates, write
 from snugfit.features.accuracy.markdown import EDGES, document, histogram
-from snugfit.features.accuracy.predict_runs import PlannedRecipe
+from snugfit.features.accuracy.predict_runs import PlannedRecipe, draw_recipes
 from snugfit.features.accuracy.ranking import gap, group_by_job, pooled_agreement
 from snugfit.features.accuracy.scatter import draw
 from snugfit.features.accuracy.tables import render

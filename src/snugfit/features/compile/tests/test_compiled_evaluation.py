@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from snugfit.errors import RecipeError
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.measurement.agreement import results_of
+from snugfit.measurement.child import results_of
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
@@ -30,22 +30,23 @@ def small_job(**changes: Any) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("job", "recipe", "programs"),
+    ("phase", "recipe", "programs"),
     [
         # Equal layers share a program: their caches would give each its own.
-        (small_job(), "compiled(backend=eager)", 1),
-        (small_job(), "compiled(what=model, backend=eager)", 1),
+        ({}, "compiled(backend=eager)", 1),
+        ({}, "compiled(what=model, backend=eager)", 1),
         # One program for the prompt and one for all tokens.
         (
-            small_job(phase="generate", phase_settings={"new_tokens": 6, "cache": "static"}),
+            {"phase": "generate", "phase_settings": {"new_tokens": 6, "cache": "static"}},
             "compiled(what=model, backend=eager)",
             2,
         ),
     ],
 )
 def test_a_compiled_evaluation_runs_few_programs_with_equal_results(
-    job: Job, recipe: str, programs: int
+    phase: dict[str, Any], recipe: str, programs: int
 ) -> None:
+    job = small_job(**phase)
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)

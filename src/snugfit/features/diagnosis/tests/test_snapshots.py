@@ -124,7 +124,7 @@ def test_a_snapshot_of_our_own_prediction_is_read() -> None:
     from small_models import small_job
     from snugfit.features.diagnosis.snapshot import read_snapshot
     from snugfit.prediction.predict import predict, rehearse_again
-    from snugfit.prediction.traces.memory_snapshot import memory_snapshot
+    from snugfit.prediction.traces.export_trace import memory_snapshot
 
     predicted = predict(small_job("gpt2", 2), "plain")
     found = read_snapshot(pickle.dumps(memory_snapshot(rehearse_again(predicted))), "own")
@@ -212,7 +212,7 @@ def test_a_small_file_that_unfolds_is_refused() -> None:
 
 def test_code_of_a_pickle_never_runs_in_the_reader() -> None:
     """The reader knows no instruction that names, calls or builds an object."""
-    from snugfit.features.diagnosis.plain_pickle import _PlainReader
+    from snugfit.features.diagnosis.snapshot import _PlainReader
 
     calls = {"REDUCE", "GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "PERSID",
              "BINPERSID", "EXT1", "EXT2", "EXT4"}  # fmt: skip

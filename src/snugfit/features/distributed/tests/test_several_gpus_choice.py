@@ -10,11 +10,10 @@ from made_up_judge import MadeUpJudge
 
 from small_models import small_job
 from snugfit.features.distributed.plan import search
-from snugfit.features.distributed.plan.choosing import best_first
 from snugfit.features.distributed.plan.judge import InFull, Judged
 from snugfit.features.distributed.plan.plan import OnGpus, SeveralGpusPlan
 from snugfit.features.distributed.plan.report import render
-from snugfit.features.distributed.plan.search import plan_several_gpus
+from snugfit.features.distributed.plan.search import best_first, plan_several_gpus
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe

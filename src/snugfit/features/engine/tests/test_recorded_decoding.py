@@ -16,7 +16,7 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.features.inference import long_runs
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.measurement.agreement import results_of
+from snugfit.measurement.child import results_of
 from snugfit.prediction.device import graphs_bytes
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse

@@ -20,7 +20,7 @@ from small_runs import CPU, assert_same_weights, bert_job, events, killed_in, lo
 from snugfit.errors import RecipeError, SnugfitError, UsageError
 from snugfit.features.engine.masters.one_weight import MasterUpdates
 from snugfit.features.engine.replay.graphs import NotRecorded
-from snugfit.features.engine.updates import one_weight
+from snugfit.features.engine.updates import passes
 from snugfit.features.engine.updates.hooked_pass import HookedPass
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.job.job import Job
@@ -134,7 +134,7 @@ def test_no_more_gradients_exist_than_that_of_one_weight(
 
         monkeypatch.setattr(kind, "update", update)
 
-    watched(one_weight.TorchUpdates)
+    watched(passes.TorchUpdates)
     watched(MasterUpdates)
     run(f"{recipe} + released", job_of("bert", 0.05))
     assert 0 < together[0] == largest[0]

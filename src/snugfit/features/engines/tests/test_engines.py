@@ -17,7 +17,7 @@ from snugfit.features.engines import export, session
 from snugfit.features.engines.fast_layers import use_fast_layers
 from snugfit.job.job import Job
 from snugfit.job.model import Model
-from snugfit.measurement.agreement import results_of
+from snugfit.measurement.child import results_of
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques import technique as technique_room

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from snugfit.errors import JobError
-from snugfit.features.lengths.batches import MULTIPLES, ORDERS, draw, group_by_length
 from snugfit.features.lengths.dataset import Lengths
+from snugfit.features.lengths.padding import MULTIPLES, ORDERS, draw, group_by_length
 
 LONG_TAIL = Lengths.of(
     np.clip(np.random.default_rng(3).lognormal(4.2, 0.8, 1500).astype(int), 3, 500).tolist()

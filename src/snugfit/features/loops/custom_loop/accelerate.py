@@ -30,8 +30,7 @@ from snugfit.features.loops.custom_loop.batches import Batches
 from snugfit.features.loops.custom_loop.checkpoints import RunCheckpoints, RunFolder
 from snugfit.features.loops.custom_loop.run import HandRun
 from snugfit.features.loops.custom_loop.step import CustomStep, ItemsOf, LossOf
-from snugfit.features.loops.example import example_of
-from snugfit.features.loops.loader import is_plain, made_like
+from snugfit.features.loops.loader import example_of, is_plain, made_like
 from snugfit.frontends.items import samples_in
 from snugfit.frontends.own import capability_of, folder_of, options_of
 from snugfit.job.batch_layout import BatchDims

@@ -17,7 +17,7 @@ from fitted import classified, losses_of, quiet, trainer_of
 from fitted import model_of as model_of_trainer
 from small_models import small_job
 from snugfit import fit
-from snugfit.features.loops.trainer.module_tree import USED_BY, ModuleTree
+from snugfit.features.loops.trainer.fit_run import USED_BY, ModuleTree
 from snugfit.step.build import build_model
 from snugfit.techniques.setup import Setup
 

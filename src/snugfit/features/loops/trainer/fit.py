@@ -69,20 +69,22 @@ def fit(
     Raises `UsageError` for an unsupported trainer or recipe, by name, and `NothingFits` if no recipe fits.
     Nothing has changed then.
     """
+    if isinstance(recipe, str):
+        recipe = Recipe.parse(recipe)  # a misspelt one is refused before any data is read
     refuse_what_cannot_be_fitted(trainer)
     if recipe is None:
         refuse_optim_without_package(trainer)
     job = job_of(trainer, batch_dims)
     chosen = choose(trainer, job, recipe, gpu, fidelity)
+    pieces, samples = chosen.recipe.pieces, None
+    notes = chosen.recipe.lines_on_cpu() if trainer.args.device.type == "cpu" else ()
+    changes = apply(trainer, job, chosen.recipe, chosen.user_slots)
     journal = Journal(None, watch) if trainer.args.process_index == 0 else Journal(None)
     if chosen.says:
         journal.tell("planned", text=chosen.says)
-    for line in apply(trainer, job, chosen.recipe, chosen.user_slots):
-        journal.tell("changed", text=line)
-    if trainer.args.device.type == "cpu":
-        for line in chosen.recipe.lines_on_cpu():
-            journal.tell("note", text=line)
-    pieces, samples = chosen.recipe.pieces, None
+    for event, lines in (("changed", changes), ("note", notes)):
+        for line in lines:
+            journal.tell(event, text=line)
     if pieces > 1:
         samples = several_samples(trainer, job)
         before, job = job, compared_job(trainer, job, samples, pieces=pieces)

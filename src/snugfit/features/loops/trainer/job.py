@@ -9,8 +9,7 @@ import contextlib
 from typing import Any
 
 from snugfit.errors import UsageError
-from snugfit.features.loops.example import example_of
-from snugfit.features.loops.loader import count_of
+from snugfit.features.loops.loader import count_of, example_of
 from snugfit.features.loops.trainer.live_trainer import bare_model, loading_batches_of, without_loader_record
 from snugfit.frontends.items import samples_in
 from snugfit.job.batch_layout import BatchDims

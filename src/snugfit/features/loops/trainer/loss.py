@@ -97,12 +97,13 @@ def weighed_loss(
     """
     import torch
 
+    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    is_given = counts and is_users_own(trainer) and "labels" in whole
     items, of_whole = items_of(piece), items_of(whole)
     if not items:
         return None
-    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     given = None
-    if is_users_own(trainer) and counts and "labels" in whole:
+    if is_given:
         given = track_use(torch.tensor(of_whole, device=trainer.args.device))
     loss = trainer.compute_loss(model, piece, num_items_in_batch=given)
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)

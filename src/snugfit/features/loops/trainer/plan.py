@@ -21,8 +21,7 @@ from snugfit.features.loops.trainer.loss import weighed_loss
 from snugfit.features.loops.trainer.parts import trainer_parts
 from snugfit.features.loops.trainer.ranks import processes_of, recipe_in_each
 from snugfit.features.loops.trainer.setup import brings_optimizer
-from snugfit.frontends.cut_gradients import unchanged_attributes
-from snugfit.frontends.cut_loss import counted_by, job_with_mixing
+from snugfit.frontends.cut_loss import counted_by, job_with_mixing, unchanged_attributes
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
 from snugfit.step.checkpointing import NAMES
@@ -62,7 +61,7 @@ class Chosen:
 
 
 def choose(
-    trainer: Any, job: Job, recipe: Recipe | str | None, gpu: str | None, fidelity: Fidelity | str
+    trainer: Any, job: Job, recipe: Recipe | None, gpu: str | None, fidelity: Fidelity | str
 ) -> Chosen:
     """Return the recipe to train with: the named one, one planned for a GPU, or the trainer's
     own settings.
@@ -72,9 +71,8 @@ def choose(
     if recipe is not None:
         if gpu is not None:
             raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
-        named = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
         refuse = trainer_parts(trainer).refuse_sharding
-        return Chosen(recipe=recipe_in_each(named, processes_of(trainer), refuse))
+        return Chosen(recipe=recipe_in_each(recipe, processes_of(trainer), refuse))
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
     if (processes := processes_of(trainer)) > 1:

@@ -85,17 +85,17 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
 
     Raises `RecipeError` for settings that this trainer does not support.
     """
-    setup, args = recipe.setup(), trainer.args
+    args, live, brings = trainer.args, live_of(trainer, recipe), brings_optimizer(trainer)
     recipe.check(job, capability_of(args.device))
-    live, brings = live_of(trainer, recipe), brings_optimizer(trainer)
-    reasons = [text for slot, text in _objections(trainer, live, brings) if slot not in user_slots]
-    if any(getattr(args, name, False) for name in NAMES):  # even if no recipe expresses it
-        reasons += dropped_prefix(job) if Slot.CHECKPOINTING in user_slots else ()
+    setup = recipe.setup()
     unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
     if Slot.OPTIMIZER in unchanged:
         _refuse_users_optimizer(trainer, brings)
     own = _value_of(args, "optim") if Slot.OPTIMIZER in user_slots else None
     trainer_parts(trainer).refuse_recipe(setup, optimizer="" if brings else own)
+    reasons = [text for slot, text in _objections(trainer, live, brings) if slot not in user_slots]
+    if any(getattr(args, name, False) for name in NAMES):  # even if no recipe expresses it
+        reasons += dropped_prefix(job) if Slot.CHECKPOINTING in user_slots else ()
     refuse(live, "trainer", [*reasons, *objections(live, setup, user_slots)])
     changes = training_arguments(setup, job, args.device, unchanged)
     if Slot.CHECKPOINTING not in user_slots:

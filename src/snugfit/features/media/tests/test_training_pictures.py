@@ -20,8 +20,7 @@ from snugfit.cli.main import run
 from snugfit.data.row_sources import read_rows
 from snugfit.errors import UsageError
 from snugfit.features.media import pictures
-from snugfit.features.media.processors import load_processor
-from snugfit.features.media.samples import MediaSamples, media_samples
+from snugfit.features.media.samples import MediaSamples, load_processor, media_samples
 from snugfit.frontends.own import options_of, train
 from snugfit.training.run.dataset import data_of, stack
 from snugfit.training.run.run import Data

@@ -24,8 +24,7 @@ from snugfit.data.collate import Collate
 from snugfit.data.row_sources import read_rows
 from snugfit.errors import UsageError
 from snugfit.features.media.files import MediaEntry
-from snugfit.features.media.processors import load_processor
-from snugfit.features.media.samples import MediaCollate, MediaSamples, media_samples
+from snugfit.features.media.samples import MediaCollate, MediaSamples, load_processor, media_samples
 from snugfit.features.media.sounds import SoundPreprocessor
 from snugfit.frontends.own import options_of, train
 from snugfit.job.model import Model

@@ -21,11 +21,9 @@ from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import UsageError
 from snugfit.features.page.chart import Chart, MemoryCurve
 from snugfit.features.page.colours import KINDS, PHASES, colours_of, ink_on
-from snugfit.features.page.front import draw_front
 from snugfit.features.page.headlines import of_prediction
-from snugfit.features.page.memory import memory_over_step
 from snugfit.features.page.options import write_pictures
-from snugfit.features.page.pictures import draw_page, draw_prediction, parts_of
+from snugfit.features.page.pictures import draw_front, draw_page, draw_prediction, memory_over_step, parts_of
 from snugfit.frontends.one_of_several import COMMAND_LINE
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu

@@ -17,8 +17,7 @@ from small_models import small_job
 from small_runs import bert_job, rows
 from snugfit.cli.main import run
 from snugfit.errors import OutOfMemory, UsageError
-from snugfit.features.ways_out.additions import LOOKING, end_with_ways_out
-from snugfit.features.ways_out.report import about_ways_out
+from snugfit.features.ways_out.additions import LOOKING, about_ways_out, end_with_ways_out
 from snugfit.features.ways_out.search import ways_out
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
