@@ -64,8 +64,7 @@ def train(
 
     `restart` begins anew and renames the old checkpoints. `resume_from` goes back to one of the folder's
     checkpoints, and later ones are renamed. `replan` chooses another recipe when memory runs out, `compare`
-    compares micro-batches with the whole batch, `predict` predicts a recipe's step, and `watch` receives
-    events.
+    compares micro-batches with the whole batch, `predict` predicts a recipe, `watch` receives every event.
 
     Raises `UsageError` for a run that cannot start or resume, and `OutOfMemory` if no recipe is left. Raises
     `SnugfitError` for a NaN loss, or if the last checkpoint could not be saved.
