@@ -256,7 +256,7 @@ class _Span:
         return RecipeError(
             f"{self.name} passes on more than its hidden states, or the model changes them between layers. "
             "So its layers cannot be recomputed several at a time. Choose a checkpointing technique that "
-            "recomputes each layer on its own (snugfit techniques)."
+            "recomputes each layer on its own: 'every_layer'."
         )
 
     def member(self, index: int) -> Callable[..., Any]:

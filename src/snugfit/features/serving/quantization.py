@@ -103,10 +103,15 @@ def read_layout(config: Mapping[str, Any], at_start: str | None, *, name: str) -
         )
     try:
         return _READERS[method](stored)
-    except (TypeError, ValueError, KeyError, AttributeError):
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        key = (
+            f"the key {error} is missing"
+            if isinstance(error, KeyError)
+            else f"a key has a wrong value ({error})"
+        )
         raise ModelError(
-            f'{name}: the "quantization_config" of {method} cannot be used: a key is missing or has an '
-            "unusable value. Correct it in the config.json, or remove it for weights of 16 bits."
+            f'{name}: the "quantization_config" of {method} cannot be used: {key}. Correct it in the '
+            "config.json, or remove quantization_config for weights of 16 bits."
         ) from None
 
 

@@ -56,8 +56,8 @@ def test_a_matrix_has_the_bytes_of_its_layout(config: dict[str, Any], expected: 
     ("config", "fault"),
     [
         ({"quant_method": "gptqq"}, "Did you mean 'gptq'"),
-        ({"quant_method": "gptq", "bits": 4}, "a key is missing"),
-        ({"quant_method": "awq", "bits": "four", "group_size": 128}, "has an unusable value"),
+        ({"quant_method": "gptq", "bits": 4}, "the key .group_size. is missing"),
+        ({"quant_method": "awq", "bits": "four", "group_size": 128}, "a key has a wrong value"),
         (["fp8"], "Allowed are fp8"),
         ({"quant_method": "gptq", "bits": 10**9, "group_size": 128}, "cannot be used"),
         ({"quant_method": "fp8", "weight_block_size": [0, 0]}, "cannot be used"),
