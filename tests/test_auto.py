@@ -60,7 +60,7 @@ def test_it_is_the_fewest_layers_that_fit(this: Job, share: float, monkeypatch: 
     recipe, why = resolve(this, REST, gpu="h200", memory_bytes=memory)
     k = recipe.setup().checkpoint.first  # type: ignore[union-attr]
     assert recipe == Recipe.parse(f"{REST} + first_layers({k})")
-    assert f"auto: first_layers({k}), because it does not fit with fewer layers" in why
+    assert f"auto: first_layers({k}), because it does not fit with fewer recomputed layers" in why
     fewer = f"{REST} + first_layers({k - 1})" if k > 1 else REST  # type: ignore[operator]
     assert needed(this, str(recipe)) <= memory < needed(this, fewer)
 
@@ -106,7 +106,7 @@ def test_a_recipe_is_never_auto() -> None:
     ("text", "why"),
     [
         ("auto + every_layer", "chooses the checkpointing. Leave 'every_layer' out"),
-        ("auto + bf16 + auto", "named once"),
+        ("auto + bf16 + auto", "named only once"),
         ("auto(3)", "no settings"),
     ],
 )

@@ -205,9 +205,7 @@ def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh
     would.
     """
     from snugfit.cli.plan_cache import plan as remembered
-    from snugfit.deferred_imports import defer_imports
 
-    defer_imports()  # worker processes simulate; this one reads the model's config
     chosen = remembered(
         request.job,
         fresh=fresh,

@@ -129,6 +129,7 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
     from a file, except with `fresh`. With a `clock`, with custom start-up rates or without a GPU, the plan is
     not stored.
     """
+    from snugfit.deferred_imports import defer_imports
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import Job
     from snugfit.planning.plan import Plan
@@ -151,9 +152,15 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
     # These change no answer, or are in the key by themselves.
     left_out = ("job", "gpu", "clock", "once", "tell", "workers")
     question = {name: value for name, value in bound.arguments.items() if name not in left_out}
+
+    def search_for(tell: Callable[[str], None]) -> Plan:
+        if COMMAND_LINE.get():
+            defer_imports()  # worker processes simulate; a command's own process reads the model's config
+        return search.plan(job, **{**asked, "tell": asked.get("tell", tell)})
+
     return answer(
         Plan.from_json,
-        lambda tell: search.plan(job, **{**asked, "tell": asked.get("tell", tell)}),
+        search_for,
         job,
         gpu,
         fresh=fresh,

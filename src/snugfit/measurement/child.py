@@ -374,10 +374,6 @@ def with_kept(stats: Mapping[str, int]) -> dict[str, int]:
     return {**stats, **{name: max(peak, stats.get(name, 0)) for name, peak in _BEFORE.items()}}
 
 
-if __name__ == "__main__":
-    main()
-
-
 # ---- evaluations -------------------------------------------------------------------------------------------
 
 
@@ -439,3 +435,7 @@ def _outputs(step: Any, seed: int) -> Outputs:
     torch.manual_seed(seed)
     own: Outputs = step.outputs()
     return own._replace(values=own.values.float().cpu(), ids=own.ids.cpu())
+
+
+if __name__ == "__main__":
+    main()
