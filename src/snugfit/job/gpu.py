@@ -284,10 +284,10 @@ def _nearest(text: str) -> str:
     for gpu in all_gpus():
         for name in (*_exact_names(gpu), *_model_names(gpu)):
             names.setdefault(name, gpu)
-    wanted = _normalize(text)
+    given = _normalize(text)
     # Names that contain the given one are nearer than names with other digits.
-    containing = sorted((name for name in names if wanted and wanted in name), key=len)
-    similar = (*containing, *nearest(wanted, names, cutoff=0.5))
+    containing = sorted((name for name in names if given and given in name), key=len)
+    similar = (*containing, *nearest(given, names, cutoff=0.5))
     keys = list(dict.fromkeys(names[name].key for name in similar))[:3]
     near = [gpu for gpu in all_gpus() if gpu.key in keys]
     return f" Similar: {_list(near)}." if near else ""
