@@ -46,6 +46,8 @@ class RehearsedGraphs(Graphs):
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
         """Run `work` once in the graphs' memory, and return a function that replays it. Raises `NotRecorded`
         if it waits for the device.
+
+        `work` runs again for the first replay of the last step alone. A replay allocates nothing.
         """
         import torch
 
@@ -77,30 +79,20 @@ class RehearsedGraphs(Graphs):
             )
             raise NotRecorded(WAITS)
 
+        played: list[Kernel] = []
+
         def play() -> None:
-            # A replay launches the same kernels and allocates nothing.
+            # Each replay launches the same kernels, which only the last step records.
+            if played or not recorder.is_last_step:
+                recorder.add_kernels(played)
+                return
+            begin = len(recorder.kernels)
             nowhere = recorder.memory.allocating(Memory.NOWHERE)
             with nowhere, recorder.program(lowered=False), recorder.played_back():
                 work()
+            played.extend(recorder.kernels[begin:])
 
         return play
-
-    def record_equal(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record work like `record`, and run it for the first replay of the last step alone. Later replays
-        repeat its kernels.
-        """
-        play, recorder = self.record(work), self._recorder
-        kernels: list[Kernel] = []
-
-        def play_equal() -> None:
-            if kernels or not recorder.is_last_step:
-                recorder.add_kernels(kernels)
-                return
-            begin = len(recorder.kernels)
-            play()
-            kernels.extend(recorder.kernels[begin:])
-
-        return play_equal
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Return a copy of the batch on the device without an allocation; values that the simulation tracks

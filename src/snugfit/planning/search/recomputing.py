@@ -21,8 +21,9 @@ The uncompiled recipe is simulated before. It takes a tenth of the time and may 
 unnecessary. Only micro-batch sizes that may be among the results are simulated.
 
 These bounds are not exact. Keys and values of a cache that only checkpointing disables cost a little, hence
-`CACHE_SHARE`. The moment of the peak changes, hence `PEAK_SHARE`. Each simulated kind is therefore compared
-with its bounds. If one takes less than its bound, all kinds are simulated.
+`CACHE_SHARE`. The moment of the peak changes, hence `PEAK_SHARE`. Chunks save passes over the logits of a
+frozen head. Each simulated kind is therefore compared with its bounds. If one takes less than its bound, the
+bounds of similar recipes are lowered by the same share.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.planning.cost.figures import Bound
 from snugfit.planning.cost.lowered import CACHE_SHARE, lowered_kinds
@@ -80,6 +81,32 @@ def least_of_spans(full: Bound) -> Bound:
     return Bound(int(full.unkept_bytes * (1 - LAYERS_SHARE)), full.device_seconds * (1 - DEVICE_SHARE))
 
 
+class _Savings(NamedTuple):
+    """Properties of a recipe that determine the derivation of its estimates."""
+
+    chunks_logits: bool
+    recomputes: bool
+    is_compiled: bool
+
+
+class _Shares(NamedTuple):
+    """Factors on the estimates of a recipe's bytes and seconds."""
+
+    bytes: float
+    seconds: float
+
+    def of(self, bound: Bound) -> Bound:
+        """Return this share of a bound."""
+        return Bound(int(bound.needed_bytes * self.bytes), bound.seconds * self.seconds)
+
+    def lowered_to(self, taken: Bound, least: Bound) -> _Shares:
+        """Return shares of the bound `least` that do not exceed `taken`."""
+        return _Shares(
+            min(self.bytes, taken.needed_bytes / max(1, least.needed_bytes)),
+            min(self.seconds, taken.seconds / (least.seconds or taken.seconds or 1.0)),
+        )
+
+
 class RecomputingKinds:
     """The postponed recipes of a search: those with recomputation, logits in chunks or compiled layers.
     Recipes with the same forward and backward passes form a group (a kind).
@@ -115,12 +142,8 @@ class RecomputingKinds:
         """Cached number of the same recipe without recomputing, for each recipe."""
         self._on_the_way: dict[int, Bound] = {}
         """Recipes whose lower bounds a worker process computes now, with their previous estimates."""
-        self._bounds_hold = True
-        """False once a recipe took less than its estimate.
-
-        Lower bounds are then computed for all kinds with whole logits, except for compiled layers that save
-        memory.
-        """
+        self._taken = defaultdict[_Savings, _Shares](lambda: _Shares(1.0, 1.0))
+        """Shares of the estimates that recipes took at least, by their savings; 1 while all estimates hold."""
         for number, candidate in enumerate(self.space.candidates):
             setup = candidate.setup
             if setup.saves_memory:
@@ -173,9 +196,8 @@ class RecomputingKinds:
         if not twins:  # needed in spite of the results for recomputing each layer
             left = (n for n in chosen if n not in asked and n not in self._lowered)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
-        # If one bound was wrong, the same reasoning may be wrong elsewhere, so everything is simulated.
-        if self._is_any_below(asked):
-            return [*asked, *self.screen(lambda number, least: True)]
+        if self._lower_estimates(asked):
+            return [*asked, *self.screen(is_needed, twins=twins, among=among)]
         if asked:
             self._twins.drop_if_misleading()
         return list(asked)
@@ -211,15 +233,26 @@ class RecomputingKinds:
         most = least if uncompiled is None else uncompiled.needed_bytes
         return self.state.fits((least + most) // 2)
 
-    def _is_any_below(self, asked: Mapping[int, Bound]) -> bool:
-        """Return True if the new lower bound of one of these recipes is less than its earlier estimate in
-        `asked`.
+    def _lower_estimates(self, asked: Mapping[int, Bound]) -> bool:
+        """Lower the estimates of similar recipes if the new lower bound of one of these is less than its
+        earlier estimate in `asked`. Return True if it was.
         """
-        return any(
-            is_below(_with_device(self.state.bounds[number]), least, ROUNDING)
-            for number, least in asked.items()
-            if self._is_known(number)
-        )
+        is_lower = False
+        for number, least in asked.items():
+            savings = self._savings(number)
+            taken = _with_device(self.state.bounds.get(number, least))
+            if is_below(taken, self._taken[savings].of(least), ROUNDING):
+                self._taken[savings] = self._taken[savings].lowered_to(taken, least)
+                is_lower = True
+        if is_lower:
+            self._least_known.clear()
+            self._dominated.clear()
+        return is_lower
+
+    def _savings(self, number: int) -> _Savings:
+        setup = self.space.candidates[number].setup
+        recomputes = setup.checkpoint is not None or setup.has_budget
+        return _Savings(number in self._whole, recomputes, number in self._lowered)
 
     def _needed_of(self, kind: int, may_be_needed: Callable[[int], bool], *, twins: bool) -> list[int]:
         """Return the recipes of a postponed group whose lower bounds the search still needs."""
@@ -240,15 +273,15 @@ class RecomputingKinds:
 
     def _take_out(self, chosen: Iterable[int]) -> dict[int, Bound]:
         """Remove these recipes from the postponed ones, with all that have the same forward and backward
-        passes and micro-batch size. Return their estimates.
+        passes and micro-batch size. Return their estimates, before the factors of `_taken`.
         """
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}
         taken: dict[int, Bound] = {}
         for kind in dict.fromkeys(sizes.values()):
             numbers = self.waiting.pop(kind, [])
-            # The previous bounds are returned for the comparison with the results (`_is_any_below`).
-            taken |= {number: self._least(number) for number in numbers if candidates[number].sized in sizes}
+            # The previous bounds are returned for the comparison with the results (`_lower_estimates`).
+            taken |= {number: self._least_of(number) for number in numbers if candidates[number].sized in sizes}
             if left := [number for number in numbers if number not in taken]:
                 self.waiting[kind] = left
         return taken
@@ -329,9 +362,6 @@ class RecomputingKinds:
         far."""
         if kind not in self.waiting:
             return []
-        # After a bound failed, kinds of rank 0 are needed without regard to any bound.
-        if not self._bounds_hold and not self.rank(kind):
-            return self._needed_of(kind, lambda number: True, twins=True)
         return self._needed_of(kind, self._may_be_on_front, twins=False)
 
     def _may_be_on_front(self, number: int) -> bool:
@@ -394,10 +424,8 @@ class RecomputingKinds:
         learned = self._note(numbers, screening)
         twins = self._twins.stand
         self._twins.drop_if_misleading()
-        if self._is_any_below(known):
-            self._bounds_hold = False
-        # If the twins or the bounds no longer count, every waiting kind may be needed.
-        if not self._bounds_hold or twins != self._twins.stand:
+        # If the twins no longer count or the bounds are lower, every waiting kind may be needed.
+        if self._lower_estimates(known) or twins != self._twins.stand:
             return {*self.waiting}
         return {self.space.candidates[number].passes for number in learned}
 
@@ -438,7 +466,8 @@ class RecomputingKinds:
                 self._bounded_by[number] = bounding - {None}
             for other in self._bounded_by[number]:
                 self._by[other].add(number)
-            least = self._least_known[number] = self._least_of(number)
+            shares = self._taken[self._savings(number)]
+            least = self._least_known[number] = shares.of(self._least_of(number))
         return least
 
     def _without_checkpoints(self, number: int) -> int | None:

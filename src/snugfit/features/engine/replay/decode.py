@@ -112,7 +112,7 @@ class RecordedDecoding:
 
         try:
             with self._counted_once(times=0):
-                graph.play = self.graphs.record_equal(work)
+                graph.play = self.graphs.record(work)
         except NotRecorded as fault:
             self.why_not = str(fault)
             self.tell(f"Decode steps run without CUDA graphs: {fault}.")

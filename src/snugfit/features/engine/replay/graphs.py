@@ -48,10 +48,6 @@ class Graphs(ABC):
         error when memory runs out.
         """
 
-    def record_equal(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record work like `record`, if all its replays have the same sizes."""
-        return self.record(work)
-
     @abstractmethod
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Copy a host micro-batch to the device addresses of `batch`, which the CUDA graph reads; return the
