@@ -47,6 +47,11 @@ PLANS = {
     "small GPT-2 on an RTX 4090": Question(
         GPT2, {"task": "causal-lm", "batch_size": 4, "sequence_length": 64}, {"gpu": "rtx 4090"}
     ),
+    "Llama-3.1-8B with LoRA on an RTX 4090": Question(
+        "Llama-3.1-8B",
+        {"task": "causal-lm", "batch_size": 16},
+        {"gpu": "rtx 4090", "keep": "lora(r=16) + adamw_compact + bf16"},
+    ),
     "bert-base-uncased on an H200, captured": Question(
         "bert-base-uncased", {"task": "sequence-classification"}, {"gpu": "h200", "keep": "captured"}
     ),

@@ -38,8 +38,8 @@ kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four
 
 
 REST_SHARE = 0.01
-"""Largest share by which the kernels besides products and attention may be faster in more micro-batches
-(chosen)."""
+"""Largest share by which the kernels besides products and attention may be faster in another number of
+micro-batches (chosen)."""
 
 
 class _Counterparts(NamedTuple):
@@ -65,8 +65,8 @@ class CompiledKinds(LoweredKinds):
         super().__init__(*asked)
         self._bounds: Mapping[int, Bound] = self.state.bounds
         self._uncompiled: dict[int, _Counterparts] = {}
-        self._fewer: dict[int, list[int]] = {}
-        """Numbers of the same recipes with fewer micro-batches, by recipe."""
+        self._sizes: dict[int, list[int]] = {}
+        """Numbers of the same recipes with other micro-batches, by recipe."""
         self.waiting: list[int] = []
         for number, candidate in enumerate(self.space.candidates):
             lowering, saving_nothing = candidate.setup.lowering, self.saves_nothing.get(number, number)
@@ -105,7 +105,7 @@ class CompiledKinds(LoweredKinds):
         """
         if number in self._uncompiled:
             yield from (other for other in self._uncompiled[number] if other is not None)
-            yield from self._in_fewer_pieces(number)
+            yield from self._other_sizes(number)
 
     def least(self, number: int) -> Bound | None:
         """Return a lower bound of a compiled recipe's bytes and seconds; None for an uncompiled recipe."""
@@ -122,14 +122,21 @@ class CompiledKinds(LoweredKinds):
                     share -= CACHE_SHARE
                 needed = _least_bytes(known, setup, plainer)
                 least = least.at_least(Bound(needed, known.compiled_seconds * share))
-        for other in self._in_fewer_pieces(number):
+        for other in self._other_sizes(number):
             if known := self._bounds.get(other):
-                # Each micro-batch launches all kernels again, so more of them are hardly faster.
-                least = least.at_least(Bound(0, known.seconds * (1 - PIECES_SHARE)))
                 own, plain = self._of_uncompiled(number), self._of_uncompiled(other)
-                if own and plain:
-                    more = own.compiled_seconds - plain.compiled_seconds
-                    least = least.at_least(Bound(0, (known.seconds + more) * (1 - REST_SHARE)))
+                seconds = 0.0
+                if candidates[other].setup.micro_batches < setup.micro_batches:
+                    # Each micro-batch launches all kernels again, so more of them are hardly faster.
+                    seconds = known.seconds * (1 - PIECES_SHARE)
+                    if own and plain:
+                        more = own.compiled_seconds - plain.compiled_seconds
+                        seconds = max(seconds, (known.seconds + more) * (1 - REST_SHARE))
+                elif own and plain:
+                    # Compiled kernels are fewer, so larger micro-batches save no more of the GPU's seconds.
+                    saved = max(0.0, plain.device_seconds - own.device_seconds)
+                    seconds = (known.device_seconds - saved) * (1 - REST_SHARE)
+                least = least.at_least(Bound(0, seconds))
         return least
 
     def _of_uncompiled(self, number: int) -> Bound | None:
@@ -152,13 +159,10 @@ class CompiledKinds(LoweredKinds):
     def _without_compiler(self, number: int) -> int | None:
         return self.space.variant(number, roster.plain(Slot.ENGINE))
 
-    def _in_fewer_pieces(self, number: int) -> list[int]:
-        if number not in self._fewer:
-            candidates = self.space.candidates
-            sizes = self.space.variants(number, Slot.BATCHING)
-            most = candidates[number].setup.micro_batches
-            self._fewer[number] = [one for one in sizes if candidates[one].setup.micro_batches < most]
-        return self._fewer[number]
+    def _other_sizes(self, number: int) -> list[int]:
+        if number not in self._sizes:
+            self._sizes[number] = [*self.space.variants(number, Slot.BATCHING)]
+        return self._sizes[number]
 
 
 def _least_bytes(other: Bound, setup: Setup, uncompiled: Setup) -> int:

@@ -196,11 +196,10 @@ class RecomputingKinds:
         if not twins:  # needed in spite of the results for recomputing each layer
             left = (n for n in chosen if n not in asked and n not in self._lowered)
             asked |= self._take(n for n in left if is_needed(n, self._least(n)))
-        if self._lower_estimates(asked):
-            return [*asked, *self.screen(is_needed, twins=twins, among=among)]
         if asked:
             self._twins.drop_if_misleading()
-        return list(asked)
+        further = self.screen(is_needed, twins=twins, among=among) if self._lower_estimates(asked) else ()
+        return [*asked, *further]
 
     def is_lowered_saving(self, number: int) -> bool:
         """Return True if this recipe has compiled layers and a memory-saving technique such as
