@@ -111,12 +111,13 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """Wait for the process to end, and terminate it after `ENDS_WITHIN` seconds. The caller has closed
-        its connection."""
+        """Wait for the process to end, and kill it after `ENDS_WITHIN` seconds. The caller has closed its
+        connection."""
         self.process.join(ENDS_WITHIN)
         if self.process.is_alive():
-            self.process.terminate()
-            self.process.join()
+            self.process.kill()
+            # The answers have arrived, so nothing depends on the end of this process.
+            self.process.join(ENDS_WITHIN)
 
 
 class SpareProcesses:

@@ -61,12 +61,19 @@ def _serve(code: str, descriptors: Sequence[int]) -> None:
     """Run the fork server's code once a worker is requested, and end this process.
 
     The parent's other files are closed. Otherwise this copy would keep the pipe open that signals its end.
+    Their descriptors refer to the null device, since objects of the copy may close them later. A new pipe
+    with the same number would then be closed instead.
     """
     try:
+        import torch
+
+        # A copy has no threads of OpenMP, and would wait for them.
+        torch.set_num_threads(1)
+        null = os.open(os.devnull, os.O_RDWR)
         for number in map(int, os.listdir("/proc/self/fd")):
-            if number > sys.__stderr__.fileno() and number not in descriptors:  # type: ignore[union-attr]
+            if number > sys.__stderr__.fileno() and number not in (null, *descriptors):  # type: ignore[union-attr]
                 with contextlib.suppress(OSError):
-                    os.close(number)
+                    os.dup2(null, number, inheritable=False)
         # The first descriptor receives requests, and the others end with the parent.
         if select.select(descriptors[:2], [], [])[0] == [descriptors[0]]:
             from snugfit.deferred_imports import complete_imports

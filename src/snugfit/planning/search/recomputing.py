@@ -143,7 +143,7 @@ class RecomputingKinds:
         self._on_the_way: dict[int, Bound] = {}
         """Recipes whose lower bounds a worker process computes now, with their previous estimates."""
         self._taken = defaultdict[_Savings, _Shares](lambda: _Shares(1.0, 1.0))
-        """Shares of the estimates that recipes took at least, by their savings; 1 while all estimates hold."""
+        """Shares of their estimates that recipes took at least, by savings; 1 while all estimates hold."""
         for number, candidate in enumerate(self.space.candidates):
             setup = candidate.setup
             if setup.saves_memory:
@@ -280,7 +280,7 @@ class RecomputingKinds:
         for kind in dict.fromkeys(sizes.values()):
             numbers = self.waiting.pop(kind, [])
             # The previous bounds are returned for the comparison with the results (`_lower_estimates`).
-            taken |= {number: self._least_of(number) for number in numbers if candidates[number].sized in sizes}
+            taken |= {n: self._least_of(n) for n in numbers if candidates[n].sized in sizes}
             if left := [number for number in numbers if number not in taken]:
                 self.waiting[kind] = left
         return taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -21,12 +22,17 @@ from snugfit.techniques.recipe import Recipe
 
 pytestmark = pytest.mark.whole
 
+WITHIN = 60.0
+"""Seconds after which the process prints its place. It takes four on a quiet machine."""
+
 
 def evaluate_in_copies() -> int:
     """Return 0 if two workers of a copied fork server compute the bytes that a prediction has."""
     early_server.NVIDIA_DRIVER = "/no/such/file"
     job, gpu = small_job("gpt2", 2), find_gpu("t4")
     early_server.start_as_copy(job, 2)
+    # The test prints the place of a process that does not end. Its thread must not exist in the copy.
+    faulthandler.dump_traceback_later(WITHIN, file=sys.stderr)
     server: Any = vars(forkserver)["_forkserver"]
     command = Path(f"/proc/{server._forkserver_pid}/cmdline").read_bytes()
     assert command == Path("/proc/self/cmdline").read_bytes()
@@ -39,6 +45,11 @@ def evaluate_in_copies() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the fork server is copied on Linux only")
-def test_workers_of_a_copied_process_compute_the_same_bytes() -> None:
-    forks = forks_of(__name__)
-    assert forks.ended(forks.start(evaluate_in_copies)) == 0
+def test_workers_of_a_copied_process_compute_the_same_bytes(tmp_path: Path) -> None:
+    forks, errors = forks_of(__name__), tmp_path / "errors.txt"
+    with errors.open("w") as stream:
+        child = forks.start(evaluate_in_copies, streams={2: stream.fileno()})
+    try:
+        assert forks.ended(child, 2 * WITHIN) == 0
+    finally:
+        print(errors.read_text(encoding="utf-8"))
