@@ -44,7 +44,7 @@ def render(prediction: Prediction) -> Page:
             Facts(
                 (
                     *show_largest(prediction),
-                    *(show_bound(prediction) if fits else ()),
+                    *(show_bound(prediction) if fits and prediction.job.added_phase is None else ()),
                     *show_phases(prediction),
                 )
             )

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from snugfit.units import GIB, show_bytes, show_seconds
+from snugfit.report.text.answer import show_gib
+from snugfit.units import GIB, show_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -121,10 +122,10 @@ def loading_line(results: Sequence[LoadingResult]) -> str:
     first, *quantized = results
     copies = "copies" if first.copy_seconds is None else show_seconds(first.copy_seconds)
     text = (
-        f"peak {show_bytes(first.reserved_bytes)}, host {show_bytes(first.host_bytes)}, "
-        f"reads {show_bytes(first.read_bytes)} / disk rate + {copies}"
+        f"{show_gib(first.reserved_bytes)}, host {show_gib(first.host_bytes)}, "
+        f"{show_gib(first.read_bytes)} / disk rate + {copies}"
     )
-    more = ", ".join(f"{one.weights} {show_bytes(one.reserved_bytes)}" for one in quantized)
+    more = ", ".join(f"{one.weights} {show_gib(one.reserved_bytes)}" for one in quantized)
     return f"{text}; {more}" if more else text
 
 

@@ -18,9 +18,7 @@ class Generation(AddedPhase):
     title: ClassVar[str] = "generation"
     words: ClassVar[PhaseWords] = PhaseWords("generate with", "call", "calls", "sequences", "tokens")
     note: ClassVar[str] = (
-        "A call of generate makes all new tokens of the batch. On two H200s, seconds of prefill differed by "
-        "6 to 9 %, and those of decoding by 16 to 20 % (medians). "
-        "Loading assumes from_pretrained and its warm-up, which is not measured."
+        "Medians of three H200 hosts: prefill 6 to 9 % off, decoding 10 to 20 %. Loading was not measured."
     )
     setting_types: ClassVar[Mapping[str, type]] = {
         "new_tokens": int, "beams": int, "cache": str, "sample": bool, "top_k": int, "top_p": float,

@@ -22,13 +22,12 @@ from snugfit.report.text.answer import (
     uncertain,
 )
 from snugfit.report.text.facts import Facts
-from snugfit.report.text.grid import Grid
-from snugfit.report.text.pace import roughly, show_rate
+from snugfit.report.text.pace import roughly
 from snugfit.report.text.page import Page, Sentence
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
-from snugfit.units import GIB, show_bytes
+from snugfit.units import show_bytes
 
 if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
@@ -39,8 +38,8 @@ GAINS = 3
 LEAST_GAIN = 0.005
 """Smallest difference of bytes or seconds that is listed, as a share."""
 
-ROWS = 6
-"""Largest number of rows in the table of alternatives."""
+OTHERS = 2
+"""Largest number of listed alternatives."""
 
 CURES = 3
 """Largest number of listed changes with which a step would fit."""
@@ -56,7 +55,7 @@ def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
         [Facts(tuple(_numbers(plan)))],
         [] if plan.fits else ways_out(plan),
         [Facts(gains)] if (gains := tuple(_gains(plan))) else [],
-        [_alternatives(plan)],
+        [Facts(others)] if (others := tuple(_alternatives(plan))) else [],
         (Sentence(step, "command") for step in islice(next_steps(plan, configuration), 1)),
         _uncertain(plan, configuration),
     )
@@ -160,28 +159,20 @@ def _all_gains(plan: Plan) -> Iterator[Gain]:
             yield Gain(text, less, faster, shown.needed_bytes, shown.step_seconds, turn)
 
 
-def _alternatives(plan: Plan) -> Grid:
-    """Return a table of a few recipes of the Pareto front of memory and time. It marks whether each fits."""
-    rows = tuple(
-        (
-            choice.recipe,
-            _mark(plan, choice),
-            f"{choice.needed_bytes / GIB:,.2f}",
-            f"{choice.step_seconds * 1e3:,.1f}",
-            show_rate(plan.timed(choice), plan.job.words),
-        )
-        for choice in shown_front(plan, most=ROWS)
-    )
-    heads = ("Recipe<", "Fits", "GiB>", f"ms a {plan.job.words.turn}>", f"{plan.job.words.rate}/s>")
-    return Grid(title="Memory against speed", heads=heads, rows=rows)
+def _alternatives(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield labelled lines on a few other recipes of the Pareto front of memory and time, with their bytes
+    and seconds."""
+    others = [choice for choice in shown_front(plan, most=1 + OTHERS) if choice != plan.best_or_nearest]
+    for number, choice in enumerate(others):
+        figures = f"{show_gib(choice.needed_bytes)}, {roughly(choice.step_seconds)} a {plan.job.words.turn}"
+        yield "" if number else "others", f"{figures}{_mark(plan, choice)}: {choice.recipe}"
 
 
 def _mark(plan: Plan, choice: Choice) -> str:
-    if choice == plan.best:
-        return "best"
+    """Return the words on a recipe that does not fit or leaves less than the headroom, or ""."""
     if not plan.fitting(choice):
-        return f"no, short by {show_bytes(int(-plan.spare_bytes(choice)))}"
-    return "tight" if plan.is_tight(choice) else "yes"
+        return f", short by {show_bytes(int(-plan.spare_bytes(choice)))}"
+    return ", tight" if plan.is_tight(choice) else ""
 
 
 def _uncertain(plan: Plan, configuration: Configuration | None) -> Iterator[Sentence]:

@@ -39,14 +39,14 @@ def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) 
     rows.sort(key=order)
     # If nothing fits, every row is a near miss.
     missing = [choice for choice in rows if plan.fits and not plan.fitting(choice)]
-    near = sorted(missing, key=lambda choice: choice.needed_bytes)[:NEAR_MISSES]
+    near = sorted(missing, key=lambda choice: choice.needed_bytes)[: min(NEAR_MISSES, most // 3)]
     rows = [choice for choice in rows if choice not in missing]
     most -= len(near)
     if len(rows) > most:
         # The answer is shown in any case; the others are a sample with both ends.
         rows.remove(answer)
         last = len(rows) - 1
-        rows = [answer, *(rows[round(n * last / (most - 2))] for n in range(most - 1))]
+        rows = [answer, *(rows[last - round(n * last / max(1, most - 2))] for n in range(most - 1))]
     return sorted([*rows, *near], key=order)
 
 

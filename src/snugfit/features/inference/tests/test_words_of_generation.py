@@ -36,7 +36,10 @@ def generation() -> Any:
 
 def a_plan() -> Any:
     pace = Pace(bound="host", measured_rates=True, peak_seconds=0.02)
-    return replace(planned(3, 24 << 30), job=job(), timing=pace)
+    plan = planned(3, 24 << 30)
+    assert plan.best is not None
+    smaller = replace(plan.best, recipe="bf16 + every_layer", reserved_bytes=3 << 30, step_seconds=0.06)
+    return replace(plan, job=job(), timing=pace, front=(plan.best, smaller))
 
 
 REPORTS = {
@@ -64,8 +67,9 @@ def test_a_report_has_no_word_of_training(name: str) -> None:
 def test_the_words_are_those_of_the_phase() -> None:
     text = " ".join(as_text(short_plan.render(a_plan()), width=200).split())
     assert re.search(r"about [\d.]+ m?s a call .* call time .* sequences/s, [\d,]+ tokens/s", text)
-    assert re.search(r"GiB call tokens/s", text)
+    assert re.search(r"others [\d.]+ GiB, [\d.]+ m?s a call", text)
     assert "Measure it: snugfit measure llama --task causal-lm" in text
     evaluation = replace(a_plan(), job=replace(job(), phase="evaluate", phase_settings={}))
-    assert "GiB pass samples/s" in " ".join(as_text(short_plan.render(evaluation), width=200).split())
+    text = " ".join(as_text(short_plan.render(evaluation), width=200).split())
+    assert re.search(r"others [\d.]+ GiB, [\d.]+ m?s a pass", text)
     assert "A call takes about" in as_text(long_report.render(generation()), width=200)

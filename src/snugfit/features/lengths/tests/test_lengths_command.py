@@ -197,7 +197,7 @@ def test_a_plan_is_made_for_the_longest_and_tells_the_rest(
     assert [job.sequence_length for job in jobs] == [509]
     assert asked[0]["recipe"] == "bf16 + tf32"
     out = capsys.readouterr().out
-    assert out.index("Memory against speed") < out.index("Pad each batch")
+    assert out.index("throughput") < out.index("Pad each batch")
     assert run([*ask, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["what"], document["lengths"]["what"]) == ("plan", "lengths")
