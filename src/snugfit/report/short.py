@@ -112,7 +112,7 @@ def numbers(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 def ways_out(prediction: Prediction) -> Iterator[Facts | Sentence]:
     """Yield the changes with which a step would fit, or else the command of a plan."""
-    if lines := in_short(prediction.ways_out):
+    if lines := in_short(prediction.ways_out, prediction.job.words.turn):
         yield from lines
         return
     yield from map(Sentence, about_build(prediction))

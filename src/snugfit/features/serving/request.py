@@ -50,6 +50,10 @@ numbers with a scale (`ggml-common.h`)."""
 
 MOST_RANKS, MOST_TOKENS = 1024, 1 << 24
 
+VLLM_BLOCK = 16
+"""Tokens of which a block of vLLM's cache is a multiple. Source: `get_kv_cache_shape` of its FlashAttention
+backend, which refuses others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingRequest:
@@ -120,6 +124,11 @@ class ServingRequest:
             )
         for name in ("max_model_len", "block_size", "max_num_seqs", "max_batched_tokens", "tokens"):
             _in_range(name, getattr(self, name), MOST_TOKENS)
+        if self.engine == "vllm" and (self.block_size or VLLM_BLOCK) % VLLM_BLOCK:
+            raise UsageError(
+                f"block_size is {self.block_size}; attention kernels of vLLM take multiples of {VLLM_BLOCK}. "
+                f"Try {VLLM_BLOCK}."
+            )
         _in_range("tensor_parallel", self.tensor_parallel, MOST_RANKS)
         if self.cache_dtype != "auto":
             _choose(f"cache_dtype of {self.engine}", self.cache_dtype, tuple(CACHE_BYTES[self.engine]))

@@ -242,39 +242,39 @@ FIDELITY = {"same": "exact", "rounds": "rounds differently", "learns": "another 
 """Words for the fidelity of a change."""
 
 
-def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Iterator[str]:
+def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe", turn: str = "step") -> Iterator[str]:
     """Yield a heading, a line for each change and the first one as an option.
 
-    With few changes, a further `command` follows. They are changes `of` the recipe of this name.
+    With few changes, a further `command` follows. They are changes `of` the recipe of this name. `turn` is
+    the noun for a step.
     """
     if ways.ways:
         yield f"Changes of {of} that fit, the cheapest first (predicted):"
         for number, way in enumerate(ways.ways, 1):
-            yield f"{number}. {_about(way)}"
+            yield f"{number}. {_about(way, turn)}"
         yield f"The first one: --recipe {shlex.quote(ways.ways[0].recipe)}"
     elif ways.larger_gpu:
-        yield f"No change of {of} was found that fits. {_about_larger(ways.larger_gpu)}"
+        yield f"No change of {of} was found that fits. {_about_larger(ways.larger_gpu, turn)}"
     if len(ways.ways) < MANY and command:
         yield f"A plan searches all techniques: {command}"
 
 
-def in_short(ways: WaysOut) -> Iterator[Facts | Sentence]:
+def in_short(ways: WaysOut, turn: str = "step") -> Iterator[Facts | Sentence]:
     """Yield lines of a report: each change that fits, then the option `--recipe` for the first; else a larger
-    GPU.
+    GPU. `turn` is the noun for a step.
     """
-    changes = map(_about, ways.ways) if ways.ways else filter(None, [_about_larger(ways.larger_gpu)])
-    rows = tuple(("" if number else "fits with", text) for number, text in enumerate(changes))
-    if rows:
+    changes = [_about(way, turn) for way in ways.ways] or [_about_larger(ways.larger_gpu, turn)]
+    if rows := tuple(("" if number else "fits with", text) for number, text in enumerate(changes) if text):
         yield Facts(rows)
     if ways.ways:
         option = f"--recipe {shlex.quote(ways.ways[0].recipe)}"
         yield Sentence(f"{'':{LABEL}}  {option}", "recipe")
 
 
-def _about(way: WayOut) -> str:
+def _about(way: WayOut, turn: str) -> str:
     figures = [show_gib(way.needed_bytes)]
     if way.step_seconds is not None:
-        figures += [f"{roughly(way.step_seconds)} a step{_slowdown(way.slowdown)}"]
+        figures += [f"{roughly(way.step_seconds)} a {turn}{_slowdown(way.slowdown)}"]
     figures += [FIDELITY[way.fidelity]]
     figures += [f"tight: {show_bytes(way.spare_bytes)} to spare"] if way.tight else []
     return f"{' + '.join(way.changes)}: {', '.join(figures)}."
@@ -286,11 +286,11 @@ def _slowdown(share: float | None) -> str:
     return " (no slower)" if abs(share) < NO_SLOWDOWN else f" ({100 * share:+.1f} %)"
 
 
-def _about_larger(larger: LargerGpu | None) -> str:
+def _about_larger(larger: LargerGpu | None, turn: str) -> str:
     if larger is None:
         return ""
     figures = show_bytes(larger.needed_bytes)
-    figures += f", {show_seconds(larger.step_seconds)} a step" if larger.step_seconds is not None else ""
+    figures += f", {show_seconds(larger.step_seconds)} a {turn}" if larger.step_seconds is not None else ""
     return (
         f"The smallest GPU that fits is {find_gpu(larger.gpu, exact=True).name}, with "
         f"{show_bytes(larger.memory_bytes)}: {larger.recipe} takes {figures}."

@@ -96,7 +96,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def ways_out(plan: Plan) -> Iterator[Facts | Sentence | str]:
     """Yield sentences on changes of the nearest recipe with which a step would fit."""
-    yield from in_short(plan.ways_out) or plan.cures[:CURES]
+    yield from in_short(plan.ways_out, plan.job.words.turn) or plan.cures[:CURES]
 
 
 class Gain(NamedTuple):

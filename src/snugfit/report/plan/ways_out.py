@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from snugfit.results.ways_out import WaysOut
 
 
-def in_short(ways: WaysOut | None) -> list[Facts | Sentence]:
+def in_short(ways: WaysOut | None, turn: str) -> list[Facts | Sentence]:
     """Return labelled lines of changes with which the step fits, with the first one as command-line option;
-    empty without a change.
+    empty without a change. `turn` is the noun for a step.
     """
-    return [line for code in hooks("changes_that_fit") for line in code().in_short(ways)] if ways else []
+    if ways is None:
+        return []
+    return [line for code in hooks("changes_that_fit") for line in code().in_short(ways, turn)]
 
 
 def of_prediction(prediction: Prediction) -> list[str]:
     """Return sentences on changes with which a predicted step fits; empty if the prediction has none."""
-    return _sentences(prediction.ways_out, plan_command(prediction), "the recipe")
+    command = plan_command(prediction)
+    return _sentences(prediction.ways_out, command, "the recipe", prediction.job.words.turn)
 
 
 def of_plan(plan: Plan) -> Iterator[str]:
@@ -42,16 +45,18 @@ def of_plan(plan: Plan) -> Iterator[str]:
             f"The least memory that was found is {show_bytes(smallest.needed_bytes)}, with "
             f"{show_seconds(smallest.step_seconds)} a {plan.job.words.turn}: {smallest.recipe}."
         )
-    yield from _sentences(plan.ways_out, "", "the nearest miss")
+    yield from _sentences(plan.ways_out, "", "the nearest miss", plan.job.words.turn)
 
 
-def _sentences(ways: WaysOut | None, command: str, of: str) -> list[str]:
-    """Return sentences on the changes with which a step fits. `of` names the changed recipe, and `command` is
-    the command line of a plan.
+def _sentences(ways: WaysOut | None, command: str, of: str, turn: str) -> list[str]:
+    """Return sentences on the changes with which a step fits. `of` names the changed recipe, `command` is the
+    command line of a plan, and `turn` is the noun for a step.
     """
     if ways is None:
         return []
-    return [one for code in hooks("changes_that_fit") for one in code().about_ways_out(ways, command, of)]
+    return [
+        one for code in hooks("changes_that_fit") for one in code().about_ways_out(ways, command, of, turn)
+    ]
 
 
 def plan_command(prediction: Prediction) -> str:

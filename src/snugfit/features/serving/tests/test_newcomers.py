@@ -130,6 +130,12 @@ def test_a_server_without_room_does_not_start(options: dict[str, Any], reason: s
     assert min(answer.cache_bytes, answer.activation_bytes, answer.cache_tokens, answer.longest) >= 0
 
 
+def test_blocks_that_attention_kernels_do_not_take_are_refused() -> None:
+    with pytest.raises(UsageError, match="block_size is 7; attention kernels of vLLM"):
+        request_of(block_size=7)
+    assert request_of(engine="sglang", block_size=1).block_size == 1
+
+
 def test_defaults_do_not_exceed_the_other_options() -> None:
     one = predict_serving(request_of(max_num_seqs=1, max_model_len=256))
     assert (
