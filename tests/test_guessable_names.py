@@ -114,6 +114,11 @@ def test_techniques_are_listed_by_a_word(capsys: pytest.CaptureFixture[str]) -> 
     assert "adamw" not in shown
 
 
+def test_the_first_word_of_a_key_is_enough_for_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", "gpt2", "--set", "batch=3"]) == 2
+    assert "unknown key 'batch'. Did you mean 'batch_size'?" in capsys.readouterr().err
+
+
 def test_the_version_has_a_short_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["-V"]) == 0
     assert capsys.readouterr().out.startswith("snugfit ")

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from snugfit.errors import SnugfitError, UsageError, did_you_mean, nearest
+from snugfit.errors import SnugfitError, UsageError, nearest
 from snugfit.job.job import Job
 from snugfit.job.phases import phase_keys
 from snugfit.techniques.registry import hooks
@@ -165,7 +165,9 @@ def _unknown(key: Any, value: Any, advice: dict[str, str]) -> str:
     near = nearest(key, [*kinds(), *advice], count=1)
     if near and near[0] in advice:
         return f"unknown key {key!r}. Did you mean {near[0]!r}? Here: {advice[near[0]]}."
-    return f"unknown key {key!r}.{did_you_mean(key, kinds())}"
+    # The first word of a key is not similar enough to it: `batch` for `batch_size`.
+    similar = nearest(key, kinds()) or [one for one in kinds() if one.startswith(f"{key}_")]
+    return f"unknown key {key!r}." + (f" Did you mean {' or '.join(map(repr, similar))}?" if similar else "")
 
 
 def _whose(document: dict[Any, Any]) -> list[str]:

@@ -17,6 +17,10 @@ class LengthsFeature(Feature):
     `plan_lengths`.
     """
 
+    removed_options: ClassVar[Mapping[tuple[str, str], str]] = {
+        ("predict", "--data"): "A prediction reads no data. Give the longest sample: --sequence-length N.",
+        ("plan", "--data"): "A plan reads lengths alone: --lengths FILE, with the tokens of each sample.",
+    }
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "dataset": ("Lengths",),
         "length_plan": ("LengthPlan",),
