@@ -382,16 +382,11 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
             f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its "
             "seconds are not known. Its memory is predicted. For seconds, run snugfit calibrate on it."
         )
-    best = gpu.achieved.get("torch_matmul_best_tflops") or {}
-    products: dict[str, MatmulRate] = {}
-    for precision, rate in known.products.items():
-        peak = gpu.peak_dense.get(precision)
-        achieved_tflops = best.get(precision)
-        if achieved_tflops:
-            # An achieved rate of others replaces the share of the data sheet.
-            products[precision] = replace(rate, flops=achieved_tflops * 1e12)
-        elif peak:
-            products[precision] = replace(rate, flops=rate.flops * peak / of.peak_dense[precision])
+    products = {
+        precision: replace(rate, flops=flops)
+        for precision, rate in known.products.items()
+        if (flops := _products_flops(rate, precision, of, gpu)) is not None
+    }
     # Attention in 32 bits follows the fp32 peak, all other attention the 16-bit one.
     faster = {False: _peak(gpu, "fp32") / _peak(of, "fp32"), True: _peak(gpu, "fp16") / _peak(of, "fp16")}
     wider, busier = gpu.bandwidth / of.bandwidth, _instructions(gpu) / _instructions(of)
@@ -415,6 +410,21 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
         source=f"scaled from {known.gpu} by the data sheets",
         measured=False,
     )
+
+
+def _products_flops(rate: MatmulRate, precision: str, of: Gpu, gpu: Gpu) -> float | None:
+    """Return `MatmulRate.flops` of another GPU than `of`; None if it has no such precision.
+
+    Published rates of matrix products replace the data sheet's peak. Their fastest product bounds the fastest
+    tile. Within an architecture, clocks depend on power in the same way, so their ratio applies.
+    """
+    own, measured = ((one.achieved.get("torch_matmul_best_tflops") or {}).get(precision) for one in (gpu, of))
+    if own and measured and gpu.architecture == of.architecture:
+        return rate.flops * float(own) / float(measured)
+    if own:
+        return float(own) * 1e12 / max(1.0, *rate.efficiency)
+    peak = gpu.peak_dense.get(precision)
+    return rate.flops * peak / of.peak_dense[precision] if peak else None
 
 
 def _in_32_bits(attention: str) -> bool:

@@ -38,7 +38,7 @@ GAINS = 3
 LEAST_GAIN = 0.005
 """Smallest difference of bytes or seconds that is listed, as a share."""
 
-OTHERS = 2
+ALTERNATIVES = 2
 """Largest number of listed alternatives."""
 
 CURES = 3
@@ -55,7 +55,7 @@ def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
         [Facts(tuple(_numbers(plan)))],
         [] if plan.fits else ways_out(plan),
         [Facts(gains)] if (gains := tuple(_gains(plan))) else [],
-        [Facts(others)] if (others := tuple(_alternatives(plan))) else [],
+        [Facts(rows)] if (rows := tuple(_alternatives(plan))) else [],
         (Sentence(step, "command") for step in islice(next_steps(plan, configuration), 1)),
         _uncertain(plan, configuration),
     )
@@ -162,10 +162,10 @@ def _all_gains(plan: Plan) -> Iterator[Gain]:
 def _alternatives(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield labelled lines on a few other recipes of the Pareto front of memory and time, with their bytes
     and seconds."""
-    others = [choice for choice in shown_front(plan, most=1 + OTHERS) if choice != plan.best_or_nearest]
-    for number, choice in enumerate(others):
+    shown = shown_front(plan, most=1 + ALTERNATIVES)
+    for number, choice in enumerate(one for one in shown if one != plan.best_or_nearest):
         figures = f"{show_gib(choice.needed_bytes)}, {roughly(choice.step_seconds)} a {plan.job.words.turn}"
-        yield "" if number else "others", f"{figures}{_mark(plan, choice)}: {choice.recipe}"
+        yield "" if number else "alternative", f"{figures}{_mark(plan, choice)}: {choice.recipe}"
 
 
 def _mark(plan: Plan, choice: Choice) -> str:

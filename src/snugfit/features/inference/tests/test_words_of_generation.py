@@ -67,9 +67,9 @@ def test_a_report_has_no_word_of_training(name: str) -> None:
 def test_the_words_are_those_of_the_phase() -> None:
     text = " ".join(as_text(short_plan.render(a_plan()), width=200).split())
     assert re.search(r"about [\d.]+ m?s a call .* call time .* sequences/s, [\d,]+ tokens/s", text)
-    assert re.search(r"others [\d.]+ GiB, [\d.]+ m?s a call", text)
+    assert re.search(r"alternative [\d.]+ GiB, [\d.]+ m?s a call", text)
     assert "Measure it: snugfit measure llama --task causal-lm" in text
     evaluation = replace(a_plan(), job=replace(job(), phase="evaluate", phase_settings={}))
     text = " ".join(as_text(short_plan.render(evaluation), width=200).split())
-    assert re.search(r"others [\d.]+ GiB, [\d.]+ m?s a pass", text)
+    assert re.search(r"alternative [\d.]+ GiB, [\d.]+ m?s a pass", text)
     assert "A call takes about" in as_text(long_report.render(generation()), width=200)
