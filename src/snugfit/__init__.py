@@ -84,7 +84,9 @@ _HOMES = {
     "train": "frontends.own",
     "Trained": "training.run.trained",
 }
-"""Modules of the core by public name. Features have their own (`Feature.public_names`)."""
+"""Modules of the core by the public name that each defines. Features have their own names
+(`Feature.public_names`).
+"""
 
 _SHOWN = ("cli", "comparison", "features", "measurement", "planning", "prediction", "results")
 """Packages whose functions return results with their own text form, which `report` defines."""

@@ -40,7 +40,8 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 _STDOUT: ContextVar[TextIO | None] = ContextVar("_STDOUT", default=None)
-"""The stream to which a command prints its document while other output goes to stderr; None otherwise."""
+"""Text stream to which a command prints its JSON document while other output goes to stderr; None otherwise.
+"""
 
 
 class BadDocument(Exception):
@@ -168,10 +169,10 @@ class JsonDocument(JsonFields):
     """Base class of results that commands print as JSON."""
 
     what: ClassVar[str]
-    """Name of the document."""
+    """Kind of the document, such as `plan`: the value of its JSON key `what`."""
 
     schema: ClassVar[int] = 1
-    """Version of the document's form. It rises when a key changes its meaning or goes."""
+    """Version of the document's keys. It rises when a key is removed or changes its meaning."""
 
     def derived_keys(self) -> dict[str, Any]:
         """Return the computed keys of the document with their values, which are added to the fields or

@@ -27,8 +27,9 @@ import sys
 from collections.abc import Iterable, Sequence
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Regular expression of control characters that a terminal would interpret, or that turn the direction of
-reading; tabs and new lines are not among them."""
+"""Regular expression of control characters that a terminal would interpret, or that reverse the direction of
+the text. Tabs and new lines are excluded.
+"""
 
 
 def escape_controls(text: str) -> str:
@@ -94,9 +95,10 @@ class MeasurementError(SnugfitError):
 
 
 NEAR_MISS = 0.75
-"""Least similarity at which a word is taken for a typing mistake (1 is equal).
+"""Smallest similarity (1 for equal words) at which an unknown word counts as a typing mistake for a known
+one.
 
-`linaer` is 0.83 like `linear`, and `liger` 0.6 like `eager`.
+The similarity of `linaer` and `linear` is 0.83, and that of `liger` and `eager` 0.6.
 """
 
 

@@ -53,14 +53,16 @@ class PassProfile(NamedTuple):
     """Bytes and kernels of a step's forward and backward passes, for one micro-batch size."""
 
     peak_increase: Mapping[str, int]
-    """Peak of allocated bytes above those between steps, by phase and module of the allocations. Layers of
-    one stack count as one module."""
+    """Largest increase of allocated bytes over those between steps, by phase and module that allocates.
+    Layers of one stack count as one module.
+    """
     residual_bytes: int
-    """Live bytes at the start of the update, above those between steps: the gradients."""
+    """Bytes of gradients: allocated bytes at the start of the update, minus those between steps."""
     first: Work
-    """Kernels and host waits of the first micro-batch."""
+    """Kernels of the first micro-batch, and the host's waits for the device."""
     further: Work
-    """Kernels and host waits of each further micro-batch; empty if there is only one."""
+    """Kernels of each further micro-batch, and the host's waits for the device; empty if there is only one.
+    """
     kept_bytes: Mapping[str, int]
     """Bytes of activations that layers keep for the backward pass, by the operator that allocated them."""
 
@@ -71,11 +73,11 @@ class PassProfiles:
     sizes."""
 
     whole: PassProfile | None
-    """Profile of the whole batch in one piece, if requested."""
+    """Profile of the batch without a split into micro-batches; None if it was not requested."""
     by_samples: Mapping[int, PassProfile]
     """Profiles by number of samples in a micro-batch, for sizes below the whole batch."""
     baseline_bytes: int
-    """Live bytes between steps: weights and permanent allocations."""
+    """Allocated bytes between steps: weights and permanent allocations."""
     gradients: tuple[int, ...]
     """Indices of the trainable parameters that have a gradient."""
     attention: tuple[str, ...]
@@ -86,7 +88,7 @@ class UpdateProfile(NamedTuple):
     """Bytes and kernels of the optimizer update in a step after the first."""
 
     peak_increase: int
-    """Peak of allocated bytes above those at the update's start."""
+    """Largest increase of allocated bytes over those at the update's start."""
     state_bytes: int
     """Bytes of optimizer states and other allocations that persist from step to step."""
     work: Work
@@ -136,9 +138,10 @@ class _StepsOfSizes(PlainStep):
     """The plain training loop without an optimizer update, in which micro-batches may differ in size."""
 
     sizes: Sequence[Sequence[int]] = ()
-    """Number of samples of each micro-batch, by step."""
+    """Number of samples in each micro-batch, by step."""
     gradients_stand = False
-    """True if each step adds to the gradients of the previous step."""
+    """True if gradients are not cleared between steps, so that each step adds to those of the previous one.
+    """
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build the model and run the forward and backward passes of all steps. Each is reported as a first

@@ -87,18 +87,19 @@ class StepBounds(NamedTuple):
     layers_bytes: int
     """Peak of allocated bytes during the optimizer update or while a layer runs."""
     unkept_bytes: int
-    """Peak of allocated bytes in forward and backward, without activations kept by layers."""
+    """Peak of allocated bytes in forward and backward, without the activations that layers keep for backward.
+    """
     device_seconds: Sequence[float]
     """Seconds in which each GPU runs kernels."""
     gradient_bytes: int
     """Bytes of gradients at the end of the backward pass."""
     outside_bytes: int
-    """Peak of allocated bytes while no layer runs, without activations kept by layers that are not
-    recomputed."""
+    """Peak of allocated bytes while no layer runs, without the activations of layers that are not recomputed.
+    """
     compiled_bytes: int
     """Peak of allocated bytes if the layers are compiled."""
     compiled_seconds: Sequence[float]
-    """Seconds of the kernels that compiled layers would run too, on each GPU."""
+    """Seconds, on each GPU, of the kernels that remain in a step with compiled layers."""
 
 
 class Bounds(NamedTuple):

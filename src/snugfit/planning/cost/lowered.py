@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Bound
 
 CACHE_SHARE = 0.1
-"""Largest share of a step's seconds that activation checkpointing may save, by disabling the cache of keys
-and values."""
+"""Largest share of a step's seconds that activation checkpointing may save, since it disables the key-value
+cache.
+"""
 
 
 class LoweredKinds:
@@ -30,7 +31,7 @@ class LoweredKinds:
     """
 
     waiting: Sequence[int] = ()
-    """Recipes with compiled layers, no recomputation and whole logits, by number."""
+    """Numbers of the recipes with compiled layers that neither recompute nor compute logits in chunks."""
 
     def __init__(self, space: Any, state: Any, saves_nothing: Mapping[int, int | None]) -> None:
         self.space, self.state, self.saves_nothing = space, state, saves_nothing

@@ -65,15 +65,16 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 REMEMBERED_PARTS = 48
-"""Largest number of cached simulations, at some ten megabytes each. It exceeds the number of different
-forward and backward passes in most searches."""
+"""Largest number of cached simulations of parts of a step, each of about ten megabytes. It exceeds the number
+of different forward and backward passes in most searches.
+"""
 
 
 class _Replays(NamedTuple):
     trace: Trace
-    """Trace of a step after the first ones, perhaps with fewer micro-batches."""
+    """Trace (allocations and kernels) of a step after the first ones, possibly with fewer micro-batches."""
     by_segments: dict[bool, AllocatorPeaks]
-    """Peaks of the allocator's bytes with expandable segments (True) and without (False)."""
+    """Peaks of the CUDA allocator's bytes with expandable segments (True) and without (False)."""
 
 
 class _OwnTrace(NamedTuple):
@@ -93,7 +94,7 @@ class FullCheck(NamedTuple):
     """True if the full simulation gave the same bytes."""
     doubts: tuple[str, ...]
     timing: StepSeconds | None
-    """Seconds of the step, if the GPU's rates are known."""
+    """Seconds of the fully simulated step; None if the GPU's rates (speeds of kernels) are unknown."""
 
 
 class Parts:
@@ -118,7 +119,7 @@ class Parts:
         self._redundant: dict[Hashable, bool] = {}
         self._whole: OrderedDict[Hashable, Any] = OrderedDict()
         self._steady: set[Hashable] = set()
-        """Keys of the traces whose third step equals the second, so that two steps are enough."""
+        """Keys of the traces whose third step equals the second, so that two steps suffice."""
 
     # ---- lower bounds ------------------------------------------------------------------------------------
 

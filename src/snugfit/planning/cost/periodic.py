@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 MANY = 16
-"""Smallest number of micro-batches of a step whose seconds follow from three of them: the first, one between,
-and the last."""
+"""Number of micro-batches from which a step's seconds are computed from only three: the first, a middle one
+and the last.
+"""
 
 
 class AllocatorPeaks(NamedTuple):
@@ -39,9 +40,11 @@ class AllocatorPeaks(NamedTuple):
 
 
 Request = tuple[int, Any]
-"""Type of an allocator request: (stack, action). A stack holds the blocks of equal allocations. The action is
-the bytes to allocate, or the position of the block to free, from the stack's end (-1 and down). With stack
--1, the action is the name of a CUDA driver's action, or the mark of an emptied cache."""
+"""Type of an allocator request: (stack, action). A stack is a list of the live memory blocks of equal
+allocations. The action is the bytes to allocate, or the position of the block to free, from the stack's end
+(-1 and down). With stack -1, the action names an action of the CUDA driver, or the release of the allocator's
+cache.
+"""
 
 
 class Requests:

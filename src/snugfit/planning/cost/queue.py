@@ -37,14 +37,15 @@ class QueueSegment(NamedTuple):
     seconds."""
 
     host_s: Any
-    """Seconds of the host to launch all of its kernels."""
+    """Seconds that the host takes to launch all kernels of the segment."""
     device_s: Any
-    """Seconds of the device to run all of its kernels."""
+    """Seconds that the device takes to run all kernels of the segment."""
     start_delay_s: Any
-    """Seconds from the host's start to the device's, if the device ran all kernels without a pause and each
-    after its launch."""
+    """Seconds from the host's first launch to the device's first kernel. The device is assumed to run all
+    kernels without a pause, each after its launch.
+    """
     loader_s: Any
-    """Seconds in which worker processes create its batches."""
+    """Seconds in which the data loader's worker processes create the segment's batches."""
 
     def then(self, other: QueueSegment) -> QueueSegment:
         """Return this segment joined with `other` after it, without a wait between them."""

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 MICRO_BATCHES = 2
-"""Number of micro-batches to record in place of any larger number."""
+"""Largest number of micro-batches to record. Further ones are copies of the last."""
 
 SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
-"""Fields of a kernel that count events since the previous kernel."""
+"""Names of the fields of `Kernel` that count events since the previous kernel."""
 
 
 def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:

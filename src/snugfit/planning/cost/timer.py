@@ -36,14 +36,17 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Work
 
 Timer = Callable[[Trace], Sequence[float]]
-"""Type of a function that returns the seconds of a trace's last step on each GPU, from its kernels and host
-waits."""
+"""Type of a function that returns the seconds of a trace's last step on each GPU. It reads the trace's
+kernels and the host's waits.
+"""
 
 REMEMBERED_WORKS = 1_000
-"""Number of parts of steps (such as updates) whose queue segments are cached."""
+"""Largest number of cached timings. A timing has the launch and run seconds of a part of a step, such as the
+update.
+"""
 
 REMEMBERED_KERNELS = 100_000
-"""Number of kernel objects that are cached by their id."""
+"""Largest number of kernel objects whose properties are cached by the object's id."""
 
 
 @runtime_checkable
@@ -227,9 +230,9 @@ class TimersWithGaps:
     """A timer that returns the seconds of GPUs with known hardware rates, and 0 for all other GPUs."""
 
     timers: GpuTimers
-    """Timers of the GPUs with known rates."""
+    """GPUs with known rates (speeds of kernels), and the functions that compute their seconds."""
     indices: tuple[int | None, ...]
-    """Index of each GPU in `timers`; None if its rates are unknown."""
+    """Index of each GPU in `timers`; None if the GPU's rates are unknown."""
 
     @classmethod
     def on(cls, gpus: Sequence[Gpu]) -> Self:

@@ -211,7 +211,9 @@ def _on_gpu(one: SearchOfGpu, job: Job, *, timed: bool) -> OnGpu:
 
 
 SAME_SECONDS = 1e-9
-"""Largest relative difference between sums of the same kernels' seconds in different orders."""
+"""Largest relative difference at which two sums of the same kernels' seconds count as equal. Sums in
+different orders differ by rounding.
+"""
 
 
 class SearchOfGpu:
@@ -235,10 +237,13 @@ class SearchOfGpu:
         self.state.most_bytes = 0 if smallest else self.memory_bytes - headroom_bytes
         self._kinds: RecomputingKinds | None = None
         self._found: dict[int, Figures] = {}
-        """Bytes and seconds from the search, of recipes whose bytes were later corrected for this GPU."""
+        """Bytes and seconds from the search, by recipe number. It has only recipes whose bytes were later
+        corrected for this GPU.
+        """
         self._more: dict[Hashable, list[int]] = {}
-        """Bytes that this GPU's own workspaces add to the search's bytes, by the recipe's forward and
-        backward passes."""
+        """Bytes to add to the search's bytes for this GPU's own workspaces, by the recipe's forward and
+        backward passes.
+        """
         self.answer = -1
         self.verified: bool | None = None
         """True if the full simulation of the best recipe confirmed the search; None before that

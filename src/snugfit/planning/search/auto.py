@@ -62,7 +62,7 @@ class Resolved(NamedTuple):
 
     recipe: Recipe
     why: str
-    """Sentence with the techniques and the reason for them."""
+    """Sentence that names the techniques in place of `auto`, and the reason for them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object that `Resolved.from_json` reads."""

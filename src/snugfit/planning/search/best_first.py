@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 AHEAD_SHARE = 2.0
-"""Share by which a task's least seconds may exceed those of other workers' tasks (chosen)."""
+"""Share by which the least possible seconds of a task's recipes may exceed those of other workers' tasks
+(chosen).
+"""
 
 
 class _SearchTask(NamedTuple):
@@ -33,7 +35,7 @@ class _SearchTask(NamedTuple):
 
     method: str
     seconds: float
-    """Least seconds of the fastest candidate; infinite for kinds without bounds."""
+    """Lower bound of the fastest candidate's seconds per step; infinite for recipes without lower bounds."""
     numbers: list[int]
 
 
@@ -45,7 +47,7 @@ class _Needed(NamedTuple):
     results: int
     numbers: list[int]
     seconds: float
-    """Least seconds of the fastest candidate."""
+    """Lower bound of the fastest candidate's seconds per step."""
 
 
 class BestFirst:
@@ -60,18 +62,22 @@ class BestFirst:
         self.state, self.kinds, self.tell, self.postpones = state, kinds, tell, postpones
         kinds.start()
         self._tasks: dict[int, _SearchTask] = {}
-        """Tasks of the workers, by the number of the question."""
+        """Unfinished tasks of the worker processes, by the number of the call to a worker."""
         self._unbounded = deque(groups_by_passes(state.space, kinds.others))
-        """Kinds of passes without bounds, which are screened first."""
+        """Groups of recipes (with equal forward and backward passes) that have no lower bounds yet. They are
+        processed first.
+        """
         self._results = 0
         self._needed: dict[int, _Needed] = {}
-        """Needed candidates of each waiting kind at its last examination."""
+        """Candidates that the search still needed at the last check of a postponed group, by group."""
         self._stale = set(kinds.waiting)
-        """Kinds for which new results came since they were last examined."""
+        """Groups of postponed recipes to check again, because results came after their last check."""
         self._complete = False
-        """True while no result came since all kinds were examined."""
+        """True if no result came after the last check of all groups."""
         self._groups: list[tuple[float, int, list[int]]] = []
-        """Heap of least seconds, bytes and numbers of candidates with one trace that wait for evaluation."""
+        """Heap of recipes to simulate exactly, grouped by trace: least seconds, least bytes, and recipe
+        numbers.
+        """
         self._add_groups(number for number in state.bounds if number not in state.judged)
 
     def run(self, pool: WorkerPool) -> None:

@@ -54,22 +54,23 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 RECIPES = 3
-"""Number of recipes for which the fewest recomputed layers are searched, those with the least estimated
-seconds first."""
+"""Number of recipes, with the least estimated seconds first, for which the fewest recomputed layers are
+searched.
+"""
 
 SMALLER_RECIPES = 2
 """Number of recipes for which smaller settings of one technique are simulated, the fastest first."""
 
 KEPT_RECIPES = 2
-"""Number of fastest recipes that fit with the fixed technique in all layers, for which fewer layers are
-tried."""
+"""Number of fitting recipes for which fewer layers with the fixed technique are tried, the fastest first."""
 
 ROUNDS = 4
 """Largest number of rounds for one recipe; each simulates up to two numbers of recomputed layers."""
 
 NEVER_SEEN = 0.25
-"""Assumed share of a step's seconds that recomputing each layer adds, if no simulated step gives it. A
-forward pass has a third of a step's FLOPs."""
+"""Assumed share of a step's seconds that the recomputation of each layer adds, if no simulated step shows it.
+A forward pass has a third of a step's FLOPs.
+"""
 
 
 class _UnfitAndRecomputed(NamedTuple):

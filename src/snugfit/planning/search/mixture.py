@@ -29,7 +29,7 @@ MOST_ON_HOST = 8 * GIB
 
 
 ROUNDS = 4
-"""Largest number of mixtures that are simulated for one recipe."""
+"""Largest number of mixtures (recomputed and offloaded layers) that are simulated for one recipe."""
 
 
 class RecomputingLine(NamedTuple):
@@ -102,7 +102,7 @@ class Tried(NamedTuple):
 
     recipe: Recipe
     lacking: int
-    """Bytes above the limit; below 0 if it fits."""
+    """Needed bytes minus the memory limit in bytes; negative if the mixture fits."""
     seconds: float
 
 

@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     from snugfit.planning.search.space import Space
 
 PEAK_SHARE = 0.01
-"""Share by which a step's bytes may be below the extrapolated ones (chosen), since workspaces do not grow
-linearly."""
+"""Share by which a step's bytes may be below their extrapolation from smaller micro-batches (chosen).
+Workspaces do not grow linearly.
+"""
 
 MISSING = -1
-"""Number for a recipe that is not among the searched ones."""
+"""Number that represents a recipe outside of the search."""
 
 MOST_SAVED = 3
-"""Largest ratio of the seconds that fewer micro-batches save with recomputing to those that they save without
-it.
+"""Largest assumed ratio of two savings in seconds by fewer micro-batches: with and without recomputation.
 
-A small GPT-2, bound by the host, reached 2.2.
+It was 2.2 for a small GPT-2 whose step is limited by the host.
 """
 
 
 PLAIN_PASSES = (Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
-"""Slots (choices of a recipe) whose plain techniques give uncompiled layers, whole logits and no
-recomputation."""
+"""Slots (choices of a recipe) whose default techniques compile and recompute nothing, and compute all logits
+together.
+"""
 
 TWO_SIZES = 2
-"""Number of micro-batch sizes that determine a line."""
+"""Number of micro-batch sizes that a linear extrapolation needs."""
 
 
 class OtherSizes:

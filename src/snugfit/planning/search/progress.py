@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 
 ENOUGH = 8
-"""Number of finished tasks before the time left is estimated, and window of its moving average. One task may
-take ten times as long as another."""
+"""Number of finished tasks before the time left is estimated, and weight of the previous estimate. One task
+may take ten times as long as another.
+"""
 
 
 class Progress:

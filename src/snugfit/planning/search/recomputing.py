@@ -57,15 +57,16 @@ SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
 NOTHING = Bound(0, 0.0)
 
 DEVICE_SHARE = 0.03
-"""Largest share by which the GPU's seconds may fall if groups of layers (spans) are recomputed, not each
-layer alone.
+"""Largest share by which the GPU's seconds may fall if groups of layers (spans) are recomputed instead of
+each layer.
 
-A span omits some kernels at its end. GPT-2 and Whisper reached 1.4 %, and 2.6 % with a batch so small that
-the GPU waits for launches.
+A span omits some kernels at its end. It was 1.4 % for GPT-2 and Whisper. It was 2.6 % with a batch so small
+that the GPU waits for launches.
 """
 
 LAYERS_SHARE = 0.03
-"""Largest share by which bytes other than the layers' activations may fall with spans: GPT-2 reached 1.4 %.
+"""Largest share by which bytes other than layers' activations may fall if spans are recomputed. It was 1.4 %
+for GPT-2.
 
 The plans of GPT-2, ViT, BERT, T5, Llama, Qwen2.5 and Gemma 3 determined both `DEVICE_SHARE` and this share,
 with adapters and without.
@@ -122,28 +123,34 @@ class RecomputingKinds:
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}
-        """Number of the same recipe with whole logits, for each recipe with logits in chunks."""
+        """Number of the same recipe with all logits computed together, for each recipe that computes them in
+        chunks.
+        """
         self._full: dict[int, int] = {}
         """Number of the recipe that recomputes each layer, for each recipe that recomputes some layers,
         groups or parts of them."""
         self._looked_at = set[int]()
-        """Kinds (of forward and backward passes) whose lower bounds were computed."""
+        """Groups of recipes (with equal forward and backward passes) whose lower bounds were computed."""
         self._least_known: dict[int, Bound] = {}
         """Cached estimates (lower bounds) of postponed recipes, given the current results."""
         self._bounded_by: dict[int, set[int | None]] = {}
-        """Cached numbers of the recipes on which the estimate of each postponed recipe depends."""
+        """Cached numbers of the recipes from which the estimate of each postponed recipe is derived."""
         self._by = defaultdict[int | None, set[int]](set)
-        """Numbers of postponed recipes whose cached estimates depend on a recipe, by that recipe's number."""
+        """Numbers of the postponed recipes whose cached estimates are derived from a recipe, by that recipe's
+        number.
+        """
         self._dominated = set[int]()
-        """Recipes that can no longer be on the Pareto front of this search."""
+        """Numbers of recipes that can no longer be on the Pareto front of bytes and seconds."""
         self._known = 0
-        """Number of recipes with lower bounds after the last addition."""
+        """Number of recipes that had lower bounds when recipes were last added."""
         self._none: dict[int, int | None] = {}
-        """Cached number of the same recipe without recomputing, for each recipe."""
+        """Cached number of the same recipe without recomputation, by recipe number; None if there is none."""
         self._on_the_way: dict[int, Bound] = {}
-        """Recipes whose lower bounds a worker process computes now, with their previous estimates."""
+        """Previous estimates of the recipes whose lower bounds a worker process is computing, by number."""
         self._taken = defaultdict[_Savings, _Shares](lambda: _Shares(1.0, 1.0))
-        """Shares of their estimates that recipes took at least, by savings; 1 while all estimates hold."""
+        """Factors that lower further estimates, by the recipe's ways to save memory. They are 1 while no
+        estimate exceeded the computed lower bound.
+        """
         for number, candidate in enumerate(self.space.candidates):
             setup = candidate.setup
             if setup.saves_memory:

@@ -25,7 +25,7 @@ class Screening:
     bounds: dict[int, Bound] = field(default_factory=dict)
     """Lower bound of each recipe's bytes and seconds, by number."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """Recipes that cannot be simulated, with the reasons."""
+    """Recipes that cannot be simulated, each with the reason for its exclusion."""
 
 
 def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection[int]) -> Screening:

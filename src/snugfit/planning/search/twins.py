@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 DIFFER = (Slot.ATTENTION, Slot.KERNELS, Slot.PRECISION)
-"""Slots (choices of a recipe) in which a recipe and its twin may differ."""
+"""Slots (choices of a recipe) in which a recipe and its twin (a similar recipe) may differ."""
 
 ROUNDING = 0.001
-"""Tolerance of comparisons between lower bounds of twins, as a share: rounding of sums, and other numbers of
-simulated layers."""
+"""Relative tolerance in comparisons of the lower bounds of twins. It covers rounding of sums, and different
+numbers of simulated layers.
+"""
 
 PEAK_SHARE = 0.01
-"""Share of its twin's bytes by which a recipe may be smaller, since its peak may be at another moment."""
+"""Share by which a recipe may need fewer bytes than its twin, since its peak may be at another moment."""
 
 
 class Twins:
@@ -53,7 +54,7 @@ class Twins:
         self.space, self._base, self._bound = space, base, bound
         self._may_be, self._is_refused = may_be, is_refused
         self.stand = True
-        """True until a recipe that was skipped turns out to be better than the similar recipe in its place.
+        """True while no skipped recipe has turned out better than its twin, which was evaluated in its place.
         """
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Skipped recipes with their twins, by group (recipes with the same forward and backward passes)."""
