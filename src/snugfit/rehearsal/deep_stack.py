@@ -17,12 +17,13 @@ from snugfit.job.config import LAYERS
 from snugfit.job.job import Job
 
 DEEP_LAYERS = 200
-"""Number of layers from which the larger stack is used (chosen)."""
+"""Number of a model's layers from which the simulation's thread gets a larger call stack (chosen)."""
 
 # The system allocates pages of a stack on first use, so a large one costs only addresses.
 STACK_BYTES = 1 << 30
-"""Size of the thread's stack in bytes of address space, enough for fifty times the 1,000 layers that a config
-may have."""
+"""Size in bytes of address space of the thread's call stack. It suffices for fifty times the 1,000 layers
+that a config may have.
+"""
 
 Answer = TypeVar("Answer")
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 FEWEST_PERIODS = 3
-"""Number of periods (repeating groups of layers) in the shallow model: a first, a last, and one between."""
+"""Number of periods (repeated groups of layers) in the shallow model: a first, a last, and one between."""
 
 DEEP = 28
-"""Number of layers from which a model is simulated by models with few layers.
+"""Number of layers from which a model's simulation is extrapolated from models with few layers.
 
 With fewer layers, writing the trace takes as long as the simulation. Models that are compiled as a whole have
 no such limit.
@@ -46,11 +46,11 @@ WRITTEN_SHARE = 0.5
 
 # With an odd difference, the last layer's buffers would be in the other of the two places.
 IN_TURNS = 2
-"""Number of neighbouring layers whose buffers alternate between the same places in memory."""
+"""Number of consecutive layers whose buffers alternate between the same addresses."""
 
 
 RecordPasses = Callable[["Job", Setup, "Policy"], Part]
-"""Type of a function that simulates the forward and backward passes of a job, and returns their recording."""
+"""Type of a function that simulates the forward and backward passes of a job and returns their recording."""
 
 
 class _Shallow(NamedTuple):

@@ -46,7 +46,7 @@ _KNOWN = {
         "checkpointing technique that keeps none, such as 'every_layer'."
     ),
 }
-"""Advice to the user by regular expressions for torch's error messages."""
+"""Advice to the user, by regular expressions of torch's error messages."""
 
 
 def refusal(job: Job, error: Exception) -> SnugfitError:

@@ -59,7 +59,7 @@ class GradientView(NamedTuple):
     """Position and size, in elements, of one gradient in a memory block with several."""
 
     number: int
-    """Index of the parameter among those that train."""
+    """Index of the parameter among the trainable ones."""
     offset: int
     strides: tuple[int, ...]
 
@@ -79,14 +79,15 @@ class Part:
 
     trace: RelativeTrace
     gradients: tuple[int, ...]
-    """Indices of the trained parameters that have a gradient."""
+    """Indices of the trainable parameters that have a gradient."""
     varies: bool = False
-    """True if micro-batches differ because the model's code depends on tensor values, so that none represents
-    the others."""
+    """True if micro-batches differ because the model's code depends on tensor values. Then no micro-batch
+    represents the others.
+    """
     trained: tuple[str, ...] = ()
-    """Names of the trainable parameters, in order; empty for an update."""
+    """Names of the trainable parameters, in order; empty for an optimizer update."""
     shared: tuple[SharedBlock, ...] = ()
-    """Memory blocks that contain several gradients. Each other gradient has its own block."""
+    """Memory blocks that contain several gradients each. Every other gradient has a block of its own."""
 
     @property
     def gradient_blocks(self) -> int:
@@ -258,7 +259,7 @@ def split_update(moves: Sequence[Move]) -> SplitUpdate:
 
 
 UPDATING = ("clip", "update")
-"""Phases of a step after its passes."""
+"""Phases of a step after its forward and backward passes."""
 
 
 def _frees(moves: Sequence[Move]) -> Counter[Alloc]:

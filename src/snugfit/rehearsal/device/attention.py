@@ -186,7 +186,8 @@ def additive(mask: Any, dtype: torch.dtype) -> Any:
 RECORDING_MODES = 1
 """Number of dispatch modes (`TorchDispatchMode`) that a simulation itself activates.
 
-It is the recorder. A second mode exists if host memory is simulated too (`Feature.simulation_overrides`).
+This mode is the recorder. Another mode is active if host memory is simulated too
+(`Feature.simulation_overrides`).
 """
 
 

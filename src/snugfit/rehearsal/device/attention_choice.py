@@ -27,28 +27,28 @@ class Operands:
     """Arguments of one call of `scaled_dot_product_attention`, from which its kernel is chosen."""
 
     query: torch.Tensor
-    """Shape (B, H, S, D)."""
+    """Query tensor, of shape (batch B, heads H, sequence S, width D)."""
 
     key: torch.Tensor
-    """Shape (B, H, S, D), with the query's D and its own H and S."""
+    """Key tensor, of shape (B, H, S, D). D is the query's; H and S may differ from the query's."""
 
     value: torch.Tensor
-    """Shape (B, H, S, D), with the key's H and S and its own D."""
+    """Value tensor, of shape (B, H, S, D). H and S are the key's; D may differ from the key's."""
 
     mask: torch.Tensor | None = None
     """Additive mask for the scores, or a boolean mask that is True for used scores."""
 
     dropout: float = 0.0
-    """Probability of dropping a score."""
+    """Probability from 0 to 1 that an attention score is dropped."""
 
     causal: bool = False
-    """True for a causal mask."""
+    """True for a causal mask, under which a position attends only to itself and earlier positions."""
 
     scale: float | None = None
     """Factor of the scores; None is 1 / sqrt(D)."""
 
     grouped: bool = False
-    """True if each head of key and value serves several of the query."""
+    """True if each head of key and value serves several heads of the query."""
 
     needs_grad: bool = False
     """True if a backward pass may follow."""
@@ -60,7 +60,7 @@ class FusedKernels(NamedTuple):
     cudnn_first: bool
     """True if cuDNN's kernel has the first priority; otherwise it has the last."""
     flash: bool
-    """True if flash attention and cuDNN's attention can run on the GPU."""
+    """True if the GPU can run flash attention and cuDNN's attention."""
     cudnn_width: int
     """Largest head width that cuDNN's kernel supports."""
     wide_backward: bool
@@ -76,10 +76,10 @@ class FusedKernels(NamedTuple):
 
 
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
-"""torch's order of attention kernels until a GPU is initialized."""
+"""Order in which torch tries its attention kernels before a GPU is initialized."""
 
 BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
-"""Number of each kernel in `torch.nn.attention.SDPBackend`, by name."""
+"""Number of each attention kernel in `torch.nn.attention.SDPBackend`, by kernel name."""
 
 
 def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:

@@ -15,10 +15,12 @@ from typing import Any
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, Scratch, nest, output
 
 CHANNELS = 16
-"""Bytes to which an engine pads each pixel's channels, except for fp32 in forward."""
+"""Multiple, in bytes, to which a convolution kernel pads each pixel's channels, except in fp32 forward
+passes.
+"""
 
 ALIGNMENT = 16
-"""Bytes by which a workspace exceeds the operand copies in it."""
+"""Bytes of a convolution's workspace in addition to the operand copies in it."""
 
 FLOAT_BYTES, PARTS_TAIL = 4, 128
 """Size in bytes of one element of a partial sum, and additional bytes of a workspace with partial sums."""
@@ -27,12 +29,12 @@ LEAST_WORK = {("forward", "tf32"): 0.85e9, ("backward", "tf32"): 0.57e9, ("backw
 """Number of multiplications from which an fp32 convolution copies operands whose channels do not fill a
 multiple of `CHANNELS`.
 
-For the three keys, 0.93e9, 0.68e9 and 1.75e9 copied; 0.77e9, 0.45e9 and 0.93e9 did not. IEEE's forward has no
-entry, since it copied nothing up to 7.7e9.
+For the three keys, kernels of 0.93e9, 0.68e9 and 1.75e9 multiplications copied; those of 0.77e9, 0.45e9 and
+0.93e9 did not. IEEE's forward pass has no entry, since it copied nothing up to 7.7e9.
 """
 
 NARROW = 384
-"""Largest number of output channels without copied operands, for images in half precision.
+"""Largest number of output channels at which a half-precision convolution copies no operands.
 
 Results of 384 channels and fewer had no copy; those of 640 and more had one.
 """
@@ -40,18 +42,18 @@ Results of 384 channels and fewer had no copy; those of 640 and more had one.
 SUMMED_IN_PARTS, MANY, MOST_IN_PARTS = 2560, 64, 1 << 16
 """Thresholds for partial sums in the weight's gradient: rows (samples times patches), samples, rows.
 
-Above the first, the sum is computed in parts. Above the second, it has one part more. From the third on, it
-has a single part. 2,560 rows and 64 samples were below a threshold, 2,744 and 96 above. 50,176 rows were
-still in parts, 65,536 no longer.
+Above the first threshold, the sum is computed in parts. Above the second, it has one additional part. From
+the third on, it has a single part. 2,560 rows and 64 samples were below a threshold, 2,744 and 96 above.
+50,176 rows were still in parts, 65,536 no longer.
 """
 
 PIXELS = 16
-"""Multiple to which a patch's pixels are padded in the single part of such a long sum."""
+"""Multiple to which a patch's pixels are padded if the sum has at least `MOST_IN_PARTS` rows."""
 
 FEW_PATCHES, FEW_SAMPLES, FEW_TAIL = 49, 8, 18_448
 """Limits for a weight's gradient without operand copies, and bytes of its workspace besides one fp32 result.
 
-It has at most this number of patches per image, and more than this number of samples (8 copied, 10 did not).
+Such a gradient has at most 49 patches per image and more than 8 samples (8 samples copied, 10 did not).
 """
 
 

@@ -30,18 +30,21 @@ FLEX = (
 )
 
 _FLEX = "torch.nn.attention.flex_attention"
-"""Module of `flex_attention` and its block masks, which transformers compiles."""
+"""Module of `flex_attention` and its block masks. transformers compiles these functions."""
 
 _FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
-"""Log message of transformers when it uses its own code instead of a hub kernel
-(`use_kernel_func_from_hub_with_fallback`)."""
+"""Log message that transformers writes when it uses its own code instead of a hub kernel
+(`use_kernel_func_from_hub_with_fallback`).
+"""
 
 _ASKS_FOR = {
     "is_ninja_available": "kernels",
     "is_mambapy_available": "mambapy",
     "is_xlstm_available": "xlstm",
 }
-"""Functions with which a model's file checks if a package of kernels is installed."""
+"""Functions that a model's file calls to check if a package of kernels is installed, each with the package's
+name.
+"""
 
 
 def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:

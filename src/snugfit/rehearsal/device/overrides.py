@@ -84,7 +84,7 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
 _ACTIVE: list[bool] = []
 
 _PROBED: set[Policy] = set()
-"""Policies whose overrides passed their test in this process."""
+"""Device policies whose operator overrides passed their test in this process."""
 
 
 @contextlib.contextmanager
@@ -236,10 +236,10 @@ def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], to
 # and a module is searched again only if its number of names has changed.
 
 _LOOKED_THROUGH: dict[int, dict[str, Any]] = {}
-"""Attribute dictionaries of the searched modules, by id."""
+"""Attribute dictionaries of the modules that were searched for replaced functions, by the module's id."""
 
 _COUNTS: dict[int, int] = {}
-"""Number of attributes of each module at the last search, in the same order."""
+"""Number of attributes of each searched module at the last search, in the order of the dictionaries."""
 
 _MODULES: list[Any] = []
 """The modules that were loaded at the last search. The list keeps them alive, so that no other module gets
@@ -247,7 +247,8 @@ the same id."""
 
 _FOUND: dict[tuple[int, str], dict[str, Any]] = {}
 """Attribute dictionaries of modules that contain a replaced function, by (id of the dictionary, attribute
-name)."""
+name).
+"""
 
 _ORIGINALS: list[Any] = []
 """The original functions that the last search looked for."""
@@ -307,7 +308,7 @@ def _reset_if_new(originals: Collection[Any]) -> None:
 
 
 DEVICE_OF_CONTEXT = "get_torch_context_manager_or_global_device"
-"""Function of transformers that returns the device of the model's construction."""
+"""Function of transformers that returns the device on which a model is constructed."""
 
 
 @contextlib.contextmanager

@@ -39,31 +39,31 @@ class Policy(ABC):
     """Base class for a device's policy: the kernels, buffers and dtypes that torch chooses on it."""
 
     autocast: ClassVar[autocast_lists.AutocastLists]
-    """Operators that autocast casts on this device."""
+    """Lists of the operators that autocast casts on this device."""
 
     fuses_dropout: ClassVar[bool]
     """True if dropout is one kernel with a boolean mask (`native_dropout`)."""
 
     softmax_upcasts_fp16: ClassVar[bool]
-    """True if softmax reads fp16 and writes fp32 in one kernel."""
+    """True if softmax with an fp16 input and an fp32 result is one kernel."""
 
     fuses_rms_norm: ClassVar[bool]
-    """True if `rms_norm` is one kernel (`_fused_rms_norm`)."""
+    """True if `rms_norm` is one kernel (`_fused_rms_norm`) on this device."""
 
     runs_cudnn: ClassVar[bool]
-    """True if recurrent networks run in cuDNN."""
+    """True if recurrent networks run in cuDNN on this device."""
 
     remembers_scratch: ClassVar[bool] = True
-    """True if the temporary buffers of a call may be cached."""
+    """True if the temporary buffers of an operator's call may be cached."""
 
     free_bytes: int | None = field(default=None, compare=False)
-    """Free bytes on the device before a process builds its model; None if unknown.
+    """Bytes of device memory that are free before a process builds its model; None if unknown.
 
     Only code that reads the free memory for a decision (DeepSpeed's second stage) depends on it.
     """
 
     softmax_saves_input: bool = False
-    """True for torch before 1.11, whose softmax saved its input for backward in addition to its output."""
+    """True for torch before 1.11. Its softmax saved its input for backward in addition to its output."""
 
     @abstractmethod
     def choose_attention(self, operands: attention_choice.Operands) -> str:
@@ -105,9 +105,9 @@ class ScratchSize(NamedTuple):
     """
 
     workspaces: int
-    """Bytes of all workspaces of a thread."""
+    """Bytes of the workspaces that one host thread's libraries allocate."""
     threads: int
-    """Resident threads of the whole GPU."""
+    """Number of threads that the whole GPU can have resident at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +121,13 @@ class CudaPolicy(Policy):
     runs_cudnn = True
 
     capability: tuple[int, int] = (9, 0)
-    """Compute capability: major and minor."""
+    """CUDA compute capability of the GPU (major, minor)."""
 
     multiprocessors: int = 132
-    """Number of multiprocessors, which determines the buffers of reductions."""
+    """Number of the GPU's multiprocessors, on which the size of reduction buffers depends."""
 
     threads_per_multiprocessor: int = 2048
-    """Resident threads of one multiprocessor."""
+    """Number of threads that one multiprocessor can have resident at a time."""
 
     cache_bytes: int = field(default=60 * MIB, compare=False)
     """Bytes of the second-level cache. GPUs that differ only in it share a simulation."""
@@ -239,7 +239,7 @@ class ComparedPolicy(CudaPolicy):
     remembers_scratch = False
 
     compared: tuple[CudaPolicy, ...]
-    """The other policies, which `may_share` the simulation."""
+    """Policies of the other GPUs that may share the simulation (`may_share`)."""
 
     sizes: dict[CudaPolicy, dict[tuple[str, int], int] | None] = field(default_factory=dict, compare=False)
     """Bytes of each buffer on another GPU, by (name in a trace, bytes on this GPU).
@@ -332,7 +332,7 @@ class CpuPolicy(Policy):
 
 
 _FUSING_GROUPS = (9, 10)
-"""Major compute capabilities on which a grouped product is one kernel."""
+"""Major compute capabilities on which a grouped matrix product is one kernel."""
 
 _GEMMS = MATRIX_PRODUCTS | {"aten::addmv", "aten::mv"}
 """Operators that run in cuBLAS."""

@@ -293,13 +293,15 @@ MOST_BYTES = 2**31 - 1
 """Largest size in bytes of an operand that one kernel reduces; larger ones are split."""
 
 MOST_THREADS = 512
-"""Number of threads in a thread block of a reduction."""
+"""Number of threads in one thread block of a reduction kernel."""
 
 FEW, MANY = 16, 256
-"""Smallest and largest number of values per thread when a reduction's output is split over thread blocks."""
+"""Smallest and largest number of values that one thread sums if several thread blocks share a reduction's
+output.
+"""
 
 ACCUMULATED = 4
-"""Bytes of one partial result of a reduction: sums accumulate in fp32."""
+"""Bytes of one partial result of a reduction, which accumulates in fp32."""
 
 
 # Sums and norms over rows (gradients of biases, states of a factored optimizer) are split over thread blocks
@@ -367,7 +369,7 @@ class ReductionBytes(NamedTuple):
     """Bytes of the two temporary buffers of one CUDA reduction."""
 
     partials: int
-    """Bytes of partial results of its thread blocks."""
+    """Bytes of the partial results of a reduction's thread blocks."""
     semaphores: int
 
 

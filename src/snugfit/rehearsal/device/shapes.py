@@ -172,4 +172,4 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.addmm.dtype_out: addmm_in_place,
     torch.ops.aten._scaled_mm.out: scaled_mm_in_place,
 }
-"""Shape functions of operators, by operator."""
+"""Functions that compute an operator's output shapes, by operator."""

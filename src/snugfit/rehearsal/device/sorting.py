@@ -13,12 +13,12 @@ from typing import Any
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
 
 SMALL_SORT = 4096
-"""Elements of a row up to which one thread block sorts it in place (`should_use_small_sort`)."""
+"""Number of elements of a row up to which one thread block sorts it in place (`should_use_small_sort`)."""
 
 FEW_ROWS, LONG_ROW = 128, 1_000_000
 """Number of rows below which all rows are sorted in one call, and row length from which each is sorted alone.
 
-The source is `do_launch_stable_sort_kernel`.
+The source is torch's `do_launch_stable_sort_kernel`.
 """
 
 INDEX = 8
@@ -26,8 +26,9 @@ INDEX = 8
 
 # Tuned by CUB for sm_90 and 8-byte keys. On other GPUs the sizes change by a few KiB.
 SINGLE_TILE, SORT_TILE, SCAN_TILE = 256 * 9, 384 * 12, 128 * 15
-"""Items per thread block of CUB's sorts and scans. The tile of scans is CUB's oldest and only bounds a few
-hundred bytes."""
+"""Items per thread block of the sorts and scans of CUB (CUDA's library of primitives). The tile of scans is
+CUB's oldest, and changes a size by a few hundred bytes only.
+"""
 
 
 def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:

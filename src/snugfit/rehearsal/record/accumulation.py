@@ -46,8 +46,9 @@ SCATTERS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     aten.index_add.default: lambda x: x.index_select(0, torch.zeros(2, dtype=torch.long, device="meta")),
     aten.masked_scatter.default: lambda x: aten.masked_select(x, torch.ones_like(x, dtype=torch.bool)),
 }
-"""Operators that a backward formula runs in place on its own zeros, each with a function that has this
-backward formula."""
+"""Operators that autograd runs in place on zeros it has created, each with a function whose backward formula
+runs the operator.
+"""
 
 
 class SoleOwner:

@@ -34,7 +34,8 @@ NO_BLOCK = -1
 """Index of a memory block for a storage that has none, since it has no bytes."""
 
 _ZEROS = "aten::_efficientzerotensor"
-"""Operator for the zeros of forward-mode autograd, which requests no memory (`ZeroTensorAllocator`)."""
+"""Operator that creates the zeros of forward-mode autograd. It allocates no memory (`ZeroTensorAllocator`).
+"""
 
 
 class Allocations:
@@ -43,7 +44,7 @@ class Allocations:
     def __init__(self, policy: Policy, modules: ModuleTracker) -> None:
         self.policy, self.modules = policy, modules
         self.phase, self.step = "build", -1
-        """Phase (forward, backward, ...) and step of the next allocations."""
+        """Phase (forward, backward, ...) and step number of the allocations that follow."""
         self.kind_of: Callable[[str, str, str], str] = lambda operator, module, dtype: Kind.TEMPORARIES
         """Function that returns the category of a block without one, in a phase that a feature defines
         (`Step.kind_of`)."""

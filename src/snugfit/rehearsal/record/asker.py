@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 100
 
 _PASSES_ON = ("torch", "snugfit.rehearsal", "contextlib", "functools")
-"""Packages whose stack frames are skipped, since other code calls them to read a value."""
+"""Prefixes of packages whose stack frames are skipped, since they read a value on behalf of other code."""
 
 _LOOPS = ("snugfit", "accelerate", "transformers.trainer", "transformers.optimization", "bitsandbytes")
-"""Packages that read values only for a log or a check, which changes no step."""
+"""Packages that read values only for a log or a check. Such a read does not change a step."""
 
 _WARNS = ("warn_if_padding_and_no_attention_mask",)
-"""Functions of transformers that read a value only for a warning."""
+"""Functions of transformers that read a value only to decide on a warning."""
 
 
 class CodeLine(NamedTuple):
     """A line of the model's code and its stack frame."""
 
     frame: FrameType
-    """Stack frame of its function."""
+    """Stack frame of the function with this line."""
     line: int
-    """Line number in its file."""
+    """Number of the line in its source file."""
 
     @classmethod
     def asking(cls) -> Self | None:

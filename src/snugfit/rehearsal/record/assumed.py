@@ -45,9 +45,9 @@ class Assumed(NamedTuple):
     """A CPU tensor with assumed values for a tensor on `meta`, and the reason for the assumption."""
 
     assumption: Assumption
-    """The reason why a value had to be assumed."""
+    """Reason why the value had to be assumed."""
     make: Callable[[], torch.Tensor]
-    """Function that creates the value on the CPU."""
+    """Function that creates the tensor of assumed values on the CPU."""
 
 
 def assume(func: Any, args: tuple[Any, ...], index: int, out: torch.Tensor, routing: str) -> Assumed:
@@ -81,7 +81,7 @@ _CHOICES: dict[Any, int] = {
     aten.argsort.default: 0,
     aten.argsort.stable: 0,
 }
-"""Operators that choose among options, with the index of the result that contains the chosen indices."""
+"""Operators that choose among options, each with the index of the output that contains the chosen indices."""
 
 
 def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:

@@ -13,7 +13,9 @@ from typing import Any
 
 # torch receives it as an ordinary float, so only an unusual value identifies it in an operator.
 ABOUT_ONE = 1.0 + 2.0**-40
-"""The assumed number: 1, plus a small fraction by which it and values computed from it are recognized."""
+"""Assumed value of unknown numbers: 1, plus a small fraction by which it and values computed from it are
+recognized.
+"""
 
 
 class AssumedFloat(float):

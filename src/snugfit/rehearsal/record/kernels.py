@@ -52,16 +52,16 @@ _CONTRACTING = (
 _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
 
 LARGEST_CACHED = 50 * MIB
-"""Size in bytes from which an operand that is read across its rows transfers a whole memory sector per
-element.
+"""Size in bytes from which reading an operand across its rows transfers a whole memory sector per element.
 
-It is the size of an H200's second-level cache. On one, T5's position bias of 16 MiB was added at full speed.
-One of 64 MiB was added at a fifth of it (2026-11-22).
+It is the size of an H200's second-level cache. On one H200, T5's position bias of 16 MiB was added at full
+speed. One of 64 MiB was added at a fifth of it (2026-11-22).
 """
 
 MATRICES = 3
-"""Number of matrix operands in a product. A grouped product that runs group by group creates a view of each
-matrix per group."""
+"""Number of matrix operands in a product. If a grouped product runs group by group, torch creates a view of
+each matrix for each group.
+"""
 
 
 KEEPS_CONTEXT = MATRIX_PRODUCTS | {
@@ -72,8 +72,7 @@ KEEPS_CONTEXT = MATRIX_PRODUCTS | {
     "aten::arange",
     "aten::_scaled_dot_product_cudnn_attention",
 }
-"""Operators whose kernels do not make the CUDA driver release the address space that it reserved with the
-context."""
+"""Operators whose kernels leave reserved the address space that the CUDA driver reserved with the context."""
 
 
 class KernelCost(NamedTuple):
@@ -336,7 +335,7 @@ def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
 
 
 PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
-"""Operators on fp32 tensors that torch passes to cuBLAS and cuDNN, which may compute them in TF32."""
+"""Operators on fp32 tensors that torch runs with cuBLAS and cuDNN, which may compute them in TF32."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
@@ -346,7 +345,7 @@ _COPYING = frozenset({"aten::_to_copy", "aten::clone", "aten::copy_"})
 _GATHERING = dict.fromkeys(
     ("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"), 0
 )
-"""Operators that read a few elements of a large operand, with the index of that operand."""
+"""Operators that read a few elements of a large operand, each with the index of that operand."""
 
 _UNREAD = frozenset({"aten::nll_loss_backward"})
 """Operators that use only the shape of their second operand."""
@@ -365,9 +364,9 @@ TILE = 128
 an H200 runs for RoBERTa-large (results/h200-2026-11-27/profile-roberta.json)."""
 
 _ENDS = {"aten::_flash_attention_forward": 3, "aten::_flash_attention_backward": 6}
-"""Index of the operator's argument with the cumulative sequence lengths of queries.
+"""Index, by operator, of the argument with the cumulative sequence lengths of queries.
 
-The next argument has those of keys, and the two after it the longest lengths of both.
+The next argument has those of keys. The two after it are the longest lengths of queries and of keys.
 """
 
 

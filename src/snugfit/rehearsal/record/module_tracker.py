@@ -23,8 +23,9 @@ Hook = Callable[[Any], Any]
 
 # torch's and the core's cost is in other constants, or they replace parts of torch that are C++ on a GPU.
 _NO_LIBRARY, _COUNTED = ("torch.", "snugfit."), f"{FOLDER}."
-"""Prefixes of modules whose autograd Functions are not counted, and of modules whose Functions are counted
-nevertheless."""
+"""Prefixes of the modules whose autograd Functions are not counted, and of exceptions among them that are
+counted.
+"""
 
 
 class ModuleTracker:
@@ -36,7 +37,7 @@ class ModuleTracker:
         self.intercepted = 0
         """Number of operators since the last kernel that selective checkpointing intercepted."""
         self.functions = 0
-        """Number of libraries' autograd Functions that began since the last kernel, forward or backward."""
+        """Number of autograd Functions of libraries that began since the last kernel, forward or backward."""
         self._calls = [0]  # a number for each active call of a module
         self._called = 0
         self._paths: list[str] = []

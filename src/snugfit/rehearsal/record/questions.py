@@ -29,8 +29,9 @@ from snugfit.rehearsal.record.shadows import Shadows
 aten = torch.ops.aten
 
 MOST_ASKED = 1000
-"""Largest number of reads of assumed values by one line of code within one call of a module; more than any
-model has experts."""
+"""Largest number of reads of assumed tensor values by one line of code within one call of a module. It
+exceeds the number of any model's experts.
+"""
 
 LARGEST = 2**27
 """Largest operand, in elements, with which a data-dependent operator runs on the CPU."""
@@ -58,7 +59,7 @@ class Questions:
         self._asked: Counter[Hashable] = Counter()
         self._told: set[Hashable] = set()  # functions with a warning so far, by assumption
         self.answers: list[list[Hashable]] = [[]]
-        """Exact results of the reads in each micro-batch, in order."""
+        """Exact results of the model's reads of tensor values, in order; one list per micro-batch."""
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator that reads a tensor's value, or NotImplemented for a copy within

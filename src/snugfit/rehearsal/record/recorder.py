@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode, Observer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy, self.steps = policy, steps
         self.rank: int | None = None
-        """The rank that is simulated; None for the rank with the highest memory use."""
+        """Number of the rank (process) that is simulated; None for the rank with the highest memory use."""
         self._modules = ModuleTracker()
         self._shadows = Shadows(routing)
         self._questions = Questions(
@@ -108,7 +108,8 @@ class Recorder(TorchDispatchMode, Observer):
         self._played = False  # True while a CUDA graph is replayed
         self._recorded_in = -1  # the last step in which a CUDA graph was recorded or scheduled for it
         self._again: Counter[int] | None = None
-        """Remaining recomputed matrix products of the running compiled backward pass, by FLOPs.
+        """Number of matrix products that the running compiled backward pass has yet to recompute, by their
+        FLOPs.
 
         None in a compiled forward pass, and outside of compiled code.
         """
@@ -116,7 +117,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._optimizer: torch.optim.Optimizer | None = None
         self._doubts: dict[str, None] = {}
         self.host: HostCopies | None = None
-        """Weights and states on the host; None without any."""
+        """Recorder of weights and optimizer states in host memory; None if there are none."""
         self._undo = contextlib.ExitStack()
 
     @classmethod

@@ -18,11 +18,14 @@ from snugfit.rehearsal.record.assumed import Assumption
 from snugfit.units import MIB
 
 COPIED = MIB
-"""Size in bytes up to which a host tensor is copied immediately; a larger one is read when its value is
-needed."""
+"""Size in bytes up to which a host tensor's values are copied immediately. Values of a larger tensor are read
+when needed.
+"""
 
 DEEPEST = 64
-"""Largest length of a chain of deferred operators; a longer chain is computed immediately."""
+"""Largest length of a chain of operators whose computation is deferred. A longer chain is computed
+immediately.
+"""
 
 _CPU = torch.device("cpu")
 
@@ -128,7 +131,9 @@ class HostValue(NamedTuple):
     value: torch.Tensor
     version: int
     real: Callable[[], torch.Tensor] | None = None
-    """Function that creates the real values, if the tensor is a placeholder (`step/batches.py`)."""
+    """Function that creates the real values of a placeholder tensor (`step/batches.py`); None for other
+    tensors.
+    """
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> HostValue:

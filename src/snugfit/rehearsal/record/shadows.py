@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.shape_cache import Operator
 
 LARGEST = 512 * MIB
-"""Size in bytes of the largest shadow; values of larger tensors are not tracked."""
+"""Size in bytes of the largest tensor whose values are tracked (by a copy called shadow)."""
 
 
 _CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ class Shadows:
         self.assumed_numbers: set[float] = set()
         """Assumed numbers that the model's code has received (`assumed_float.py`)."""
         self.unsure: dict[int, Any] = {}
-        """Storages of the host that contain assumed numbers, by address, each with a weak reference."""
+        """Host storages that contain assumed numbers, by address, each with a weak reference."""
 
     def of(self, tensor: torch.Tensor) -> View | None:
         """Return the tracked values of a tensor on `meta`, or None if they are unknown."""

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 LARGEST_CACHE = 200_000
-"""Largest number of cached calls, at about a kilobyte each; one simulation has some hundreds of different
-calls."""
+"""Largest number of cached operator calls, each of about a kilobyte. One simulation has some hundreds of
+different calls.
+"""
 
 
 class KnownCall:
@@ -42,10 +43,11 @@ class KnownCall:
         """Shape, strides and dtype of the result, or True if the operator works in place; None if nothing is
         cached."""
         self.costs: dict[Any, KernelCost | None] = {}
-        """Work of the kernel by the precision of fp32 products; the key is None for operators that do not
-        depend on it."""
+        """Work of the kernel (FLOPs and bytes) by the precision of fp32 products. The key is None for
+        operators that do not depend on it.
+        """
         self.scratch: dict[Any, Scratch] = {}
-        """Temporary buffers of the kernel by the number of the device's policy (`_number_of`)."""
+        """Temporary buffers of the kernel, by the number of the device policy (`_number_of`)."""
 
 
 class Operator:
@@ -253,13 +255,13 @@ def _is_composite(func: Any) -> bool:
 
 
 _KERNELS_OF_CUDA = frozenset({"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"})
-"""Operators that have kernels only on CUDA, which are missing in a torch without CUDA."""
+"""Operators that have kernels only on CUDA. They are missing in a torch without CUDA."""
 
 
 _PLAIN = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-"""Types of arguments that become parts of a cache key unchanged."""
+"""Types of operator arguments that become parts of a cache key unchanged."""
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from snugfit.rehearsal.trace.trace import Kernel, MarkKind
 from snugfit.results.footprint import Kind
 
 PASSES = ("forward", "backward")
-"""Phases in which compiled programs run."""
+"""Phases of a step in which compiled programs run."""
 
 
 def deepen(
@@ -67,7 +67,7 @@ class _Placed(NamedTuple):
 
     pile: Alloc
     younger: int
-    """Number of younger live blocks in its pile."""
+    """Number of live blocks in its pile that were allocated after it."""
     older: int
 
 
@@ -199,9 +199,9 @@ class _CopiedProperties(NamedTuple):
     """Properties that an event of a small model has in common with its copies in the deep one."""
 
     sized: bool
-    """True if its sizes in bytes grow with the number of layers."""
+    """True if the event's sizes in bytes grow with the number of layers."""
     pile: Alloc | None
-    """Pile (live blocks of equal size) of the allocated block; None for kernels."""
+    """Pile (live blocks of equal size) to which the allocated block belongs; None for kernels."""
     is_open: bool
 
     @classmethod
@@ -222,7 +222,7 @@ class _Written:
     def __init__(self, grows: set[Hashable]) -> None:
         self.grows = grows
         self._shared: dict[int, _CopiedProperties] = {}
-        """Properties of the small model's events, by id."""
+        """Cached properties of the small model's events, by the event's id."""
         self._written: list[int | Move] = []
         """Events of the full model; a free is stored as the number of its block."""
         self._allocs: list[int] = []
@@ -303,7 +303,7 @@ class _Written:
 
 
 _MODULE_AT = {kind: kind._fields.index("module") for kind in (Alloc, Kernel)}
-"""Position of the module's name among the fields of an event."""
+"""Index of the module's name among the fields of an event, by the event's class."""
 
 
 @functools.cache

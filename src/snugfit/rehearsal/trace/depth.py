@@ -29,9 +29,9 @@ class Depth:
     keys: tuple[str, ...]
     """Config keys that count the layers."""
     layers: int
-    """The common value of these keys: the number of layers in each stack."""
+    """Number of layers in each stack, which is the common value of these keys."""
     period: int
-    """Number of layers after which the layer types repeat."""
+    """Number of layers after which the pattern of layer types repeats."""
 
     def shallower(self, job: Job, layers: int) -> Job:
         """Return the job with a model of this many layers; config lists with an entry per layer are
@@ -90,9 +90,9 @@ class PeriodicSetup(NamedTuple):
 
     setup: Setup
     period: int
-    """Number of layers after which the checkpointing repeats."""
+    """Number of layers after which the pattern of checkpointed layers repeats."""
     alike: int
-    """Number of layers in one group, which checkpointing treats like every other group."""
+    """Number of layers in one group. Checkpointing treats all groups alike."""
 
 
 def periodic_setup(setup: Setup, layers: int) -> PeriodicSetup:

@@ -23,9 +23,9 @@ class Entry(NamedTuple):
     """
 
     key: Hashable
-    """Key of the entry that is the same at any depth and in any layer."""
+    """Key that corresponding entries share at any depth and in any layer."""
     numbers: tuple[int, ...] = ()
-    """Numbers that differ between layers and depths."""
+    """Numbers of the entry that differ between layers or depths."""
 
 
 class Grown(NamedTuple):
@@ -34,10 +34,10 @@ class Grown(NamedTuple):
     """
 
     like: int
-    """Index of the corresponding entry in the deeper of the two sequences."""
+    """Index of the corresponding entry in the sequence of the deeper small model."""
     numbers: tuple[int, ...]
     repeats: bool = False
-    """True if it belongs to the repeated entries of an insertion."""
+    """True if the element belongs to the entries that repeat with each further layer."""
 
 
 class _Insertion(NamedTuple):
@@ -46,9 +46,9 @@ class _Insertion(NamedTuple):
     """
 
     shallow: int
-    """Number of entries of the shallow sequence before it."""
+    """Number of entries of the shallow model's sequence before the insertion."""
     deeper: int
-    """Number of entries of the deeper sequence before it."""
+    """Number of entries of the deeper model's sequence before the insertion."""
     length: int
 
 

@@ -27,9 +27,9 @@ class MicroBatchProfile(NamedTuple):
     number: int
     """Number of the micro-batch in its step, from 1; 0 for an update."""
     peaks: Mapping[str, int]
-    """Peak of allocated bytes by phase and module; layers of one stack count as one."""
+    """Peak of allocated bytes by phase and module; layers of one stack count as one module."""
     live_after: int
-    """Allocated bytes at the end of the micro-batch or update."""
+    """Bytes allocated at the end of the micro-batch or update."""
     work: Work
     kept_bytes: Mapping[str, int]
     """Bytes that layers save from forward to backward, by the operator that allocated them."""

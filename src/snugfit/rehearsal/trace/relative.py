@@ -32,7 +32,7 @@ from snugfit.rehearsal.trace.trace import (
 from snugfit.results.footprint import Kind
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""Regular expression for a layer's number in a module's dotted name."""
+"""Regular expression of a layer number in a module's dotted name."""
 
 STATES: str = Kind.OPTIMIZER_STATES
 
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
     stream: int
     since: int
-    """Number of kernels in this stream between the kernel and the event."""
+    """Number of kernels of this stream between the kernel and the event."""
 
 
 class Free(NamedTuple):
@@ -75,7 +75,7 @@ class Free(NamedTuple):
 
     stack: Alloc
     stack_distance: int
-    """Number of younger live blocks on its stack."""
+    """Number of live blocks on its stack that were allocated after it."""
     awaited: tuple[Place, ...] = ()
     """Kernels that must finish before the allocator reuses the block (`Trace.awaited`)."""
 
@@ -94,7 +94,8 @@ class PhaseStart(NamedTuple):
 
 
 Move = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
-"""Type of a run's events in relative form: allocations, frees, kernels, waits, phases and other marks."""
+"""Type of an event in a `RelativeTrace`: allocation, free, kernel, wait, start of a phase, or another mark.
+"""
 
 
 @functools.cache
@@ -129,8 +130,7 @@ class RelativeTrace:
     doubts: tuple[str, ...] = ()
     """Warnings about assumptions of the simulation."""
     groups: int = 0
-    """Number of process groups, as in `Trace.groups`."""
-    """Element type and dimensions of weights, gradients and states."""
+    """Number of process groups with communication, as in `Trace.groups`."""
 
     @classmethod
     def of(cls, trace: Trace, marks: Sequence[Mark] = ()) -> RelativeTrace:
@@ -223,9 +223,9 @@ class LiveSet:
 
     def __init__(self) -> None:
         self.allocs: list[Alloc] = []
-        """The allocation of every block, including freed ones."""
+        """Allocation of every block, including freed ones, by block number."""
         self.stacks: dict[Alloc, list[int]] = defaultdict(list)
-        """The live blocks of each stack, oldest first."""
+        """Numbers of the live blocks on each stack (blocks of equal allocations), oldest first."""
 
     def alloc(self, alloc: Alloc) -> int:
         """Allocate a memory block and return its number."""
@@ -285,7 +285,9 @@ class TraceWriter:
         self._last, self._streams = _SteadyStep(), dict[int, int]()
         self._stacks: dict[Alloc, list[int]] = defaultdict(list)
         self._by_move: dict[int, list[int]] = {}
-        """Stacks by the id of an event: repeated events are the same object, and hashing one is slow."""
+        """Stacks (lists of live blocks of equal allocations) by the id of an allocation event. Repeated
+        events are one object, and computing their hash is slow.
+        """
         self._step, self._phase, self._released = -1, "", False
         self._is_plain = all(map(_is_plain, moves))
 

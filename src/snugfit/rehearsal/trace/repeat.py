@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 # The first step creates the optimizer states. If the second ends with its first live blocks, it repeats.
 RECORDED_STEPS = 2
-"""Number of steps to record for a run of more steps."""
+"""Number of optimizer steps to record in place of a longer run."""
 
 # The first allocates the gradients, and the last frees its batch. Those between them are equal.
 RECORDED_MICRO_BATCHES = 3
-"""Number of micro-batches to record for a step with more. The last but one is repeated."""
+"""Number of micro-batches to record for a step with more. The last but one represents the omitted ones."""
 
 
 class ShortRun(NamedTuple):
@@ -38,9 +38,9 @@ class ShortRun(NamedTuple):
     setup: Setup
     steps: int
     micro_batches: int
-    """Number of micro-batches in a step of the long run."""
+    """Number of micro-batches in a step of the long run that the short run represents."""
     skips: bool = False
-    """True if the run has all micro-batches, and skips forward and backward of most."""
+    """True if the run has all micro-batches but skips the forward and backward passes of most."""
 
 
 def whole_run(job: Job, setup: Setup, steps: int) -> ShortRun:
@@ -91,7 +91,7 @@ class PeriodicRun:
     build: Sequence[Move]
     """Events before the first step, such as the model's construction."""
     recorded: Sequence[Sequence[Piece]]
-    """Events of the recorded steps, of which the last is repeated."""
+    """Events of the recorded steps. The last recorded step represents all later ones."""
     steps: int
     rest: Sequence[Move]
     """Events after the last step."""
