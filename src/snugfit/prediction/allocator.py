@@ -38,12 +38,14 @@ LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
 OF_GRAPHS, OF_STREAM = 2, 4
-"""Offsets of pool numbers. Pools 0 and 1 hold large and small blocks; pools 2 and 3 hold those of CUDA
-graphs. Each further CUDA stream has the next four numbers."""
+"""Offsets of the numbers of memory pools. Pools 0 and 1 have large and small blocks; pools 2 and 3 have those
+of CUDA graphs. Each further CUDA stream has four further pools.
+"""
 
 RANGE_BITS = 44
-"""Address bits of the range that each pool has with expandable segments. The range is larger than any GPU's
-memory."""
+"""Number of address bits of the range that each pool has if segments are expandable. The range is larger than
+any GPU's memory.
+"""
 
 CUBLAS_WORKSPACE = "cuBLAS workspace"
 """Operator name of a trace's block for cuBLAS's workspace. Its allocation marks the first use of cuBLAS."""
@@ -68,7 +70,7 @@ class Allocator:
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
         self.limit: int | None = None
-        """Limit of the reserved bytes, at which cached segments are released; None for no limit."""
+        """Largest reserved bytes, above which cached segments are released; None for no limit."""
         self.retries = 0
         """Number of times that the allocator released cached segments because an allocation exceeded
         `limit`."""
@@ -315,7 +317,7 @@ class Skipped(NamedTuple):
     period: int = 1
     """Number of events of one repetition, after which the allocator's state is the same as before."""
     live: dict[int, _PoolBlock] = {}  # noqa: RUF012 - never changed
-    """The allocated blocks after the skipped events, by block number."""
+    """Blocks that are allocated after the skipped events, by block number."""
 
 
 class Repeats:
@@ -325,8 +327,9 @@ class Repeats:
 
     def __init__(self, trace: Trace, single: Collection[int]) -> None:
         self.begins: dict[int, Period] = {}
-        """The repeated part of the trace, by the index of the event at which each further repetition
-        begins."""
+        """The repeated part of the trace, by the index of the event at which each of its repetitions begins,
+        except the first.
+        """
         for period in trace.periods:
             end = period.start + period.events * period.times
             if not any(period.start <= event < end for event in single):
@@ -427,8 +430,9 @@ MIB = 1 << 20
 # The driver divides address space into chunks of whole 32 MiB.
 CHUNK = 32 * MIB
 TOP = 1 << 46
-"""Address of the CUDA context's own chunk. All later segments are below it, except those in the chunk
-itself."""
+"""Address of the CUDA context's own chunk (range) of address space. All later segments are below it, except
+those in the chunk itself.
+"""
 # From the start there is one chunk of 416 MiB above all later ones; the context occupies its lower 414 MiB.
 OWN_CHUNK, OWN, LOWEST = 416 * MIB, 414 * MIB, 32 * MIB
 """Sizes in bytes: the CUDA context's own chunk, its occupied part, and the part that stays empty after the
@@ -440,12 +444,14 @@ HIGHEST = (TOP + 488 * MIB, 24 * MIB)
 addresses matters."""
 # Two ViTs show these counts. A BERT took as much, but before its backward pass.
 CODE, FORWARD_CODE, BACKWARD_CODE = 2 * MIB, 2, 5
-"""Bytes of address space that one load of kernel code takes. The counts are the loads in the first forward
-and backward pass."""
+"""Bytes of address space that one load of kernel code takes, and numbers of loads in the first forward and
+backward pass.
+"""
 # A hole of 52 MiB was full then in a run on an H100 (a Whisper, 2026-11-26).
 CUBLAS, LIBRARIES = 64 * MIB, 192 * MIB
 """Bytes of address space that cuBLAS takes at its first use, and those of the libraries that it loads.
-Libraries take it in units of `CODE`."""
+Libraries take it in portions of `CODE` bytes.
+"""
 
 
 class DeviceAddresses:

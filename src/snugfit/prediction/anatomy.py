@@ -19,10 +19,10 @@ from snugfit.techniques.setup import Setup
 from snugfit.units import show_bytes
 
 LEAST_SHARE = 0.002
-"""Smallest share of a category's bytes (weights, activations, ...) at which its description names a dtype."""
+"""Smallest share of a category's bytes (weights, activations, ...) at which a report names a dtype."""
 
 POINTS = 240
-"""Number of points of the curve of bytes over time."""
+"""Number of points of the curve that shows allocated bytes during a step."""
 
 
 def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: Setup) -> Anatomy:

@@ -27,41 +27,48 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 USUAL_CONTEXT = 600 * MIB
-"""Assumed bytes of the CUDA context on an unmeasured GPU. In the table of GPUs they are between 426 and 621
-MiB for torch 2.x."""
+"""Assumed bytes of the CUDA context on an unmeasured GPU. On the measured GPUs it has between 426 and 621 MiB
+with torch 2.x.
+"""
 
 CONTEXT_ERROR = 200 * MIB
 """Possible error of `USUAL_CONTEXT` in bytes."""
 
 USUAL_LIBRARIES, USUAL_BACKWARD, USUAL_CUDNN = 63 * MIB, 64 * MIB, 16 * MIB
-"""Assumed bytes that libraries, the backward pass and cuDNN add to the context on an unmeasured GPU: an
-H200's."""
+"""Assumed bytes that libraries, the backward pass and cuDNN add to the context on an unmeasured GPU. The
+values are those of an H200.
+"""
 
 THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Resident threads of a multiprocessor, by compute capability, where they are not 2048. The source is the
-CUDA C++ Programming Guide, table of technical specifications."""
+"""Number of threads that a multiprocessor can have resident, by compute capability, if it is not 2048. The
+source is the CUDA C++ Programming Guide, table of technical specifications.
+"""
 
 SOLVER = 98 * MIB
-"""NVML bytes that cuSOLVER adds, which decomposes matrices (`torch.linalg.svd`): two runs with galore on one
-H100 (results/h100-2026-11-25)."""
+"""GPU bytes (as NVML counts) of cuSOLVER, which decomposes matrices (`torch.linalg.svd`). The source is two
+runs with GaLore on one H100 (results/h100-2026-11-25).
+"""
 
 LINK_STREAM = 70 * MIB
-"""NVML bytes that the first stream in addition to torch's own takes, on one H200 (2026-11-23)."""
+"""GPU bytes (as NVML counts) of the first stream in addition to torch's own, measured on one H200
+(2026-11-23).
+"""
 
 MAPPED_GIB, ALREADY_PINNED = 2 * MIB, GIB // 8
-"""NVML bytes that each GiB of page-locked memory adds, and page-locked bytes that exist before those of
-activations.
+"""GPU bytes (as NVML counts) for each GiB of page-locked host memory, and page-locked bytes that exist before
+those of activations.
 
-Each page of 4 KiB takes 8 bytes. Six runs on one H200 with 2 to 145 slabs of 128 MiB are predicted to the
-byte with these figures (results/h200-2026-11-23/activation-offload).
+Each host page of 4 KiB takes 8 bytes on the GPU. Six runs on one H200 with 2 to 145 slabs of 128 MiB are
+predicted to the byte with these figures (results/h200-2026-11-23/activation-offload).
 """
 
 OLDEST_CAPABILITIES = {(2, 0): ((3, 7), (3, 7)), (2, 8): ((5, 0), (7, 0)), (2, 11): ((5, 0), (7, 5))}
-"""Lowest compute capability of any build of torch, and of its default build, by the first torch release for
-which they hold.
+"""Lowest compute capabilities of any build of torch, and of its default build, by the first release that has
+them.
 
-The source is `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. 2.7 was the last with a build for CUDA
-11.8, and so with Kepler. The builds for CUDA 12.6 have Maxwell, Pascal and Volta up to 2.14.
+The source is `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. torch 2.7 was the last release with a
+build for CUDA 11.8, which supports Kepler. Builds for CUDA 12.6 support Maxwell, Pascal and Volta up to torch
+2.14.
 """
 
 
@@ -139,7 +146,8 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
 
 
 GRAPHS, GRAPH, NODES_OF_A_GRAPH = 60 * MIB, 4 * MIB, 1_500
-"""NVML bytes of a step's CUDA graphs: once, and for each `NODES_OF_A_GRAPH` kernels of a graph.
+"""GPU bytes (as NVML counts) of CUDA graphs: once per process, and for every `NODES_OF_A_GRAPH` kernels of a
+graph.
 
 Eleven runs on an H200 and an H100 with torch 2.11 are all predicted exactly. They had three to six graphs of
 3 to 2,376 kernels each (2026-11-27, results/h200-2026-11-27/captured.json).
@@ -158,13 +166,13 @@ class ContextNeeds(NamedTuple):
     pinned_bytes: int
     """Bytes of page-locked host memory."""
     streams: int
-    """Streams in addition to torch's own."""
+    """Number of CUDA streams in addition to torch's own."""
     solver: bool = False
     """True if the step loads cuSOLVER."""
     feature_bytes: int = 0
-    """NVML bytes that libraries of optional features add."""
+    """GPU bytes (as NVML counts) that libraries of optional features add."""
     graphs_bytes: int = 0
-    """Bytes that the driver takes for CUDA graphs."""
+    """GPU bytes that the driver takes for CUDA graphs."""
 
     @classmethod
     def of(cls, trace: Trace) -> Self:

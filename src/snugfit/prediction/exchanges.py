@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 GPUS_PER_HOST = 8
-"""GPUs of one host: the usual number in hosts for sale and for rent."""
+"""Number of GPUs of one host: the usual number in hosts for sale and for rent."""
 
 MICRO_BATCHES_IN_FULL = 2
-"""Number of micro-batches to simulate with all layers. Further ones take as many bytes as the second, unless
-a pipeline splits the layers into stages."""
+"""Number of micro-batches to simulate with all layers. Further micro-batches take as many bytes as the
+second, unless a pipeline splits the layers into stages.
+"""
 
 
 class ForeseenRank(NamedTuple):
@@ -87,7 +88,7 @@ class Exchanges:
     which never communicates."""
 
     modules: Sequence[str] = ()
-    """Python modules that a process imports before a simulation."""
+    """Python modules that a process imports before it simulates communication."""
 
     # ---- bytes ----
 

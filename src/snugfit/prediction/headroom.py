@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
 
 USUAL_SHARE = 0.02
-"""Default headroom as a share of the GPU's memory (chosen). Reserved bytes were predicted within 1 % of
-nearly all drawn runs (docs/accuracy.md). A model's own code may keep a tensor that no simulation recorded."""
+"""Default headroom (memory that should stay free) as a share of the GPU's memory (chosen). Reserved bytes
+were predicted within 1 % for nearly all randomly drawn runs (docs/accuracy.md). A model's own code may keep a
+tensor that no simulation recorded.
+"""
 
 DISPLAY_BYTES = GIB // 2
-"""Bytes that a desktop and its windows take on a display GPU (chosen)."""
+"""Bytes of GPU memory that a desktop and its windows take if the GPU drives a display (chosen)."""
 
 _PER_CENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 

@@ -49,12 +49,14 @@ TILES = (
     (64, 32, 3),
     (32, 64, 3),
 )
-"""Tile sizes of a matrix product in rows and columns, each with the index of its efficiency in
-`MatmulRate.efficiency` (-1: 1)."""
+"""Tile sizes of a matrix product, as (rows, columns, index). The index is that of the tile's efficiency in
+`MatmulRate.efficiency`; -1 is an efficiency of 1.
+"""
 
 SPLITS = (1, 2, 4, 8, 16)
-"""Numbers of parts into which a matrix product's inner dimension may be split (split-K), each with its own
-tiles."""
+"""Numbers of parts into which a matrix product's inner dimension may be split (split-K), each computed in
+separate tiles.
+"""
 
 SHORTEST_SPLIT = 256
 """Smallest length of a part of a matrix product's split inner dimension."""
@@ -72,22 +74,23 @@ ADDING_UP = 1e-6
 """Seconds of the kernel that sums the parts of a split product, in addition to its memory traffic."""
 
 QUERIES = 64
-"""Number of queries in one block of an attention kernel."""
+"""Number of queries in one thread block of an attention kernel."""
 
 PAGEABLE = 11e9
-"""Bytes per second of copies from host memory that is not page-locked.
+"""Bandwidth in bytes per second of copies to the GPU from host memory that is not page-locked.
 
 On the host of one H200, 8 to 13e9 were measured (2026-11-21), and 52e9 to 55e9 from page-locked memory.
 """
 
 CONVOLUTION = {"torch.float32": 0.5}
 LOW_CONVOLUTION = 0.22
-"""Share of the FLOP/s of a dtype's matrix products that cuDNN's convolutions reach, channels first, on one
-H200. In low precisions, 0.1 to 0.5 were measured, more for larger convolutions."""
+"""Share of a dtype's matrix-product FLOP/s that cuDNN's convolutions (channels first) reach on one H200. In
+low precisions, 0.1 to 0.5 were measured, more for larger convolutions.
+"""
 
 FEW_CHANNELS = 8
 FEW_CHANNELS_FLOPS = 0.4
-"""Share of the FLOP/s of fp32 matrix products that convolutions of an image's three channels reach, in any
+"""Share of the fp32 matrix-product FLOP/s that convolutions of an image's three channels reach, in any
 precision.
 
 On one H200, 15 to 29e12 FLOPs per second were measured.
@@ -95,7 +98,9 @@ On one H200, 15 to 29e12 FLOPs per second were measured.
 
 
 WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
-"""Operators that take no time on this device, and collectives, which occupy the link instead."""
+"""Operators that take no kernel time on this device. Collectives are among them, since they occupy the link
+instead.
+"""
 
 
 class KernelClock:

@@ -18,7 +18,7 @@ from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet
 from snugfit.rehearsal.trace.trace import Memory, Trace
 
 MOST_REPEATED = 12
-"""Largest number of replays of the last step, for steps whose initial state never repeats."""
+"""Largest number of replays of the last step, if the allocator's state before the step never repeats."""
 
 
 NONE_LATE: Mapping[int, int] = {}

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel
 
 PINNING = frozenset({COPY_OUT, STAGE_OUT, PINNED_ON_HOST})
-"""Names of operators that occur only in steps with page-locked memory for offloading."""
+"""Names of trace entries that occur only in steps with page-locked host memory for offloading."""
 
 STAGING_BYTES = 2 * STAGED_BYTES
-"""Bytes of the page-locked buffers between GPU and host for weights that the host updates, and their
-gradients."""
+"""Bytes of the page-locked buffers through which the host updates weights: one for weights, one for
+gradients.
+"""
 
 
 def waiting_bytes(kernels: Iterable[Kernel]) -> int:

@@ -40,17 +40,18 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 PROCESS_BYTES = 1500 * MIB
-"""Resident bytes of a process that has imported torch and transformers and has a CUDA context.
+"""Resident host bytes of a process that has imported torch and transformers and has a CUDA context.
 
-It was between 1,326 and 1,828 MiB in 16 drawn runs on an H200 (2026-11-20, torch 2.11).
+It was between 1,326 and 1,828 MiB in 16 randomly drawn runs on an H200 (2026-11-20, torch 2.11).
 """
 
 IMPORTED_BYTES = 930 * MIB
-"""Resident memory of a process that has imported torch and transformers and loaded no kernel, without its
-weights. The HF Trainer took 2,207 MiB with BERT-large, 1,279 of them for weights (2026-11-20)."""
+"""Resident host bytes of a process without CUDA context that has imported torch and transformers, without its
+weights. The HF Trainer took 2,207 MiB with BERT-large, 1,279 of them for weights (2026-11-20).
+"""
 
 WORKER_BYTES = 450 * MIB
-"""Resident bytes that one worker of a DataLoader does not share with its parent process."""
+"""Resident host bytes that a DataLoader's worker process does not share with its parent process."""
 
 PREFETCHED_BATCHES = 2
 """Number of batches that each loader worker prepares ahead (DataLoader's `prefetch_factor`)."""
@@ -198,7 +199,7 @@ SIMPLE = (
     "weights_dtype", "attention", "matmul", "autocast", "scale_gradients", "micro_batches", "loader",
     "optimizer", "expandable_segments", "logits", "checkpoint",
 )  # fmt: skip
-"""Fields of `Setup` whose values need no module with a deferred import."""
+"""Fields of `Setup` whose values need no module whose import is deferred (`deferred_imports.py`)."""
 
 
 def _rehearse_once(

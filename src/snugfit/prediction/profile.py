@@ -23,8 +23,9 @@ REHEARSED_ON = (
     "torch", "transformers", "accelerate", "peft", "bitsandbytes", "triton", "liger-kernel", "deepspeed",
     "torchao",
 )  # fmt: skip
-"""Packages that change a prediction when they are installed or removed, so that stored plans depend on
-them."""
+"""Packages whose installation, version or removal changes a prediction. Stored plans are valid only for the
+same ones.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +33,18 @@ class Software:
     """A software profile: differences between the software of an earlier time and the installed packages."""
 
     name: str = INSTALLED
-    """The name that `--software` takes."""
+    """Name of the software profile, as the option `--software` takes it."""
 
     context_bytes: int | None = None
-    """NVML bytes of the CUDA context and libraries with this software; None uses the GPU's own."""
+    """GPU bytes (as NVML counts) of CUDA context and libraries with this software. None takes those of the
+    GPU's table entry.
+    """
 
     recipe: str = "plain"
     """Recipe of this software's default techniques. They replace today's defaults in a user's recipe."""
 
     optimizers: Mapping[str, str] = field(default_factory=dict)
-    """Import paths of that time's optimizers, by the paths of today's optimizers that they replace."""
+    """Import paths of that time's optimizers, by import path of the present optimizer that each replaces."""
 
     keep_gradients: bool = False
     """True if gradients were zeroed in place between steps, as with `zero_grad(set_to_none=False)`."""
@@ -50,7 +53,7 @@ class Software:
     """True if softmax saved its input for backward in addition to its output."""
 
     always_mask: bool = False
-    """True if an attention mask was built and added also without padding."""
+    """True if an attention mask was built and added to the scores even without padding."""
 
     def with_defaults(self, recipe: Recipe) -> Recipe:
         """Return the recipe with this software's default techniques for slots (such as attention) that the

@@ -51,24 +51,25 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 SIMULATED_STEPS = 3
-"""Number of steps that the queue simulates; the seconds of the last one are the prediction."""
+"""Number of steps that the queue simulates. The predicted seconds are those of the last step."""
 
 BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
-"""Operators that neither compute on the device nor move data in its own memory."""
+"""Operators that neither compute on the device nor move data within its memory."""
 
 UPDATE_PASSES, HOST_BANDWIDTH = 7, {4: 90e9, 2: 63e9}
-"""Bytes that AdamW on the CPU moves per byte of weights, and the CPU's bytes per second, by bytes of a
-weight.
+"""Bytes that AdamW on the CPU moves per byte of weights. The second value is the CPU's bytes per second, by a
+weight's size in bytes.
 
 AdamW reads and writes weights and both moments, and only reads gradients. With 8 threads on the host of one
 H200 (2026-11-24), 84 to 108e9 were measured in fp32 and 64e9 in bfloat16, alone. With these figures, steps of
 three models on another host are predicted within 1 %, 1 % and 12 % (`results/h200-2026-11-23/host-adamw`). In
-the third, the host decides the rest of the step too.
+the third, launches by the host limit the rest of the step too.
 """
 
 DISK_BANDWIDTH = 3e9
-"""Bytes per second of a disk with offloaded weights and states (chosen): no disk was measured. It is between
-the data sheets of NVMe disks on PCIe 3 and on PCIe 4."""
+"""Bandwidth in bytes per second of a disk with offloaded weights and states (chosen, since no disk was
+measured). It is between the data sheets of NVMe disks on PCIe 3 and on PCIe 4.
+"""
 
 CAST = "aten::_to_copy"
 
@@ -81,7 +82,7 @@ LARGEST_SMALL_COPY = 1024 * 1024
 an H200 with CUDA 13.0 (2026-11-21) 1 MiB did not wait, and 4 MiB did."""
 
 MODELS_OWN = frozenset({"forward", "backward"})
-"""Phases of training whose arithmetic counts as the model's in the MFU: forward and backward."""
+"""Phases of training whose FLOPs count for the model FLOPs utilisation (MFU)."""
 
 FEW_TENSORS = 8
 """Largest number of operands of an operator that does not take lists of tensors."""
@@ -93,8 +94,9 @@ A role from 0 up makes the device wait for a copy. The role is the number of cop
 """
 
 LINK_BOUND_ABOVE = 1.05
-"""Ratio of a step's seconds with its copies to those without, above which the link is called the bottleneck
-(chosen)."""
+"""Ratio of a step's seconds to those without copies or exchanges between GPUs, above which these are its
+bottleneck (chosen).
+"""
 
 BY_PYTHON = {
     SHARD_HOOKS: "shard_hook",
@@ -102,12 +104,14 @@ BY_PYTHON = {
     PART_OPERATORS: "part_operator",
     WEIGHTS_APART: "weight_apart",
 }
-"""Field of `HostLaunchCosts` with the seconds of an operator that the host runs `Kernel.tensors` times in
-Python."""
+"""Name of the field of `HostLaunchCosts` with the seconds of one repetition, by operator. The host repeats
+these operators `Kernel.tensors` times in Python.
+"""
 
 HOST_BOUND_BELOW = 0.85
-"""Share of a step's time in which the device computes, below which the host is called the bottleneck
-(chosen)."""
+"""Share of a step's seconds in which the device computes. Below it, reports name the host as the bottleneck
+(chosen).
+"""
 
 
 def step_seconds(
@@ -206,8 +210,9 @@ class _Distinct:
 
 
 _LAST: list[_Distinct] = []
-"""Cache for the index of the last tuple of kernels, since several functions in turn process the same
-tuple."""
+"""Cache of the index of different kernels in the last tuple, since several functions process the same tuple
+in turn.
+"""
 
 
 def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:

@@ -32,16 +32,18 @@ PRELOAD = ("snugfit.prediction.quiet_workers", "torch", "transformers", "snugfit
 """Modules that the fork server imports before it starts workers."""
 
 FEW_COLLECTIONS = 1_000_000, 50, 50
-"""Thresholds of Python's garbage collector (`gc.set_threshold`). Traces are millions of objects without
-cycles. Models have cycles, of some megabytes each. With a tenth of the first threshold, collections took 5 %
-of a plan's time; with Python's default, 20 % of a prediction's."""
+"""Thresholds of Python's garbage collector (`gc.set_threshold`). Traces have millions of objects without
+reference cycles. Models have cycles, of some megabytes each. With a tenth of the first threshold, garbage
+collection took 5 % of a plan's time. With Python's default it took 20 % of a prediction's time.
+"""
 
 ENDS_WITHIN = 2.0
-"""Seconds that a process has to end by itself after its last call."""
+"""Seconds that a worker process has to end by itself after its last call."""
 
 UNGUARDED = 76
-"""Exit code of a worker that would start workers itself, because it imported a user's script without a
-`__main__` guard."""
+"""Exit code of a worker process that imported a user's script without a `__main__` guard, and would start
+workers itself.
+"""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -51,7 +53,7 @@ class Question(NamedTuple):
     """A request to a worker process: the method to call on its object, with arguments."""
 
     number: int
-    """Number of the call, which its answer repeats."""
+    """Number of the call. The answer to it has the same number."""
     method: str
     arguments: tuple[Any, ...] = ()
 

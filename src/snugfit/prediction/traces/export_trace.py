@@ -69,7 +69,7 @@ def export_trace(prediction: Prediction, form: str) -> bytes:
 
 
 MICRO = 1e6
-"""Microseconds per second, the unit of the trace format."""
+"""Number of microseconds per second. The trace format counts time in microseconds."""
 
 TRACKS = {"host phases": 1, "host": 2, "device phases": 3, "device": 4, "copies": 5, "communication": 6}
 
