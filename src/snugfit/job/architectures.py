@@ -33,7 +33,7 @@ HEADS: Mapping[str, tuple[str, str]] = {
     "masked-lm": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "seq2seq-lm": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
 }
-"""For each task of the core: transformers' auto class, and its table of model types."""
+"""transformers' auto class and table of model types, for each task of the core."""
 
 
 @cache

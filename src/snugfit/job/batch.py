@@ -39,17 +39,22 @@ if TYPE_CHECKING:
 Batch = dict[str, "torch.Tensor"]
 
 LOWEST_ID, HIGHEST_ID = 100, 30_000
-"""Range of random token ids in Hugging Face's guide; special tokens of most vocabularies lie below it."""
+"""Range of random token ids, as in Hugging Face's guide. The special tokens of most vocabularies are below
+it.
+"""
 
 IGNORED = -100
-"""The label -100, which torch's cross-entropy ignores."""
+"""Label that torch's cross-entropy ignores."""
 
 FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-"""Fill values by input that lengthen a shorter micro-batch. All tensors of another input must have equal
-lengths."""
+"""Values with which a shorter micro-batch is lengthened, by the input's name. Other inputs must have equal
+lengths in all micro-batches.
+"""
 
 REAL_VALUES = "_snugfit_real_values"
-"""Name of an attribute of a simulated batch's tensor: a function that returns a real tensor's values."""
+"""Name of an attribute of a simulated batch's tensor. Its value is a function that returns a real tensor's
+values.
+"""
 
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
@@ -158,7 +163,7 @@ class BatchShapes:
     end_token: int | None = None
     """Token that ends every sequence, for classifiers that read its hidden state; None for other models."""
     other: SampleInputs | None = None
-    """Non-token inputs of a feature; None for a model of tokens."""
+    """Inputs of a feature that are not tokens, such as images; None for a model of tokens."""
 
     @classmethod
     def of(cls, job: Job) -> BatchShapes:

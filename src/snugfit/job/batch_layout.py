@@ -17,11 +17,13 @@ from typing import Any, NamedTuple, Self
 from snugfit.errors import JobError
 
 BatchDims = Mapping[str, int | None]
-"""Dimension of the samples by the name of a tensor; None for a tensor that each micro-batch gets whole."""
+"""Type of a map from a tensor's name to its dimension of samples. None marks a tensor that each micro-batch
+gets whole.
+"""
 
 
 ONE_A_SAMPLE = ("labels", "input_ids")
-"""Names of tensors whose first dimension is the samples' in every model of transformers."""
+"""Names of tensors whose first dimension is that of samples in every model of transformers."""
 
 
 class SampleRows(NamedTuple):
@@ -30,7 +32,7 @@ class SampleRows(NamedTuple):
     dimension: int
     """Index of the dimension along which samples follow each other."""
     per_sample: int
-    """Rows of that dimension that belong to one sample."""
+    """Number of consecutive indices of that dimension that belong to one sample."""
 
 
 def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -59,10 +61,10 @@ class BatchLayout:
     """Sample dimension of each tensor, for all batches with the same tensors as one example batch."""
 
     samples: int
-    """Number of samples in the example; 1 where no tensor has any."""
+    """Number of samples in the example batch; 1 if no tensor has a dimension of samples."""
 
     rows: Mapping[str, SampleRows]
-    """Rows of each tensor that contains samples, by its name."""
+    """Dimension of samples of each tensor that has one, by the tensor's name."""
 
     unclear: Mapping[str, int]
     """Length of each tensor for which it is unclear if it contains samples, by name."""

@@ -40,10 +40,10 @@ class Construction:
     """Builder of a job's transformers model. A feature may replace it, for example to quantize weights."""
 
     dtype: str
-    """The dtype of weights, by torch's name."""
+    """Dtype of the model's weights, by torch's name."""
 
     autocast: str | None
-    """The dtype of autocast regions in which the model is to run."""
+    """Dtype of the autocast regions in which the model will run; None without autocast."""
 
     @property
     def loaded_dtype(self) -> str:

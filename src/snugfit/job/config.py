@@ -29,8 +29,8 @@ LARGEST_FILE = 4 << 20
 DEEPEST = 32
 MOST_LAYERS = 1_000
 """Largest accepted number of layers: that of DeepNet, the deepest published transformer (arXiv:2203.00555).
-The allocator replays each operator of each layer: a prediction of this depth takes half a minute, and a plan
-takes minutes.
+The allocator replays each operator of each layer. So a prediction of this depth takes half a minute, and a
+plan takes minutes.
 """
 
 LARGEST_SIZE = 1 << 24
@@ -38,13 +38,13 @@ LARGEST_SIZE = 1 << 24
 BASES = frozenset({
     "rope_theta", "global_rope_theta", "local_rope_theta", "rope_local_base_freq", "rotary_emb_base",
 })  # fmt: skip
-"""Keys that are bases of rotary positions: numbers above 0."""
+"""Config keys of the bases of rotary position embeddings. Their values must be above 0."""
 
 LAYERS = frozenset({
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_encoder_layers",
     "encoder_layers", "decoder_layers",
 })  # fmt: skip
-"""Keys that count layers, over all architectures."""
+"""Config keys that count layers, over all architectures."""
 
 SIZES = frozenset({
     "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "embed_dim", "intermediate_size",
@@ -54,10 +54,10 @@ SIZES = frozenset({
     "max_position_embeddings", "n_positions", "n_ctx", "max_source_positions",
     "max_target_positions", "num_mel_bins", "image_size", "patch_size", "num_channels",
 })  # fmt: skip
-"""Keys that are sizes or counts of at least 1."""
+"""Config keys of sizes or counts, whose values must be at least 1."""
 
 PARTS = frozenset({"type_vocab_size", "num_local_experts", "num_experts", "num_experts_per_tok"})
-"""Keys of a config that count parts which a model may do without: 0 is valid."""
+"""Config keys that count optional parts of a model. Their values may be 0."""
 
 HEADS_OF = (
     ("num_attention_heads", "hidden_size"),
@@ -66,8 +66,9 @@ HEADS_OF = (
     ("decoder_attention_heads", "d_model"),
     ("n_heads", "dim"),
 )
-"""Keys of head counts, each with the key of the width that it divides if the config has no width of one
-head."""
+"""Config keys of head counts, each with the key of the width that the count divides. The check applies to
+configs without a width of one head.
+"""
 
 HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "attention_head_size")
 
@@ -79,13 +80,14 @@ DTYPES = frozenset({
 
 # transformers ignores `auto_map` without trust_remote_code. Answers report both keys (`ignored_keys`).
 IGNORED_KEYS = ("auto_map", "quantization_config")
-"""Keys without an effect on the model, which answers report as ignored."""
+"""Config keys that do not change the model. Answers report them as ignored."""
 
 # An infinite number is `Infinity` in Python's JSON; this form keeps the facts strict JSON.
 FLOAT_TAG = "__float__"
 INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-"""The key under which transformers writes infinite numbers, which JSON does not have, as an object with one
-name."""
+"""Numbers that JSON does not have, by their names. transformers writes such a number as an object with one
+key and this name.
+"""
 
 NAMES_ONLY = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id",

@@ -16,22 +16,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes in which weights can be loaded. The first is the default."""
+"""Dtypes in which a model's weights can be loaded. The first is the default."""
 
 KEYS = ("dtype", "torch_dtype")
-"""Keys of a config that name its dtype. The second is the older name."""
+"""Config keys that name the dtype of a model's weights. The second is the older one."""
 
 SHORT_NAMES = {
     "half": "float16", "float": "float32", "double": "float64", "bf16": "bfloat16", "fp16": "float16",
     "fp32": "float32",
 }  # fmt: skip
-"""Further names of dtypes that people write, such as `half`, with torch's own."""
+"""torch's names of dtypes, by further names that people write, such as `half`."""
 
 STORED_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""safetensors' names of dtypes, with torch's names of those that weights can have."""
+"""torch's names of the dtypes that weights can have, by safetensors' names."""
 
 LOST_BELOW = {"bfloat16": "1/256", "float16": "1/2048"}
-"""Share of a weight below which adding an update to it changes nothing, by the 16-bit dtype of both.
+"""Ratio of update to weight below which adding the update does not change the weight, by the 16-bit dtype of
+both.
 
 The dtypes have 8 and 11 significant bits. Micikevicius et al. (arXiv 1710.03740, section 3.1) therefore keep
 a copy of the weights in fp32 under mixed precision.

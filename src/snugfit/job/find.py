@@ -19,20 +19,24 @@ from snugfit.job.names import presets_like, same_sizes, unquantized_name
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 4096
 ONE_MODEL = 0.9
-"""Least similarity of a name to a known one, up to 1, at which an error suggests the known one."""
+"""Smallest similarity (1 for equal names) at which an error suggests a known model in place of an unknown
+name.
+"""
 HUB_SECONDS = 4.0
-"""Seconds that the hub may take to answer."""
+"""Seconds that the Hugging Face hub may take to answer."""
 
 
 class ModelFacts(NamedTuple):
     """A model's config values with the model's name, and the source of the values, such as a preset."""
 
     name: str
-    """The full name of the model, with its owner."""
+    """Full name of the model, with its owner."""
     origin: str
-    """`preset`, `path` or `hub cache`. A config that was fetched from the hub is in that cache too."""
+    """Source of the config: `preset`, `path` or `hub cache`. A config that was fetched from the hub is in
+    that cache too.
+    """
     facts: dict[str, Any]
-    """The checked config, as a dict of JSON values."""
+    """Checked config as a dict of JSON values."""
 
 
 def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:

@@ -26,7 +26,9 @@ from snugfit.job.phases import AddedPhase, PhaseWords, added_phases, words_by_ph
 LARGEST_BATCH = 1 << 20
 LARGEST_LENGTH = 1 << 24
 MOST_LABELS = 1 << 18
-"""Largest number of labels: transformers writes each name several times, and public label sets have fewer."""
+"""Largest accepted number of labels. transformers writes each label's name several times, and public label
+sets have fewer labels.
+"""
 
 OF_UPDATES = ("clip", "decay_groups", "learning_rate")
 """Fields of a job that only an optimizer step reads."""
@@ -45,11 +47,11 @@ _TASKS_ELSEWHERE = {
     "text2text-generation": "seq2seq-lm",
     **{one.elsewhere: one.name for one in added_tasks() if one.elsewhere},
 }
-"""Names of tasks in the hub's pipelines and in peft, with ours."""
+"""Names of tasks of a job, by their names in the hub's pipelines and in peft."""
 
 
 CUSTOM = "custom"
-"""The task of an `nn.Module` of the user's own, from Python, with an example batch."""
+"""Name of the task of a user's own `nn.Module`, which is given in Python with an example batch."""
 
 
 class TaskBase(StrEnum):
@@ -124,64 +126,71 @@ class Job:
     """A training task: model, task, lengths, global batch, clipping, decay groups."""
 
     model: Model
-    """The architecture, from a preset, a config, a directory, the hub's cache, or Python."""
+    """Architecture of the model, from a preset, a config, a directory, the hub's cache, or Python."""
 
     task: Task = ""  # type: ignore[assignment]  # becomes a Task
-    """The model's head, which decides the shapes of a batch. The default is the one that the architecture
-    names.
+    """Task for which the model has a head. It determines the shapes of a batch. The default is the task of
+    the architecture in the config.
     """
 
     phase: Phase = Phase.TRAIN
-    """`train` takes optimizer steps; `evaluate` runs the forward pass without gradients."""
+    """Use of the model: `train` takes optimizer steps; `evaluate` runs the forward pass without gradients."""
 
     phase_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Settings of a phase that a feature adds, by name; empty for training and evaluation."""
+    """Settings, by name, of a phase that a feature adds; empty for training and evaluation."""
 
     batch_size: int = 4
-    """The global batch of one optimizer step, in samples. A recipe may split it, but never changes its
-    size."""
+    """Number of samples in one optimizer step (global batch size). A recipe may split the batch, but never
+    changes its size.
+    """
 
     sequence_length: int = 512
-    """Tokens of one input sequence (encoder side); not used by images and speech."""
+    """Number of tokens in one input sequence (encoder side); not used by images and speech."""
 
     target_length: int = 128
-    """Tokens of one target sequence, for models with a decoder of their own (T5, Whisper)."""
+    """Number of tokens in one target sequence, for models with a separate decoder (T5, Whisper)."""
 
     padding: float = 0.0
-    """Fraction of each sequence that is padding, in [0, 1); at 0 no attention mask is passed."""
+    """Fraction of each sequence that is padding, in [0, 1). If it is 0, no attention mask is passed."""
 
     labels: int = 2
-    """Classes of a classification head."""
+    """Number of classes of a classification head."""
 
     clip: float | None = None
-    """Largest global gradient norm. None leaves it to the loop: the plain and the accelerate loop do not
-    clip, the HF Trainer clips at 1.0. 0 never clips."""
+    """Largest global gradient norm. With None the loop decides: the plain and the accelerate loop do not
+    clip, the HF Trainer clips at 1.0. With 0 no loop clips.
+    """
 
     decay_groups: bool = False
-    """True when biases and norms are excluded from weight decay: two parameter groups instead of one."""
+    """True if biases and norms are excluded from weight decay, by two parameter groups in place of one."""
 
     learning_rate: float = 5e-5
-    """The optimizer's learning rate. It changes no byte, but a run needs one."""
+    """Learning rate of the optimizer. It changes no predicted bytes, but a training run needs it."""
 
     build_on: str = "device"
-    """`device`: the model is built where it trains. `host`: built on the CPU, then moved."""
+    """Place where the model is constructed: `device`, on which it trains, or `host` (the CPU), from which it
+    is moved.
+    """
 
     dtype: str = "auto"
-    """The dtype in which the weights are loaded: `float32`, `bfloat16` or `float16`.
+    """Dtype in which the weights are loaded: `float32`, `bfloat16` or `float16`.
 
-    `auto`, or None, is the model's own, as transformers loads it, and `float32` where the model names none.
+    `auto`, or None, is the dtype of the model's config, as transformers loads it. If the config has none, it
+    is `float32`.
     """
 
     mixes_samples: str = field(default="", compare=False, repr=False)
-    """Reason why the loss is not a mean over samples, found with data; empty without one. `mixing_of` also
-    examines the model."""
+    """Reason, found with example data, why the loss is not a mean over samples; empty without one.
+    `mixing_of` also examines the model.
+    """
 
     unclear_cut: str = field(default="", compare=False, repr=False)
-    """Reason why data could not show that the batch may be cut; empty if it could, or without data."""
+    """Reason why example data could not show that a batch may be split; empty if it could, or without data.
+    """
 
     routing: str = "balanced"
-    """Assumption of predictions about the choices of routers, which depend on weights. `balanced` sends
-    tokens evenly to experts, `worst` all to the same ones.
+    """Assumption about the experts that a router chooses, since the choice depends on weights. `balanced`
+    sends tokens evenly to experts, `worst` all to the same ones.
     """
 
     def __post_init__(self) -> None:

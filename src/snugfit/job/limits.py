@@ -12,19 +12,22 @@ from typing import Any
 from snugfit.job.inputs import has_sequence, has_target
 
 Limit = tuple[str, int]
-"""A config key and the longest sequence it allows."""
+"""Type of a limit of the sequence length: the config key, and the longest sequence in tokens."""
 
 OFFSET_BY_PADDING = frozenset({
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
     "data2vec-text", "longformer", "mpnet", "ibert", "luke", "esm",
 })  # fmt: skip
-"""Model types whose positions begin after the padding token's id, so that the first rows of the table are
-unused."""
+"""Model types whose position ids begin after the padding token's id. The first rows of their position table
+are unused.
+"""
 
 WITHOUT_TABLE = frozenset({
     "m2m_100", "nllb-moe", "xglm", "fsmt", "speech_to_text", "jamba", "zamba", "nemotron_h",
 })  # fmt: skip
-"""Architectures whose table of sine positions grows with the sequence, or that have no positions at all."""
+"""Model types without a fixed table of positions: sine positions grow with the sequence, or there are no
+positions.
+"""
 
 
 def length_problem(

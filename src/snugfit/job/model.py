@@ -37,29 +37,31 @@ class Model:
     """Name of the model on the hub, its path, or its class."""
 
     origin: str
-    """`preset`, `path`, `hub cache`, `config` for keys given in Python, or `python` for a module.
+    """Source of the model: `preset`, `path`, `hub cache`, `config` for keys given in Python, or `python` for
+    a module.
 
     A config that was fetched from the hub is in the hub's cache too.
     """
 
     facts: str = field(default="{}", repr=False)
-    """The checked config as canonical JSON text; `{}` for a module from Python."""
+    """Checked config as canonical JSON text; `{}` for a module from Python."""
 
     module: nn.Module | None = None
-    """The user's own module; None for models that are built from facts."""
+    """User's own module; None for models that are constructed from a config (`facts`)."""
 
     dtype: str | None = None
-    """The dtype of the checkpoint's weights, or of those of `module`, by torch's name; None if it is unknown.
+    """Dtype of the checkpoint's weights, or of the weights of `module`, by torch's name; None if it is
+    unknown.
     """
 
     resized: bool = field(default=False, compare=False, repr=False)
-    """True if the embedding has another number of rows than in the checkpoint."""
+    """True if the embedding has more or fewer rows than the checkpoint's."""
 
     example: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
-    """A batch that `module` takes as keyword arguments."""
+    """Example batch, which `module` takes as keyword arguments; None without `module`."""
 
     batch_dims: BatchDims | None = field(default=None, compare=False, repr=False)
-    """Dimension of the samples by the name of a tensor of the example; None for one without any."""
+    """Dimension of samples by the name of a tensor in `example`; None if the user gave no names."""
 
     @classmethod
     def find(

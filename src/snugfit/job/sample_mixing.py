@@ -34,15 +34,14 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
 
 SAMPLES = (6, 10)
-"""Numbers of samples in the two batches that a module is run with: their ratio is not a whole number."""
+"""Numbers of samples in the two batches with which a module is tested. Their ratio is not a whole number."""
 
 STATISTICS = ("mm", "addmm", "bmm", "mean", "sum", "var", "var_mean", "std", "std_mean")
-"""Operators that can reduce over the samples of a batch; batch norms are found as layers."""
+"""Operators that may reduce over the samples of a batch. Batch norms are found as layers instead."""
 
 
 OF_OTHERS = re.compile(r"sub_configs|backbone|from \.\.\w")
-"""Markers in the text of a model's source file: it has other models inside, or inherits from another
-architecture."""
+"""Pattern of a model's source file that contains other models, or inherits from another architecture."""
 
 
 class Mixing(NamedTuple):
@@ -51,10 +50,10 @@ class Mixing(NamedTuple):
     """
 
     reason: str = ""
-    """Reason why the loss is not a mean over samples; empty without one."""
+    """Reason why the loss is not a mean over samples; empty if none was found."""
 
     unknown: str = ""
-    """Reason why the dependence of samples could not be determined; empty if it was."""
+    """Reason why the effect of samples on each other could not be determined; empty if it was."""
 
 
 _OF_FACTS: dict[tuple[str, str, int], str] = {}

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 ADAPTER = "adapter_config.json"
-"""The file that peft writes next to an adapter's weights."""
+"""Name of the file that peft writes next to an adapter's weights."""
 
 LARGEST_INDEX = 64 << 20
-"""Largest size of an index of weights, in bytes; the index of a model of 2,000 layers has two million."""
+"""Largest accepted size in bytes of an index of weight files. The index of a model with 2,000 layers has two
+million.
+"""
 
 
 def find_weights(name: str | os.PathLike[str]) -> Path:
@@ -176,10 +178,10 @@ class LoadedWeights:
     """The differences between a loaded model and the weights in its folder."""
 
     new: Sequence[str]
-    """Weights of a new head, absent from the folder and drawn at random."""
+    """Names of the weights of a new head. The folder does not have them, so they are drawn at random."""
 
     unused: Sequence[str]
-    """Tensors of the folder that the model does not use."""
+    """Names of the folder's tensors that the model does not use."""
 
     def lines(self, folder: Path) -> Iterator[str]:
         """Yield a sentence on each difference between the loaded model and the folder of its weights."""

@@ -66,12 +66,12 @@ HANDLERS: tuple[Handler, ...] = tuple(
         key=lambda handler: handler.stage,
     )
 )
-"""One handler for each field of `Setup`, in the order of their stages."""
+"""Handlers (one for each field of `Setup`), in the order of their stages."""
 
 REFUSED: Mapping[tuple[str, str], str] = {
     (front_end, handler.wish): reason for handler in HANDLERS for front_end, reason in handler.refused.items()
 }
-"""Fields of `Setup` that a front-end cannot implement, by front-end and field, with the reason."""
+"""Reasons why a front-end cannot implement a field of `Setup`, by (front-end, field)."""
 
 _PLAIN = Setup()
 

@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 SAMPLES = 512
-"""Size of the synthetic dataset, as in the guide (512 sequences)."""
+"""Number of samples in the synthetic dataset, as in Hugging Face's guide."""
 
 EPOCH = 1_000
-"""Optimizer steps in an epoch of the plain loop. Each epoch starts the loader's workers again, which a
-measured step must not pay for more often than a real one. Samples are made on access."""
+"""Number of optimizer steps in an epoch of the plain loop. Each epoch starts the loader's workers again.
+Measured steps should include this as rarely as real ones. Samples are created on access.
+"""
 
 
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:

@@ -162,7 +162,7 @@ def build_optimizer(
 
 
 NEVER_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""Patterns of the names of parameters without weight decay: biases and norms."""
+"""Regular expressions of the names of parameters without weight decay: biases and norms."""
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import CheckpointWish
 
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
-"""Names of transformers' checkpointing switch in several versions, the newest first."""
+"""Names of the attribute with which transformers' versions switch checkpointing on, the newest first."""
 
 
 ELSEWHERE = "of_another_stage"
-"""Attribute of a placeholder module, for a layer that another pipeline stage has."""
+"""Name of an attribute of a placeholder module, which replaces a layer of another pipeline stage."""
 
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
@@ -193,7 +193,7 @@ _CACHES: Mapping[str, Any] = {
     "past_key_value": None,
     "layer_past": None,
 }
-"""Names of layers' arguments for a cache, each with the value for no cache."""
+"""Arguments of a layer that pass a key-value cache, each with the value for no cache."""
 
 
 def without_cache(

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 HOST_OOM = "host-oom"
 
 _LINE = r"^(?:[\w.]+(?:Error|Exception): )*"
-"""Regular expression of a message line's beginning, with names of exceptions where another exception quotes
-this one (inductor does)."""
+"""Regular expression of the beginning of a message's line. It accepts names of exceptions, since other
+exceptions (inductor's) quote this one.
+"""
 
 MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (cause, re.compile(_LINE + pattern, re.MULTILINE))

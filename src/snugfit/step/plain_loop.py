@@ -51,10 +51,10 @@ class Built:
     """The objects that a training loop has built: model, optimizer, gradient scaler and batches."""
 
     model: torch.nn.Module
-    """The model after the Setup's changes, on the device."""
+    """Model on the device, with the changes of the Setup (training settings)."""
 
     runs: torch.nn.Module
-    """The module that the loop calls: the model, or its wrapper (DDP) when several processes train it."""
+    """Module that the loop calls: the model, or its wrapper (DDP) if several processes train it."""
 
     optimizer: torch.optim.Optimizer
     """Optimizer of the trainable parameters."""
@@ -63,7 +63,7 @@ class Built:
     """Gradient scaler of fp16 training; None for other dtypes."""
 
     batches: Iterator[list[dict[str, Any]]]
-    """The host micro-batches of each step, a list per step."""
+    """Iterator over the steps' micro-batches on the host, a list for each step."""
 
     observer: Observer
     """Observer that is notified of each phase and step."""
@@ -75,7 +75,7 @@ class OptimizerLoop(Step):
     """
 
     passes: StepPasses | None = None
-    """Passes of this process's pipeline stages; None if it has all layers."""
+    """Forward and backward passes of this process's pipeline stages; None if the process has all layers."""
 
     runner: StepRunner | None = None
     """Object that runs the steps in place of the loop, such as a replay of CUDA graphs; None if the loop runs
@@ -158,13 +158,15 @@ class PlainStep(OptimizerLoop):
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
         self.items_of: Callable[[Mapping[str, Any]], float] = lambda piece: label_items(job, piece)
-        """Function that returns the number of items in a host micro-batch over which its loss is a mean."""
+        """Function that returns the number of items in a micro-batch on the host. The loss is a mean over
+        these items.
+        """
         self.rows = max(1, setup.per_piece(job.batch_size))
-        """Function that returns the number of samples in a micro-batch."""
+        """Number of samples in a micro-batch."""
         self.loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _loss
         """Function that computes the loss from a model and a micro-batch on the device."""
         self.computed: Callable[[torch.Tensor], None] = _ignore_loss
-        """Callback for the sum of the step's losses so far, called before the last backward pass, where
+        """Callback for the sum of the step's losses so far. It is called before the last backward pass, if
         losses are kept.
         """
 

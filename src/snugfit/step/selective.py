@@ -32,12 +32,12 @@ ATTENTION = (
 """Names of torch's fused attention operators."""
 
 PRODUCTS = (*ATTENTION, "aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
-"""Names of operators that multiply by weights, and of fused attention."""
+"""Names of the operators that multiply by weights, and of fused attention."""
 
 EVERY_OTHER = "every_other_product"
 
 KEPT = {"attention": ATTENTION, "products": PRODUCTS, EVERY_OTHER: PRODUCTS}
-"""Names of the operators whose results are kept, by the value of the technique's setting."""
+"""Names of the operators whose results a recomputed layer keeps, by the value of the technique's setting."""
 
 
 def checkpoint_arguments(keep: str, keep_drawn: bool = False) -> dict[str, Any]:

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 FIRST_SKIPPED = 2
-"""Index of the first micro-batch that can be skipped. The first allocates the gradients, the second
-accumulates into them."""
+"""Index of the first micro-batch that can be skipped. The first micro-batch allocates the gradients, and the
+second accumulates into them.
+"""
 
 
 class TrainerStep(Step):
@@ -141,10 +142,10 @@ def observe(trainer_class: type[Any]) -> type[Any]:
         losses: list[torch.Tensor] | None
         setup: Setup
         skipped_micro_batches = range(0)
-        """Indices of the micro-batches of a step whose passes are skipped."""
+        """Indices of a step's micro-batches whose forward and backward passes are skipped."""
         micro_batch_index = 0
         loss_before_skipped: Any = None
-        """The loss of a micro-batch whose successor is skipped."""
+        """Loss of the last micro-batch that ran, while its successors are skipped; None otherwise."""
 
         def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
             """Report the beginning of a step to the observer, and return its batches. The Trainer calls this

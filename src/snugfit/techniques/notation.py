@@ -25,7 +25,7 @@ from snugfit.techniques.setting import read_setting, setting_types, split_outsid
 from snugfit.techniques.technique import Technique
 
 LONGEST = 2000
-"""Largest number of characters of a recipe, far more than every slot with every setting takes."""
+"""Largest number of characters of a recipe, far more than a recipe with all slots and settings has."""
 
 _WORD = re.compile(r"\s*(?P<name>[^\s()=,+|]+)\s*(\((?P<settings>(?:[^()']|'[^']*')*)\)\s*)?")
 _QUOTED = re.compile(r"'[^']*'")
@@ -36,13 +36,13 @@ class Word:
     """One technique of a recipe's text, with its settings and its position in the text."""
 
     text: str
-    """The text of the whole recipe that has this word."""
+    """The text of the whole recipe that contains this word."""
 
     start: int
     """The index in `text` at which the word begins."""
 
     end: int
-    """The index at which it ends, after its parentheses."""
+    """The index in `text` at which the word ends, after its parentheses."""
 
     name: str
     """The technique's name, before the parentheses."""

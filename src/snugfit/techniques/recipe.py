@@ -30,8 +30,8 @@ PLAIN = "plain"
 """The text of the recipe in which every slot has its default."""
 
 AUTO = "auto"
-"""Word for the least recomputing and offloading that fits. A search replaces it with a technique
-(`planning/search/auto.py`) before there is a recipe.
+"""Word in a recipe for the least recomputation and offloading with which the step fits. Before the recipe is
+created, a search replaces the word with a technique (`planning/search/auto.py`).
 """
 
 AUTO_SLOTS = (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
@@ -48,7 +48,7 @@ ONLY_TRAINING = (
     Slot.OPTIMIZER,
     Slot.GRADIENTS,
 )
-"""Slots of training alone: other phases keep nothing for a backward pass and update nothing."""
+"""Slots that only training uses. Other phases keep nothing for a backward pass and update no weights."""
 
 
 def unused_slots(job: Job) -> frozenset[Slot]:
@@ -67,7 +67,8 @@ class Recipe:
     """
 
     techniques: tuple[Technique, ...] = ()
-    """One technique per slot, in the slots' order; absent slots get their defaults."""
+    """Techniques of the recipe, one per slot in the slots' order. A slot that is not given gets its default.
+    """
 
     def __post_init__(self) -> None:
         try:

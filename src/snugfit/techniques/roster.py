@@ -122,16 +122,16 @@ class SettingLine:
     """The name, values and default of one setting of a technique, for help and documentation."""
 
     name: str
-    """Name of the field, written before the equals sign."""
+    """Name of the setting's field, which a recipe has before the equals sign."""
 
     kind: str
     """Type of the setting in words."""
 
     default: str | None
-    """Default in the notation; None when the setting must be given."""
+    """Default value in the notation of recipes; None if the setting must be given."""
 
     sentence: str
-    """The first sentence of the field's docstring."""
+    """First sentence of the field's docstring, which documentation and help print."""
 
 
 def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
@@ -261,16 +261,16 @@ class ForeignNames:
     """The table of other libraries' names, read from `foreign_names.json`."""
 
     about: str
-    """Source of the names."""
+    """Sentence on the source of the names."""
 
     same: dict[str, str]
-    """Keys of other libraries that are equivalent to a key of a job file."""
+    """Keys of other libraries' configurations, each with the equivalent key of a job file."""
 
     keys: dict[str, str]
-    """Further keys of other libraries, each with advice on its replacement in a job file."""
+    """Further keys of other libraries' configurations, each with advice on a replacement in a job file."""
 
     techniques: dict[str, str]
-    """Techniques that snugfit does not have, with the reason."""
+    """Techniques of other libraries that snugfit does not have, each with the reason."""
 
 
 @functools.cache

@@ -28,7 +28,7 @@ _WHOLE = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 Pattern = Annotated[str, "pattern"]
-"""The type of a setting that is a word or a regular expression."""
+"""Type of a setting whose value is a word or a regular expression."""
 
 
 def between(low: float, high: float, default: Any = MISSING) -> Any:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 MOST_GPUS = 1 << 16
-"""Largest accepted number of GPUs; a larger one is refused as a mistake."""
+"""Largest accepted number of GPUs. A larger number is refused as a mistake."""
 
 NOT_SIMULATED = (Slot.ADAPTERS, Slot.HEAD, Slot.KERNELS, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD)
-"""Slots that must have their default technique if several processes train together."""
+"""Slots (choices of a recipe) that must have their default technique if several processes train one model."""
 
 BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
-"""Slots that a search has filled when it chooses a technique for several processes."""
+"""Slots (choices of a recipe) that a search fills before those for several processes."""
 
 
 def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:

@@ -24,16 +24,16 @@ class SlotReading:
     """The technique of one slot (such as precision) that a user's arguments of another library imply."""
 
     slot: Slot
-    """The kind of technique."""
+    """Slot (choice of a recipe, such as the optimizer) that the arguments determine."""
 
     technique: Technique | None
-    """The technique; None when snugfit has none for these arguments."""
+    """Technique for these arguments; None if snugfit has none."""
 
     keys: tuple[str, ...]
-    """The arguments that decide this slot."""
+    """Keys of the other library's arguments that determine this slot."""
 
     note: str = ""
-    """Difference between the technique and the effect of these arguments in their library."""
+    """Difference between the technique and the effect of these arguments in the other library."""
 
 
 def read_slots(arguments: Mapping[str, Any]) -> tuple[SlotReading, ...]:

@@ -29,10 +29,10 @@ class CallText:
     """A call of another library's function with its arguments, as Python text."""
 
     imported: str
-    """The line that imports the function."""
+    """Line of Python that imports the function."""
 
     called: str
-    """The expression that calls the function."""
+    """Python expression that calls the function."""
 
 
 def call_text(call: Call, first: str) -> CallText | None:

@@ -38,7 +38,7 @@ class MicroBatches(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"gradient_accumulation_steps": Setting("n")}),)
 
     n: int = between(1, 1 << 20)
-    """Pieces; a divisor of the global batch."""
+    """Number of micro-batches in a step; a divisor of the global batch."""
 
     @property
     def value(self) -> int:

@@ -47,7 +47,9 @@ class EveryNthLayer(Technique):
     )
 
     n: int = between(1, 10_000, default=2)
-    """Interval of the recomputed layers, from the first: with 2 every second one, with 1 every layer."""
+    """Interval between recomputed layers, which start with the first: with 2 every second layer, with 1 every
+    layer.
+    """
 
     @property
     def value(self) -> CheckpointWish:

@@ -29,8 +29,8 @@ class FirstLayers(Technique):
     elsewhere: ClassVar = ("recompute_num_layers", "recompute_method", "activations_checkpoint_num_layers")
 
     k: int = between(1, 10_000)
-    """Number of recomputed layers, from the first; an encoder and a decoder have as many each. The number of
-    all layers is `every_layer`.
+    """Number of recomputed layers, from the first, in each of encoder and decoder if the model has both. For
+    all layers, use `every_layer`.
     """
 
     @property

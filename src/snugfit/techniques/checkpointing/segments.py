@@ -35,7 +35,7 @@ class Segments(Technique):
     elsewhere: ClassVar = ("checkpoint_sequential",)
 
     k: int | None = between(1, 10_000, default=None)
-    """Segments per stack of layers; by default the square root of its length, rounded."""
+    """Number of segments in each stack of layers; by default the square root of its length, rounded."""
 
     @property
     def value(self) -> CheckpointWish:

@@ -36,9 +36,9 @@ class Selective(Technique):
     elsewhere: ClassVar = ("selective_checkpointing", "selective_activation_checkpointing")
 
     what: What
-    """Results to keep: `attention` (fused), `products` (attention, products with weights, convolutions) or
-    `every_other_product` (attention, every second product). Attention with dropout is kept only in a recorded
-    step with seeded dropout.
+    """Results that a recomputed layer keeps: `attention` (fused), `products` (attention, products with
+    weights, convolutions) or `every_other_product` (attention, every second product). Attention with dropout
+    is kept only in a recorded step with seeded dropout.
     """
 
     def install(self, setup: Setup) -> Setup:
