@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted({*_HOMES, *_of_features()} - {"__version__"}, key=str.casefold)
     home = f"snugfit.{_HOMES[name]}" if name in _HOMES else ""
-    # No feature has a name of this form, and the import system reads several.
+    # Features have no such names, but the import system reads several of them.
     home = home or ("" if name.startswith("__") else _of_features().get(name, ""))
     if not home:
         raise AttributeError(f"module 'snugfit' has no attribute {name!r}")

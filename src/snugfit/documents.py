@@ -235,7 +235,7 @@ def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
 
 _hints_of = functools.cache(
     get_type_hints
-)  # it compiles each annotation, and a plan has thousands of objects
+)  # the function compiles each annotation, and a plan has thousands of objects
 
 
 def _decode(kind: Any, value: Any) -> Any:

@@ -54,7 +54,7 @@ def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str
     `hint` is the remedy for a larger file.
     """
     if not path.exists():
-        # The folder may be missing too, and then it has no names.
+        # A missing folder has no names to suggest.
         near = did_you_mean(path.name, map(attrgetter("name"), path.parent.glob("*")))
         raise UsageError(f"{path}: no such {what}.{near} Give the path of an existing file.")
     if not path.is_file():
@@ -141,7 +141,7 @@ def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader
         raise UsageError(f"{where}{line}: {_in_words(error)}.") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{where}: not valid YAML ({one_line(error)}). Correct the file.") from None
-    except ValueError as error:  # a scalar that looks like a date or a number and is none
+    except ValueError as error:  # a scalar in the form of a date or a number that is invalid
         raise UsageError(f"{where}: {error}.") from None
 
 

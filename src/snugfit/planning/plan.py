@@ -408,5 +408,5 @@ class Plan(JsonDocument, Tabular):
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
         plan = super().from_json(document)
-        # The document lists fitting recipes first; a front begins with the fastest, which may not fit.
+        # The JSON document lists fitting recipes first. The front begins with the fastest, which may not fit.
         return replace(plan, front=tuple(sorted(plan.front, key=plan.fitting)))

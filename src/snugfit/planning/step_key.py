@@ -100,7 +100,7 @@ def program_key(setup: Setup) -> Hashable:
     """Return the fields of a Setup that determine its compiled layers; None if it compiles none."""
     if setup.lowering is None:
         return None
-    # Recomputed layers and chunks of logits run the same programs.
+    # Recomputed layers and chunked logits run the same compiled programs.
     return _values(setup.without_savings(), "passes"), _values(setup, "micro_batches")
 
 
@@ -157,7 +157,7 @@ def launches_otherwise(setup: Setup) -> bool:
 def differ_in_launches(setup: Setup, other: Setup) -> bool:
     """Return True if the Setups differ in the way of launching kernels, and in nothing else."""
     names = _names_by_part(setup)["launches"]
-    # Chained: they differ, and are equal once these fields are exchanged.
+    # A chained comparison: the Setups differ, and are equal once these fields are exchanged.
     return setup != other == setup.with_fields(**{name: getattr(other, name) for name in names})
 
 
@@ -201,7 +201,7 @@ def _hashable(value: Any) -> Hashable:
     return known[1]
 
 
-_WISHES: dict[int, tuple[Any, Hashable]] = {}  # by id; the entry holds the wish, so its id stays unique
+_WISHES: dict[int, tuple[Any, Hashable]] = {}  # by id; the entry keeps the value alive
 
 
 def _content(value: Any) -> Hashable:

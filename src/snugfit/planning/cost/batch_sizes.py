@@ -104,21 +104,21 @@ def rehearse_sizes(
     """
     import torch
 
-    # Clipping and groups of weights concern the update, which this step does not have.
+    # Clipping and parameter groups concern the optimizer update, which this step does not have.
     job = replace(job, clip=None, decay_groups=False)
     step = _StepsOfSizes(job, without_update(setup.in_one_piece()), torch.device("meta"))
     sizes = sorted(set(sizes))
     step.sizes = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1
-    # Without the whole batch, an additional first micro-batch makes the gradients to add to.
+    # Without the whole batch, an additional first micro-batch creates the gradients to which the others add.
     step.sizes += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
     with settings_known():
         recording = record_step(step, policy, 1)
     optimizer: Any = step.optimizer
     profiles = list(profile_micro_batches(recording))
-    # The last update has dropped the gradients, so the bytes between steps remain.
+    # The last update has freed the gradients, so only the bytes between steps remain.
     baseline = profiles[-1].live_after
-    passes = [profile for profile in profiles if profile.number]  # the others are updates
+    passes = [profile for profile in profiles if profile.number]  # the other profiles are those of updates
     before, further = passes[: -len(sizes) or None], passes[len(passes) - len(sizes) :]
     first = before[0]
     added = _additions(before[-1].work, [profile.work for profile in further]) if sizes else Counter()
@@ -168,7 +168,7 @@ class _StepsOfSizes(PlainStep):
 
     def _micro_batch(self, samples: int) -> dict[str, Any]:
         job = replace(self.job, batch_size=samples)
-        if job.model.module is None:  # a loader would number millions of samples, of which one is made
+        if job.model.module is None:  # a loader would number millions of samples, of which one is used
             rows: Any = dataset(job, self.setup, self.device)
             batch: dict[str, Any] = collator(job, self.device)(rows.__getitems__(range(samples)))
             return batch

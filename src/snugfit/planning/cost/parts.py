@@ -130,12 +130,13 @@ class Parts:
         The Setups may differ only in micro-batches, optimizer, fp32 precision, data loading, allocator and
         CUDA graphs. Raises `SnugfitError` if one of them cannot be simulated.
         """
-        # A job without an update is simulated as a whole, which gives its exact bound.
+        # A job without an update is simulated as a whole, so its bytes and seconds are exact.
         if not self.job.trains:
             return self._exact_bounds(setups)
         bounds = self.lower_bounds.of(setups)
         self.startup.forget()
-        # A context depends on the kinds of libraries, so a trace with a mark and the attention suffices.
+        # The size of the context depends on the loaded libraries, for which a trace with one mark and the
+        # attention suffices.
         trace = Trace((), (), (Mark(0, 0, "backward"),), (), (), bounds.attention)
         contexts, least = self._contexts(trace), self._contexts(replace(trace, attention=()))
         return [
@@ -180,7 +181,7 @@ class Parts:
         contexts = self._contexts(replace(replays.trace, kernels=launched))
         by_timing = {timing_key(setup): setup for setup in setups}
         traces = {key: trace_under(setup, replays.trace) for key, setup in by_timing.items()}
-        by_kernels = {id(trace.kernels): trace for trace in traces.values()}  # most share them
+        by_kernels = {id(trace.kernels): trace for trace in traces.values()}  # most traces share them
         of_kernels = {kernels: self._seconds(setups[0], trace) for kernels, trace in by_kernels.items()}
         seconds = {key: of_kernels[id(trace.kernels)] for key, trace in traces.items()}
         startups = {key: self.startup.of(setup, traces[key]) for key, setup in by_timing.items()}
@@ -312,7 +313,7 @@ class Parts:
 
     def _whole_passes(self, setup: Setup) -> Part:
         def make() -> Part:
-            # the first step of compiled layers times their kernels, which no second one does
+            # the first step of compiled layers times their kernels, and a second step does not
             is_short = setup.lowering is None and self._second_step_is_redundant(setup)
             record = short_passes if is_short else rehearse_passes
             asked = self.job, setup, self.policy

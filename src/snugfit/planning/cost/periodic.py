@@ -52,7 +52,7 @@ class Requests:
 
     def __init__(self, run: PeriodicRun) -> None:
         self._stacks: dict[Alloc, int] = {}
-        self._known: dict[int, Request] = {}  # by a move's id: repeated moves are the same object
+        self._known: dict[int, Request] = {}  # by the id of an event: repeated events are the same object
         self._pending: set[str] = set(actions_by_word(Allocator().addresses))
         self._due: list[str] = []
         self._phase = "build"
@@ -143,7 +143,7 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
     for pieces in requests.recorded[:-1]:
         replay_step(pieces)
     times = requests.steps - len(requests.recorded) + 1
-    if requests.leaves_as_many:  # then all that follow are like the last
+    if requests.leaves_as_many:  # then all further micro-batches are like the last
         times += MOST_REPEATED
     _repeat(partial(replay_step, requests.recorded[-1]), times, state)
     return AllocatorPeaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
@@ -160,11 +160,11 @@ def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable
     begins: dict[Hashable, int] = {}
     left = times
     while left:
-        # A single replay has no period, and a state is costly to compute.
+        # A single replay cannot repeat, and computing a state is expensive.
         if times > 1:
             now = state()
             if now in begins:
-                # The state has occurred before, so whole periods change nothing and are left out.
+                # The state has occurred before, so whole periods change nothing and are skipped.
                 left %= begins[now] - left
                 begins, times = {}, 1
                 continue

@@ -58,7 +58,7 @@ class ShallowJobs:
             further = (period(setup, depth.layers) for period in hooks("layer_period"))
             period = math.lcm(depth.period, repeats, *further)
             whole_periods = math.ceil(FEWEST * alike / period) * period
-            # The remainder of the period stays, so that the last layers are of the same kinds.
+            # The remainder of the period stays, so that the last layers have the same types.
             least = whole_periods + (depth.layers - whole_periods) % period
             if 2 * least + period < depth.layers:
                 return [

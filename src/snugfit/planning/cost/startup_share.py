@@ -67,7 +67,7 @@ class StartupShares:
 
     def __init__(self, job: Job, run: PlannedRun) -> None:
         self.job, self.run = job, run
-        self._kernels: dict[int, tuple[Work, KernelSet]] = {}  # by id, with the work
+        self._kernels: dict[int, tuple[Work, KernelSet]] = {}  # by id of the work, kept alive here
 
     def of(self, setup: Setup, trace: Trace) -> StartupShare:
         """Return the seconds of start-up of a run whose steps have this trace, in total and per step."""

@@ -129,9 +129,9 @@ class GpuTimers:
         self._numbers: dict[Kernel, int] = {}
         self._rows = 0
         self._by_id: dict[int, tuple[Kernel, int]] = {}  # avoids slow hashes of frequent kernels
-        self._works: dict[int, tuple[Work, list[QueueSegment], Any]] = {}  # by id, with the work
-        self._copies: dict[int, tuple[Work, bool]] = {}  # likewise
-        self._table: Any = np.empty((3, 0, len(self.rates)))  # device, launch, loader; kernel; GPU
+        self._works: dict[int, tuple[Work, list[QueueSegment], Any]] = {}  # by id of the work
+        self._copies: dict[int, tuple[Work, bool]] = {}  # by id of the work
+        self._table: Any = np.empty((3, 0, len(self.rates)))  # axes: device, launch, loader; kernel; GPU
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
         """Return the seconds of a step of this trace on each GPU."""
@@ -213,12 +213,12 @@ class GpuTimers:
         return number
 
     def _add_row(self, number: int, kernel: Kernel) -> None:
-        # The table doubles, so that adding rows stays cheap.
+        # The table doubles in size, so that adding rows stays cheap.
         if number >= self._table.shape[1]:
             larger = np.empty((3, 2 * number + 64, len(self.rates)))
             larger[:, :number] = self._table[:, :number]
             self._table = larger
-        # Copies run beside kernels; a step with copies is simulated as a whole (`_with_copies`).
+        # Copies run in parallel to kernels; a step with copies is simulated as a whole (`_with_copies`).
         beside = kernel.operator in COPIES
         self._table[0, number] = [0.0 if beside else clock.seconds(kernel) for clock in self._clocks]
         launches = [(launch_seconds(kernel, host), loader_seconds(kernel, host)) for host in self._hosts]

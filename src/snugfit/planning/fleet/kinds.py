@@ -116,7 +116,7 @@ def search_kinds(
         head = f"kind {begun} of {len(kinds)} ({gpus} GPUs): "
 
         def tell_this(what: str) -> None:
-            # Messages on progress are the only place where a search in another thread can be ended.
+            # A search in another thread can be ended only when it reports its progress.
             if stopped.is_set():
                 raise _SearchStopped
             tell(f"{head}{what}{rest}")

@@ -96,8 +96,8 @@ class BestFirst:
             return None
         screens, first = task.method == "screen", task.numbers[0]
         if not screens or self.state.is_reserved(first):
-            self.state.is_for(worker, first)  # from now on reserved for this worker
-        # The complement keeps the numbers of screenings apart from those of evaluations.
+            self.state.is_for(worker, first)  # from now on, only this worker simulates these passes
+        # The complement (a negative number) separates tasks for lower bounds from exact simulations.
         number = ~first if screens else first
         self._tasks[number] = task
         setups = [self.state.space.candidates[one].setup for one in task.numbers]
@@ -119,9 +119,9 @@ class BestFirst:
         now = min((task.seconds for task in self._tasks.values()), default=math.inf)
         judged = self._next_judged(worker, now * (1 + AHEAD_SHARE))
         most = judged.seconds if judged else now * (1 + AHEAD_SHARE)
-        # Kinds that wait can be compared only with the bounds of those that recompute nothing.
+        # Postponed groups can be compared only with the lower bounds of recipes that recompute nothing.
         screened = None if self._awaits_first_bounds() else self._next_screened(worker, most, now)
-        # The evaluation waits, because a kind that may be faster is screened first.
+        # The exact simulation waits until a group that may be faster has lower bounds.
         if screened is not None and judged is not None:
             self._push_group(judged.numbers)
         return screened or judged
@@ -159,7 +159,7 @@ class BestFirst:
         smallest = min(alike, key=lambda one: one[0][1], default=None)
         if smallest is None or smallest[0][1] >= min(bounds[one].needed_bytes for one in fastest.numbers):
             return fastest
-        # The fastest of those that share its passes makes the others unnecessary.
+        # The fastest recipe with these passes makes the others unnecessary.
         passes = self.state.passes_of(smallest[1][0])
         if self.state.passes_of(fastest.numbers[0]) == passes:
             return fastest
@@ -192,7 +192,7 @@ class BestFirst:
                     return _SearchTask("screen", seconds, self.kinds.send(numbers))
             if self._complete or math.isfinite(most):
                 return None
-            # At the end, every kind is examined once more with the latest results.
+            # At the end, every group is checked once more with the latest results.
             self._stale, self._complete = set(self.kinds.waiting), True
 
     def _kinds_below(self, most: float) -> list[tuple[bool, int, float, int]]:

@@ -139,7 +139,7 @@ def find_mixture(
             gone -= 1
             sent = mixture.free_copies(line, gone)
         else:
-            # The copies lengthen the step after all, so fewer are sent.
+            # The copies lengthen the step after all, so the activations of fewer layers are sent to the host.
             sent //= 2
     return best
 

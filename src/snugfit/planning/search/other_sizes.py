@@ -57,7 +57,7 @@ class OtherSizes:
     def smaller(self, number: int) -> list[int]:
         """Return the numbers of the recipes that differ from this one only by smaller micro-batches, the
         largest first."""
-        if number not in self._smaller:  # one search serves all sizes
+        if number not in self._smaller:  # one loop computes the entries of all sizes
             sizes = sorted((number, *self.space.variants(number, Slot.BATCHING)), key=self.pieces)
             self._smaller |= {one: sizes[index:] for index, one in enumerate(sizes, start=1)}
         return self._smaller[number]

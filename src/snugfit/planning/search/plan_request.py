@@ -101,7 +101,7 @@ class PlanRequest:
             compares=compares,
         )
         for gpu in gpus:
-            # A compared GPU of unknown memory gets no answer, and so needs no headroom.
+            # A compared GPU of unknown memory gets no result, and so needs no headroom.
             if gpu.memory_bytes or not compares:
                 request.headroom_on(gpu)
         return request

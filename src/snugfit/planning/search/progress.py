@@ -35,7 +35,7 @@ class Progress:
         self.skipped += skips
         now = time.monotonic()
         left = ""
-        if self.done - self.skipped >= min(self.total / 10, ENOUGH):  # the first ones wait for imports
+        if self.done - self.skipped >= min(self.total / 10, ENOUGH):  # the first tasks wait for imports
             per_step = (now - self.began) / (self.done - self.skipped)
             estimate = now + per_step * (self.total - self.done) * share
             self.end = estimate if self.end is None else self.end + (estimate - self.end) / ENOUGH

@@ -118,7 +118,7 @@ class RecomputingKinds:
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """Numbers of postponed recipes by kind (group with the same forward and backward passes)."""
         offered = self.space.offers(Slot.CHECKPOINTING)
-        # None if the space does not offer it, as next to another fixed technique.
+        # None if the space does not offer this setting, for example because another technique is fixed.
         self._each_layer = next((o for o in offered if o.value == EVERY_LAYER), None)
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
@@ -163,7 +163,7 @@ class RecomputingKinds:
         self._lowered = lowered_kinds()(self.space, state, self._without)
         for number in self._lowered.waiting:
             self.waiting[self.space.candidates[number].passes].append(number)
-            # They have no counterpart without savings here; `_least_of_lowered` bounds them.
+            # No recipe without savings corresponds to these; `_least_of_lowered` returns their lower bounds.
             self._without[number] = None
         self._sizes = OtherSizes(self.space, state.bounds)
         self._twins = Twins(
@@ -191,11 +191,12 @@ class RecomputingKinds:
             for kind in self.waiting
             if (numbers := self._needed_of(kind, may_be_needed, twins=twins))
         }
-        # Whole logits bound the memory of chunks within layers, so they come first.
+        # Whole logits give lower bounds for chunked logits within layers, so they come first.
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
-        # Lowering takes longest, and compiled layers without savings bound those with them.
+        # Compilation takes the longest. Compiled layers without savings give lower bounds for those with
+        # savings.
         kinds = [kind for kind in kinds if not self.is_lowered_saving(needed[kind][0])] or kinds
-        # The fastest kind comes first: its figures exclude most of the slower ones.
+        # The fastest group comes first, since its exact values exclude most of the slower ones.
         kinds.sort(key=lambda kind: self.least_seconds_of(needed[kind]))
         chosen = [number for kind in kinds for number in needed[kind]]
         firsts = (self._firsts_of(needed[kind]) for kind in kinds)
@@ -286,7 +287,7 @@ class RecomputingKinds:
         taken: dict[int, Bound] = {}
         for kind in dict.fromkeys(sizes.values()):
             numbers = self.waiting.pop(kind, [])
-            # The previous bounds are returned for the comparison with the results (`_lower_estimates`).
+            # The previous lower bounds are returned for the comparison with the results (`_lower_estimates`).
             taken |= {n: self._least_of(n) for n in numbers if candidates[n].sized in sizes}
             if left := [number for number in numbers if number not in taken]:
                 self.waiting[kind] = left
@@ -317,7 +318,7 @@ class RecomputingKinds:
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
         """Store a worker's lower bounds of these recipes. Return the postponed recipes whose estimates depend
         on them."""
-        if len(self.state.bounds) != self._known:  # some could not be simulated after all
+        if len(self.state.bounds) != self._known:  # some recipes could not be simulated after all
             self._least_known.clear()
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
         self._looked_at |= kinds
@@ -371,7 +372,8 @@ class RecomputingKinds:
         return self._needed_of(kind, self._may_be_on_front, twins=False)
 
     def _may_be_on_front(self, number: int) -> bool:
-        # More results never make a dominated candidate useful again, so the answer is stored until `start`.
+        # Further results never make a dominated candidate useful again, so the result is cached until
+        # `start`.
         if number not in self._dominated and self.state.is_dominated(number, self._least(number)):
             self._dominated.add(number)
         return number not in self._dominated
@@ -394,7 +396,7 @@ class RecomputingKinds:
         firsts = self._firsts_of(numbers)
         candidates, first = self.space.candidates, min(firsts, key=self._least_seconds)
         kind, program = candidates[first].passes, candidates[first].program
-        # Programs are lowered separately for each size, so a simulation of compiled layers has a single one.
+        # Programs are compiled separately for each batch size, so compiled layers are simulated for one only.
         compiled = candidates[first].setup.lowering is not None
         alike = [
             number
@@ -430,7 +432,7 @@ class RecomputingKinds:
         learned = self._note(numbers, screening)
         twins = self._twins.stand
         self._twins.drop_if_misleading()
-        # If the twins no longer count or the bounds are lower, every waiting kind may be needed.
+        # If twins no longer count or lower bounds fell, every postponed group may be needed.
         if self._lower_estimates(known) or twins != self._twins.stand:
             return {*self.waiting}
         return {self.space.candidates[number].passes for number in learned}
@@ -489,7 +491,7 @@ class RecomputingKinds:
             needed = self._least_saving(number, without, known)
             least = Bound(needed, seconds + self._lowered.again_seconds(number))
         whole = self._bound_of_whole(number)
-        # Chunks of logits do not change the memory within layers, so that of whole logits bounds it.
+        # Chunked logits do not change the memory within layers, so whole logits give a lower bound of it.
         of_whole = Bound(int(whole.layers_bytes * (1 - ROUNDING)), whole.seconds * (1 - ROUNDING))
         further = self._least_of_lowered(number), self._least_by_each(number), self._sizes.least(number)
         return functools.reduce(Bound.at_least, (of_whole, *further), least)
@@ -510,10 +512,11 @@ class RecomputingKinds:
         """Return a lower bound of the bytes of a memory-saving recipe, from `bound`, that of the recipe
         without savings."""
         setup, plain = self.space.candidates[number].setup, self.space.candidates[without].setup
-        # Chunks change the bytes outside layers, and copies those within: only the update's bytes are sure.
+        # Chunks change the bytes outside layers, and copies those within. Only the update's bytes are
+        # certain.
         if setup.logits != plain.logits or _has_timed_bytes(setup):
             return bound.resting_bytes
-        # Recomputing changes bytes within layers alone, but the moment of the peak may move a little.
+        # Recomputation changes only bytes within layers, but the moment of the peak may move a little.
         return max(bound.resting_bytes, int(bound.outside_bytes * (1 - PEAK_SHARE)))
 
     def _with_each(self, number: int) -> int | None:
@@ -547,7 +550,8 @@ class RecomputingKinds:
         whole = self._whole.get(number)
         if (known := self._bound_of(whole)) is not None:
             return known
-        # Its counterpart still waits; of such bounds only the seconds hold for chunks as well.
+        # Its counterpart is still postponed. Of such lower bounds, only the seconds hold for chunked logits
+        # too.
         if whole in self._without:
             return Bound(0, self._least(whole).seconds)
         return NOTHING
@@ -555,7 +559,7 @@ class RecomputingKinds:
     def _saves_nothing(self, number: int) -> bool:
         """Return True if logits in chunks save no bytes, since the peak is in a layer or in the update."""
         whole = self._bound_of_whole(number)
-        # A saving below the resolution would not be listed anyway.
+        # A recipe that saves fewer bytes than the resolution would not be listed anyway.
         is_in_layer = 0 < whole.needed_bytes * (1 - MEMORY_RESOLUTION) <= whole.layers_bytes
         return number in self._whole and is_in_layer
 

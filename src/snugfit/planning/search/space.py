@@ -114,7 +114,7 @@ class Space:
             slot = _SLOT_INDICES[technique.slot]
             digits = self._digits[slot]
             if index is None or technique not in digits:
-                # A grade has no digit, so such a recipe is searched for itself.
+                # A recipe with a grade has no digit, so it is looked up directly.
                 return self.number(reduce(Recipe.with_, techniques, self.candidates[number].recipe))
             # Another technique changes one digit, so no recipe is created for the lookup.
             index += digits[technique] - digits[own[slot]]
@@ -204,7 +204,7 @@ def space_of(
     for number, techniques, setup in combinations:
         numbers[number] = len(candidates)
         of_passes, micro_batches, update = trace_key(setup)
-        # Recorded steps fill up padded batches, which changes their passes.
+        # Recorded steps (CUDA graphs) extend padded batches to full length, which changes their passes.
         if job.padding:
             of_passes = passes_key(as_written(setup, padded=True))
         kind = passes.setdefault(of_passes, len(passes))
@@ -480,7 +480,7 @@ class Combinations:
             try:
                 why = question.ask(question.technique, recipe)
             except _NotYetFilledError as lacking:
-                # The check is repeated once the slot that it has read is filled.
+                # The check is repeated once the slot on which it depends has a technique.
                 still_open.append(question._replace(waits_for=lacking.position))
                 continue
             if why:

@@ -222,7 +222,7 @@ class SearchState:
         """Add an evaluated candidate to the Pareto front, unless another one dominates it."""
         seconds, needed = self.judged[number].seconds, self.judged[number].needed_bytes
         start = bisect.bisect_right(self._best, (seconds, needed, number))
-        # Bytes fall along this list, so only the next faster one can dominate.
+        # Bytes decrease along this list, so only the next faster recipe can dominate.
         if start and self._best[start - 1][1] <= needed:
             return
         end = start
@@ -280,7 +280,8 @@ class SearchState:
             return True
         if least_seconds > self.fastest_that_fits:
             least_seconds *= 1 + SPEED_RESOLUTION
-            # Lowering takes longest, so a program that is no answer is lowered only for the whole front.
+            # Compilation takes the longest, so other recipes than the best are compiled only for the whole
+            # front.
             if self.slowest < math.inf and self.must_be_lowered(number):
                 return True
         # With infinite bytes, candidates of equal seconds count as faster.
@@ -335,7 +336,7 @@ class SearchState:
         forward and backward passes.
         """
         least, known = self.bounds[number], self.bounds[sibling]
-        # The loss at a peak in the update depends on the optimizer, which siblings do not share.
+        # The fragmentation at a peak in the update depends on the optimizer, which siblings do not share.
         if any(bound.needed_bytes <= bound.resting_bytes for bound in (least, known)):
             return least.needed_bytes
         loss = self.judged[sibling].needed_bytes - known.needed_bytes

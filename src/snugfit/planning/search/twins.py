@@ -64,7 +64,7 @@ class Twins:
         The recipes of the group have the same forward and backward passes.
         """
         candidates = self.space.candidates
-        # Candidates with one trace have the same bytes, so one of them represents all.
+        # Candidates with the same trace have the same bytes, so one of them represents all.
         one_per_trace = {candidates[number].trace: number for number in needed}.values()
         for technique in self._other_techniques(needed[0]) if self.stand else ():
             pairs = [(number, self._with(number, technique)) for number in one_per_trace]
@@ -76,7 +76,7 @@ class Twins:
             needs = [(self._needs(number), self._needs(twin)) for number, twin in known]
             if any(_is_less(own, other) for own, other in needs):
                 continue
-            # The first of two equal kinds remains; otherwise each would exclude the other.
+            # The first of two equal groups remains. Otherwise each would exclude the other.
             if any(own != other for own, other in needs) or candidates[known[0][1]].passes < kind:
                 self._no_better[kind] = known
                 return [twin for _, twin in known]
