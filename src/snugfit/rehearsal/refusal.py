@@ -54,7 +54,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
     raised.
     """
     name = job.model.name
-    # The architecture's code reads a key that the config does not have: an error of the config.
+    # The architecture's code reads a key that the config does not have, so the config is wrong.
     if key := _lacking_key(error):
         return ModelError(
             f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}. Add it to '
@@ -68,8 +68,8 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 def _reason(job: Job, error: Exception) -> str:
     """Return the rest of the error message: the cause, its meaning for a real step, and a remedy."""
     cause, where, last = _first_line(error), _where(error), _frames(error)[-1]
-    # Code for a missing device raises the same types as code whose shapes depend on data, so the text
-    # decides.
+    # Code for a missing device raises the same types as code whose shapes depend on data. The message
+    # distinguishes them.
     if hint := next((text for pattern, text in _KNOWN.items() if re.search(pattern, cause)), ""):
         return f": {cause}{where}. {hint}"
     # torch raises this on `meta` for a shape or number that depends on data. A real step may still work.
@@ -120,8 +120,8 @@ def _is_ours(error: Exception, last: FrameType) -> bool:
     module = module_of(last)
     if not module.startswith("snugfit."):
         return False
-    # An operator fails in C++, so the last frame is its caller. For a model's operators that is the shape
-    # cache.
+    # An operator fails in C++, so the last frame is its caller. For a model's operators, the caller is the
+    # shape cache.
     return module != _RUNS_OPERATORS and not isinstance(error, RuntimeError)
 
 

@@ -110,7 +110,7 @@ def rehearse(
         step = open_it(short.job, short.setup)
         step.skips_micro_batches = short.skips
         trace, marks, varies, _ = record_step(step, policy, short.steps)
-        # A run that varies with its values, or has no steady state, is recorded again in full.
+        # A run that depends on values, or has no steady state, is recorded again in full.
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=short.micro_batches) if not varies else None
         if whole is not None:
@@ -195,15 +195,15 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(no_hub_kernels())  # a late import (Adafactor) may load some
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("ignore")
-        # Only this warning of the model's code belongs into the prediction.
+        # Only this warning of the model's code belongs in the prediction.
         warnings.simplefilter("always", AssumedLoss)
         notes = PolicyNotes(recorder.claim, recorder.doubt, recorder.current_phase)
         stack.enter_context(
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
-        )  # may import code that compiles itself
+        )  # the package's code may compile itself at import
         for overrides in _overrides(step.setup, policy, recorder, notes):
             stack.enter_context(overrides)
-        # A copy of the module does not show that it was compiled, so the user's own object is checked.
+        # A copy of the module does not show that it was compiled, so the user's own object is examined.
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):
@@ -215,7 +215,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
                 step.run(steps, recorder)
         except SnugfitError:
             raise
-        except Exception as error:  # the model's own code fails on shapes, or a bug of snugfit
+        except Exception as error:  # the model's own code fails on shapes, or snugfit has a bug
             raise refusal(step.job, error) from error
         for warning in caught:
             recorder.doubt(str(warning.message))

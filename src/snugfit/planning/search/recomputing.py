@@ -550,7 +550,7 @@ class RecomputingKinds:
         whole = self._whole.get(number)
         if (known := self._bound_of(whole)) is not None:
             return known
-        # Its counterpart is still postponed. Of such lower bounds, only the seconds hold for chunked logits
+        # Its counterpart is still postponed. Only the seconds of such a lower bound hold for chunked logits
         # too.
         if whole in self._without:
             return Bound(0, self._least(whole).seconds)

@@ -104,11 +104,12 @@ def order_in_force(order: Sequence[str]) -> Iterator[None]:
     import torch
 
     before = torch._C._get_sdp_priority_order()
-    # A process with a GPU has that GPU's order, another one the default: in both, the user has set none.
+    # A process with a GPU has that GPU's order, and another process the default. In both cases the user has
+    # set none.
     usual = [kernels.order for kernels in (kernels_on_cuda((8, 0)), kernels_on_cuda((9, 0)))]
     if before[: len(BACKENDS)] in ([BACKENDS[name] for name in names] for names in usual):
         numbers = [BACKENDS[name] for name in order]
-        # Further backends of torch stay behind in their order.
+        # Other attention kernels of torch follow in their previous order.
         torch._C._set_sdp_priority_order([*numbers, *(one for one in before if one not in numbers)])
     try:
         yield
@@ -171,7 +172,8 @@ def _is_strided(of: Operands, *, of_one: bool) -> bool:
     """Return True if the last stride of query, key or value is not 1. With `of_one`, operands with heads of
     width 1 are ignored."""
     operands = () if of_one and of.query.size(-1) == 1 else (of.query, of.key, of.value)
-    # Not in torch's sources: such operands ran in math on the H200. The bias that T5's layers compute is one.
+    # The rule is not in torch's sources: such operands ran in the math kernel on an H200. T5's layers compute
+    # such a bias.
     if of.mask is not None and of.mask.stride(-1) != 1:
         return True
     return any(operand.stride(-1) != 1 for operand in operands)
@@ -181,10 +183,10 @@ def _flash_takes(of: Operands, fused: FusedKernels) -> bool:
     width = of.query.size(-1)
     if of.mask is not None or not _fuses(of) or _is_strided(of, of_one=True):
         return False
-    # Flash aligns a causal mask at the lower right, torch at the upper left: they differ for unequal lengths.
+    # Flash aligns a causal mask at the lower right, torch at the upper left. Both differ for unequal lengths.
     if of.causal and of.query.size(2) != of.key.size(2):
         return False
-    # Wide heads need more shared memory in backward than these architectures have.
+    # Wide heads need more shared memory in backward than GPUs of these architectures have.
     if of.needs_grad and not fused.wide_backward and not (width <= 192 or (width > 224 and not of.dropout)):
         return False
     return fused.flash and _is_half(of) and width == of.value.size(-1) and width <= 256
@@ -217,8 +219,8 @@ def _is_cudnn_mask(of: Operands) -> bool:
     It must have two or four dimensions, each full or 1, and require no gradient.
     """
     mask = of.mask
-    # A mask that requires a gradient ran in efficient on the H200: T5's under checkpointing (contiguous
-    # zeros).
+    # A mask that requires a gradient ran in the efficient kernel on an H200: T5's with checkpointing
+    # (contiguous zeros).
     if mask is None or mask.requires_grad or mask.dim() not in (2, 4):
         return False
     whole = (of.query.size(0), of.query.size(1), of.query.size(2), of.key.size(2))

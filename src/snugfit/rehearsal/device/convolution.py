@@ -60,10 +60,11 @@ Such a gradient has at most 49 patches per image and more than 8 samples (8 samp
 def forward(arguments: Sequence[Any], out: Any) -> Scratch:
     """Return the temporary buffers of `convolution(input, weight, ...)`."""
     x, weight = arguments[0], arguments[1]
-    # Not covered: three shapes with 42 million or more input elements copied nothing either.
+    # Three recorded shapes with 42 million or more input elements copied nothing either. No rule here covers
+    # them.
     if (_is_of_patches(x, weight, out) and out.size(1) <= NARROW) or not _copies(x, weight, out, "forward"):
         return ()
-    # Exact for every recorded convolution in half precision.
+    # This size was exact for every recorded convolution in half precision.
     return (OUTPUTS, *_workspace(x, weight, out, padded=x.element_size() < 4))
 
 
@@ -78,7 +79,7 @@ def backward(arguments: Sequence[Any], out: Sequence[Any], summed: Scratch = ())
     copy = Buffer("gradient", gradient.numel() * gradient.element_size())
     copies = () if gradient.is_contiguous() else (copy,)
     copied = _copies(x, weight, gradient, "backward")
-    # Exact in half precision except for a tail of up to 2 KiB.
+    # This size was exact in half precision, except for up to 2 KiB at the end.
     workspace = _workspace(x, weight, gradient, padded=True) if copied else ()
     of_weight = _workspace_of_parts(x, weight, gradient) if _is_of_patches(x, weight, gradient) else workspace
     numbers = [number for number, gradient in enumerate(out[:2]) if gradient is not None]
@@ -107,13 +108,13 @@ def _padded_channels(x: Any) -> int:
 def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
     """Return the temporary buffer for the weight's gradient of a patch embedding in half precision."""
     samples, patches = x.size(0), gradient[0, 0].numel()
-    # The gradient of the weight from small pictures needs one fp32 result and no copies.
+    # The weight's gradient from small images needs one fp32 result and no copies.
     if patches <= FEW_PATCHES and samples > FEW_SAMPLES:
         return nest(Buffer("cuDNN workspace", weight.numel() * FLOAT_BYTES + FEW_TAIL))
     rows, pixels, parts = samples * patches, weight[0, 0].numel(), 0
     if rows >= MOST_IN_PARTS:
         parts, pixels = 1, -(-pixels // PIXELS) * PIXELS
-    # A long sum over pictures and patches is computed in parts, with fp32 results in the workspace.
+    # A long sum over images and patches is computed in parts, with fp32 results in the workspace.
     elif rows > SUMMED_IN_PARTS:
         parts = 3 + (samples > MANY)
     part = weight.size(0) * pixels * _padded_channels(x) * FLOAT_BYTES
@@ -146,8 +147,8 @@ def _copies(x: Any, weight: Any, out: Any, direction: str) -> bool:
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     precision = "tf32" if conv.fp32_precision == "tf32" else "ieee"
     if not _has_colours(x):
-        # Channels that fill multiples of 16 bytes (Whisper's) copy in TF32 only, at any size.
+        # Channels that fill multiples of 16 bytes (Whisper's) are copied in TF32 only, at any size.
         return precision == "tf32"
-    # Other channels (the three colours of an image) copy above an amount of work.
+    # Other channels (the three colours of an image) are copied above an amount of work.
     work = out.numel() * (weight.numel() // weight.size(0))
     return bool(work >= LEAST_WORK.get((direction, precision), float("inf")))

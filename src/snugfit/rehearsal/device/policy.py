@@ -94,7 +94,7 @@ class Policy(ABC):
 
     def output_alloc_order(self, operator: str, outputs: Sequence[Any]) -> Sequence[Any]:
         """Return the operator's new tensors in the order in which the device's kernel allocates them."""
-        # Only CUDA fuses dropout, and the orders are those of CUDA's kernels.
+        # Only CUDA has fused dropout, and the orders are those of CUDA's kernels.
         reorder = _OUTPUT_ORDER.get(operator) if self.fuses_dropout else None
         return reorder(outputs) if reorder else outputs
 
@@ -220,11 +220,12 @@ class CudaPolicy(Policy):
         """
         if operator not in _GEMMS:
             return ()
-        # torch's defaults: 32 MiB from Hopper on, before it `:4096:2:16:8` in KiB (`CublasHandlePool.cpp`).
+        # These are torch's defaults: 32 MiB from Hopper on, and before it `:4096:2:16:8` in KiB
+        # (`CublasHandlePool.cpp`).
         cublas = Buffer("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
         with_bias = operator == "aten::addmm" and not (arguments and _is_matrix(arguments[0]))
         if with_bias or operator == "aten::_scaled_mm":
-            # The default of `CUBLASLT_WORKSPACE_SIZE`.
+            # The size is the default of `CUBLASLT_WORKSPACE_SIZE`.
             return (cublas, Buffer("cuBLASLt workspace", 1_048_576))
         return (cublas,)
 
@@ -291,7 +292,7 @@ class ComparedPolicy(CudaPolicy):
         sizes = self.sizes[other]
         if sizes is None or own == scratch == ():
             return
-        # Buffers are paired by position; another number of them makes the GPUs differ.
+        # Buffers are paired by position. If their numbers differ, the GPUs count as different.
         pairs = [(prefix + one.name, one.nbytes, two.nbytes) for one, two in zip(own, scratch, strict=False)]
         alike = [(one.name, one.nbytes > 0) for one in own] == [(two.name, two.nbytes > 0) for two in scratch]
         for name, nbytes, size in pairs:

@@ -92,7 +92,7 @@ def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *
     """
     shape, dtype = torch.broadcast_shapes(first.shape, second.shape), torch.result_type(first, second)
     elements = torch.empty(shape, dtype=dtype, device="meta")
-    # One number in a buffer of all elements, which torch's own functions on `meta` hide.
+    # torch stores one number in a buffer of all elements, which its own shape functions for `meta` hide.
     return elements.resize_(()) if reduction else elements
 
 
@@ -119,7 +119,8 @@ def convolution_backward(
     Input and weight alone determine a channels-last layout (`determine_backend_memory_format`,
     `native/Convolution.cpp`).
     """
-    # Releases differ in this layout, and accumulation copies a gradient with another layout than its weight.
+    # Releases differ in this memory layout. Accumulation copies a gradient whose layout differs from its
+    # weight's.
     layouts = [torch._prims_common.suggest_memory_format(operand) for operand in (x, weight)]
     layout = layouts[0] if layouts[0] is not torch.contiguous_format else layouts[1]
 
@@ -139,7 +140,7 @@ def addmm_in(
 ) -> torch.Tensor:
     """Return a 16-bit product plus an fp32 matrix, in `dtype` (`_addmm_dtype_cuda`,
     `native/cuda/Blas.cpp`)."""
-    # torch 2.11 mistakes the precision for a factor.
+    # torch 2.11 confuses the precision argument with a factor.
     return torch.empty(first.size(0), second.size(1), dtype=dtype, device="meta")
 
 

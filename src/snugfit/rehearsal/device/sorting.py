@@ -24,7 +24,7 @@ The source is torch's `do_launch_stable_sort_kernel`.
 INDEX = 8
 """Bytes of an int64 index."""
 
-# Tuned by CUB for sm_90 and 8-byte keys. On other GPUs the sizes change by a few KiB.
+# CUB tuned these sizes for sm_90 and 8-byte keys. On other GPUs, buffers change by a few KiB.
 SINGLE_TILE, SORT_TILE, SCAN_TILE = 256 * 9, 384 * 12, 128 * 15
 """Items per thread block of the sorts and scans of CUB (CUDA's library of primitives). The tile of scans is
 CUB's oldest, and changes a size by a few hundred bytes only.

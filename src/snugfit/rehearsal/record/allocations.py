@@ -50,7 +50,7 @@ class Allocations:
         (`Step.kind_of`)."""
         self.events: list[int] = []
         """Allocations and frees, in the form of `Trace.events`."""
-        self._blocks: list[list[Any]] = []  # the fields of `Block`; the kind is "" until it is claimed
+        self._blocks: list[list[Any]] = []  # the fields of `Block`; the kind is "" until a rule determines it
         self._live: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._workspaces: dict[tuple[str, str], int] = {}
         self._from = Memory.OWN
@@ -59,7 +59,7 @@ class Allocations:
         self.streams: dict[int, int] = {}
         """CUDA stream of each block by its index, unless it is the default stream."""
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
-        self._released: set[int] = set()  # blocks that were freed before their storages
+        self._released: set[int] = set()  # blocks that were freed before their tensors
         self._recomputed: set[int] = set()
         """Indices of blocks that activation checkpointing allocated again in a backward pass."""
 
@@ -68,7 +68,7 @@ class Allocations:
         if isinstance(out, torch.Tensor):
             self._add_tensor(operator, out)
         elif isinstance(out, (list, tuple)):
-            # A kernel may allocate its outputs in another order than it returns them, and the order decides
+            # A kernel may allocate its outputs in another order than it returns them. The order determines
             # addresses.
             for item in self.policy.output_alloc_order(operator, out):
                 if isinstance(item, torch.Tensor):
@@ -80,10 +80,10 @@ class Allocations:
         """Record the allocations of a kernel: its outputs, its temporary buffers, and workspaces that its
         thread lacks.
         """
-        # Scratch with a marker places the outputs between its buffers; otherwise they come first.
+        # A list with a marker has the outputs between its buffers. Otherwise the outputs come first.
         if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
             self.add_outputs(operator, out)
-        # On CUDA, autograd runs the backward pass in a thread of its own, and cuBLAS has workspaces per
+        # On CUDA, autograd runs the backward pass in a separate thread, and cuBLAS has a workspace per
         # thread.
         thread = "backward" if self.phase == "backward" else "main"
         for name, nbytes in workspaces:
@@ -189,7 +189,7 @@ class Allocations:
         for address, (index, reference) in [*self._live.items()]:
             if index in self._of_graphs:
                 self._released.add(index)
-                # The tensor may live on: its later free must not free the block again.
+                # The tensor may still exist: when it is freed later, the block must not be freed again.
                 self._live[address] = (NO_BLOCK, reference)
                 self._add_free(index)
 

@@ -45,8 +45,8 @@ class CodeLine(NamedTuple):
         # The read passes through frames of torch and of the simulation; the first other frame is its origin.
         while frame is not None and _is_of(module_of(frame), _PASSES_ON):
             frame = frame.f_back
-        # A training loop reads for a log, or for a check that ordinary data passes: no allocation depends on
-        # it.
+        # A training loop reads a value for a log, or for a check that ordinary data passes. No allocation
+        # depends on it.
         if frame is None or _is_of(module_of(frame), _LOOPS) or frame.f_code.co_name in _WARNS:
             return None
         return cls(frame, frame.f_lineno)

@@ -105,7 +105,7 @@ def _choices(shape: tuple[int, ...], dim: int, options: int, *, spread: bool, wh
     """
     count = shape[dim] if dim >= 0 else 1
     samples = [size for at, size in enumerate(shape) if at != dim]
-    # A sort uses every option, so a shift by `count` would be a shift by 0.
+    # A sort uses every option, so a shift by `count` would not change the choices.
     first = torch.arange(torch.Size(samples).numel(), device="cpu") * (1 if whole else count)
     choices = first.view(*samples, 1) * int(spread) + torch.arange(count, device="cpu")
     # An empty dimension has no options; `max` avoids a division by zero.

@@ -31,7 +31,7 @@ class AssumedFloat(float):
         """Return an assumed float with this value."""
         number = super().__new__(cls, value)
         number._decides, number._known = decides, known
-        if not (4 * value).is_integer():  # 0 is the result of many computations, so it identifies none
+        if not (4 * value).is_integer():  # 0 results from many computations, so it identifies none
             known.add(value)
         return number
 
@@ -47,7 +47,7 @@ class AssumedFloat(float):
         return result
 
     def __array_ufunc__(self, function: Any, method: str, *operands: Any, **keywords: Any) -> Any:
-        # A numpy float could not report later decisions, so the conversion counts as one.
+        # A numpy float could not report later decisions, so the conversion itself is reported as one.
         self._decides()
         # `float(one)` would call the replaced `__float__` and report a second time.
         plain = [float.__add__(one, 0.0) if isinstance(one, AssumedFloat) else one for one in operands]

@@ -146,10 +146,12 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if func._schema.name in _UNREAD:
         moved -= _nbytes(inputs[1])
     flops = flops_of(func, args, kwargs, out)
-    # Without a formula, one operation per output element only groups operators: bytes bound their kernels.
+    # Without a formula for its FLOPs, a kernel counts one per output element. Its bytes determine its
+    # seconds.
     flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
-    # The first operand of `addmm` is the bias; the matrices after it decide about the arithmetic.
+    # The first operand of `addmm` is the bias. The matrices after it determine the precision of the
+    # arithmetic.
     operand = (inputs or outputs)[1 if func._schema.name in WITH_BIAS else 0]
     dtype, layout = _arithmetic(func, operand), _layout(func, args, kwargs, inputs, outputs)
     return KernelCost(flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs))
@@ -201,7 +203,7 @@ def _pointwise_layout(operands: list[Any]) -> str:
     if not alike:
         return TRANSPOSED if any(map(_across, operands)) else STRIDED
     floats = [one.dtype for one in operands if one.is_floating_point()]
-    narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has own kernels for it
+    narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has a separate kernel for it
     return CASTS if len(set(floats)) > 1 and not narrows else ""
 
 
@@ -234,7 +236,7 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> li
     groups = args[0].size(0) if ends is None else ends.size(0)
     (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
     if args[0].dim() == args[1].dim():
-        # The groups' real sizes depend on data: equal groups, rounded up, have about the same sum.
+        # The groups' real sizes depend on data. Equal groups, rounded up, have about the same sum.
         inner = -(-inner // groups)
     else:
         rows = -(-rows // groups)
@@ -305,7 +307,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     """
     if func._schema.name == "aten::_grouped_mm":
         return _grouped_flops(args[0], args[1])
-    # The registry lists operators out of place only.
+    # The registry has only the out-of-place variants of operators.
     out_of_place = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").rstrip("_"), None)
     formula = flop_registry.get(func._overloadpacket) or flop_registry.get(out_of_place)
     if formula is None:
@@ -393,7 +395,7 @@ def cost_by_lengths(
     # Sequences fill whole tiles, so their lengths are rounded up.
     queries, keys = (-(-one // TILE) * TILE for one in lengths)
     whole = len(lengths[0]) * int(args[at + 2]) * int(args[at + 3])
-    # The formula's FLOPs are an upper bound; rounding up to tiles must not exceed it.
+    # The formula's FLOPs are an upper bound, which rounding up to tiles must not exceed.
     share = min(1.0, int((queries * keys).sum()) / whole) if whole else 1.0
     return cost._replace(flops=int(cost.flops * share))
 

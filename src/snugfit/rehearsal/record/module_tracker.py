@@ -21,7 +21,8 @@ from snugfit.feature_folders import FOLDER
 
 Hook = Callable[[Any], Any]
 
-# torch's and the core's cost is in other constants, or they replace parts of torch that are C++ on a GPU.
+# The cost of torch's and the core's Functions is in other constants. Some replace parts of torch that are C++
+# on a GPU.
 _NO_LIBRARY, _COUNTED = ("torch.", "snugfit."), f"{FOLDER}."
 """Prefixes of the modules whose autograd Functions are not counted, and of exceptions among them that are
 counted.
@@ -122,8 +123,8 @@ class ModuleTracker:
 
         init = saved_tensors_hooks.__init__
 
-        # torch does not report checkpoints, but each creates such a pair of hooks, forward and at its
-        # recomputation.
+        # torch does not report checkpoints, but each creates such a pair of hooks, in forward and when it is
+        # recomputed.
         def count(pair: Any, pack_hook: Hook, unpack_hook: Hook) -> None:
             self.checkpoints += 1
             init(pair, pack_hook, unpack_hook)
@@ -138,7 +139,7 @@ class ModuleTracker:
             return run
 
         with contextlib.ExitStack() as patches:
-            # The cost of the hooks per saved tensor was counted once too, and explained no measurement.
+            # A separate cost of the hooks per saved tensor was tried, and it explained no measurement.
             patches.enter_context(patch.object(saved_tensors_hooks, "__init__", count))
             for mode in (_CachingTorchDispatchMode, _CachedTorchDispatchMode):
                 dispatch = with_count(mode.__torch_dispatch__)

@@ -104,7 +104,7 @@ class Questions:
         if assumption is None:
             self._log(answer)
         else:
-            # A number that is only logged needs no warning: its float reports a decision later.
+            # If a number is only logged, no warning is needed: its float reports a later decision.
             self._warn_of(assumption, deferred=self._by_item and isinstance(answer, float))
         return answer
 
@@ -115,7 +115,7 @@ class Questions:
         (one, assumed), (other, assumed_too) = self._value(first), self._value(second)
         assumption = assumed or assumed_too
         if assumption is not None:
-            # Assumed values are equal: both are ones.
+            # Assumed values compare as equal, since both are ones.
             self._warn_of(Assumption.MASK)
             return True
         answer = torch.equal(one, other)
@@ -162,7 +162,7 @@ class Questions:
         ):
             self._warn_of(Assumption.NUMBER)
 
-    # The host computes with real numbers, so the assumption is a mark on the storage.
+    # The host computes with real numbers, so the storage itself is marked as assumed.
     def host_ran(self, args: Any, out: Any) -> None:
         """Mark the outputs of an operator on host tensors as assumed if an operand's values are assumed."""
         if self._shadows.is_unsure(args):
@@ -333,14 +333,14 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
         return tensor
 
     def show_number(tensor: torch.Tensor, how: str) -> str:
-        if tensor.is_meta and tensor.dim() == 0:  # formatted as a device's tensor, not as one on `meta`
+        if tensor.is_meta and tensor.dim() == 0:  # formatted like a tensor on a device, not on `meta`
             # On `meta`, torch prints no number; on a device it prints the value.
             return format(tensor.detach().item(), how)
         text: str = show(tensor, how)  # type: ignore[no-untyped-call]
         return text
 
-    # A later call would cache the replaced `torch.tensor`, and the real one would no longer follow the
-    # device.
+    # Otherwise a later call would cache the replaced `torch.tensor`, and the real one would no longer follow
+    # the device.
     _device_constructors()
     methods: Any = {"item": read_one, "tolist": read_and(tolist), "numpy": read_and(numpy)}
     with (

@@ -48,9 +48,9 @@ class Shadow:
         self._make: Callable[[], torch.UntypedStorage] | None = make
         self._contents: torch.UntypedStorage | None = None
         self.assumption, self.depth = assumption, depth + 1
-        # A read runs the chain by recursion, so its length is limited.
+        # Reading a value runs the chain recursively, so its length is limited.
         if depth >= DEEPEST:
-            with contextlib.suppress(NotFollowed):  # raised again at the read
+            with contextlib.suppress(NotFollowed):  # the read raises it again
                 self.contents()
             self.depth = 1
 
@@ -63,7 +63,7 @@ class Shadow:
             if self._make is None:
                 raise NotFollowed
             make, self._make = self._make, None
-            # `make` holds the operands; they are dropped even if it fails.
+            # `make` keeps the operands alive, so it is dropped even if it fails.
             try:
                 self._contents = make()
             except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as refused:
@@ -148,7 +148,7 @@ class HostValue(NamedTuple):
         """Return the host tensor's value. Raise `NotFollowed` if the tensor was modified after it was
         stored.
         """
-        # A large tensor is not copied, so a later write makes the noted value unknown.
+        # A large tensor is not copied, so a later write makes its recorded value unknown.
         if self.value._version != self.version:
             raise NotFollowed
         return self.value if self.real is None else self.real()

@@ -62,7 +62,7 @@ class _ByStorage:
         address, known = storage._cdata, self._by_address
 
         def forget(reference: Any) -> None:
-            # The address may have a newer storage, whose shadow stays.
+            # The address may belong to a newer storage, whose shadow stays.
             if address in known and known[address][0] is reference:
                 del known[address]
 
@@ -112,7 +112,7 @@ class Shadows:
         elif effect is Effect.DRAWS:
             self._assume(operator.func, args, out)
         elif effect is Effect.WRITES_MANY:
-            # Several written tensors are too rare to follow each.
+            # Operators that write several tensors are too rare to follow each tensor.
             self._forget_all(args)
             self._forget_all(tuple(kwargs.values()))
 
@@ -124,7 +124,7 @@ class Shadows:
 
     def is_unsure(self, operands: Any) -> bool:
         """Return True if a number or a host tensor among these has assumed values."""
-        # The usual case, in which no operand needs a search.
+        # In the usual case, no operand needs a search.
         if not self.unsure and not self.assumed_numbers:
             return False
         unsure, assumed = self.unsure, self.assumed_numbers
@@ -164,7 +164,8 @@ class Shadows:
         try:
             noted = self._note((args, kwargs))
         except NotFollowed:
-            # An unknown operand makes floats unknown, but integers and booleans decide about shapes.
+            # Floats computed from an unknown operand stay unknown. Integers and booleans determine shapes, so
+            # they are assumed.
             self._assume(func, args, out)
             return
         results = list(tensors_in(out))
@@ -222,7 +223,7 @@ class Shadows:
             assumption, depth = rest.assumption or assumption, max(depth, rest.depth)
 
         def write() -> torch.UntypedStorage:
-            # A copy, since stored calls may still read the previous contents.
+            # The contents are copied, since stored calls may still read the previous ones.
             contents = torch.UntypedStorage(geometry.nbytes) if rest is None else rest.contents().clone()
             operands, keywords = values_of(noted)
             func(geometry.within(contents), *operands, **keywords)

@@ -103,13 +103,14 @@ class ShapeCache:
         arguments.
         """
         try:
-            # Without a dtype, some results have the default one, which is set while a model is built.
+            # Without a dtype argument, some results have the default dtype, which changes while a model is
+            # built.
             key = _key(args), _key(kwargs.items()) if kwargs else (), torch.get_default_dtype()
         except _NotAKey:
             return None
         call = operator.calls.get(key)
         if call is None:
-            # Dropping everything is rare and cheaper than an order of use for each call.
+            # Clearing the cache is rare, and cheaper than recording the order of use at each call.
             if self._size >= LARGEST_CACHE:
                 self._size = 0
                 for known in self._operators.values():
@@ -212,7 +213,7 @@ def _distinct_elements(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     `meta` computes each element of a foreach operator alone, and a deep model has thousands of equal ones.
     """
-    # Lists of the same length belong together: element by element they form one call.
+    # Lists of equal length are processed together: the elements at one position form one call.
     columns = [arg for arg in args if isinstance(arg, (tuple, list)) and len(arg) == len(args[0])]
     rows = {_key(row): row for row in zip(*columns, strict=True)}
     cut = iter([list(column) for column in zip(*rows.values(), strict=True)] or [[] for _ in columns])

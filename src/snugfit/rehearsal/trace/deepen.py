@@ -99,8 +99,8 @@ class _Piles:
         Their order does not matter. In a compiled program it follows from buffer names (`buf9`, `buf10`).
         With `by_name`, the blocks are sorted independently of names.
         """
-        # Consecutive frees are popped in their recorded order, since each distance counts the blocks still
-        # there.
+        # Consecutive frees are removed in their recorded order, since each distance counts the remaining
+        # blocks.
         freed = [self._stacks[free[0]].pop(-1 - free[1]) for free in frees]
         if not by_name:
             return freed
@@ -127,7 +127,7 @@ def _is_open(alloc: Alloc) -> bool:
 @functools.lru_cache(maxsize=1 << 17)
 def _pile_of(alloc: Alloc) -> Alloc:
     stack = alloc.stack
-    # In a program, a buffer reuses the place of another that a different operator allocated.
+    # In a compiled program, a buffer reuses the place of another that a different operator allocated.
     return stack._replace(operator="", kind="") if _is_open(alloc) or not stack.kind else stack
 
 
@@ -271,7 +271,7 @@ class _Written:
         younger, older, *size = grown.numbers
         blocks = self._piles[like.pile._replace(nbytes=size[0]) if size else like.pile]
         last = len(blocks) - 1
-        # One end of the pile moves with the depth; the free counts from the other one.
+        # One end of the pile moves with the depth, so the free counts from the other end.
         if younger != like.younger:
             if older == like.older:
                 younger = last - older
@@ -293,7 +293,7 @@ class _Written:
         """Yield all events of the full model, each free with the position of its memory block."""
         live = LiveSet()
         for move in self._written:
-            # Piles served to find the block; the trace names it by its stack again.
+            # Piles are used only to find the block. The trace refers to it by its stack again.
             if isinstance(move, int):
                 yield live.free_of(move)
                 continue

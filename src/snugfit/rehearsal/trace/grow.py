@@ -70,14 +70,14 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
     if insertions is None:
         return None
     grown: list[Grown] = []
-    at, behind = 0, 0  # index in the deeper list, and how many entries fewer the shallow one has before it
+    at, behind = 0, 0  # index in the deeper list, and number of entries that the shallow one lacks before it
     for ahead, end, length in [*insertions, _Insertion(len(left), len(right), 0)]:
         for index in range(at, end):
             few, more = shallow[index - behind].numbers, deeper[index].numbers
             # Numbers are linear in the depth, so two depths determine them.
             grown.append(Grown(index, tuple(m + (m - f) * periods for f, m in zip(few, more, strict=True))))
         for index in [*range(end, end + length)] * (periods + 1 if length else 0):
-            # Within an insertion, each copy continues the numbers by the step between the last two copies.
+            # Within an insertion, each copy continues the numbers by the difference of the last two copies.
             step = zip(deeper[index].numbers, deeper[index - length].numbers, strict=True)
             before = grown[-length].numbers
             moved = tuple(b + now - then for b, (now, then) in zip(before, step, strict=True))
@@ -95,13 +95,13 @@ def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] |
     behind = 0
     while True:
         at += _common(left, at - behind, right, at)
-        # Entries of `right` that still have no counterpart: no insertion may be longer.
+        # These entries of `right` still have no counterpart, and no insertion can be longer.
         more = len(right) - len(left) - behind
         if more == 0:
             return insertions if at == len(right) else None
         length = _length_at(left, at - behind, right, at, more)
         if not length:
-            # The sequences differ in another way than by repeated entries.
+            # The sequences differ by more than repeated entries.
             return None
         index = _middle(right, start, at, length)
         insertions.append(_Insertion(index - behind, index, length))
@@ -121,7 +121,7 @@ def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, m
         # The inserted entries equal both the entries before them and those after.
         if right[at] == right[at - length] and right[at - length : at] == right[at : at + length]:
             agree = _common(left, start, right, at + length)
-            # At the end of the shallow sequence no length agrees further, and the shortest one is taken.
+            # At the end of the shallow sequence, no length matches further, and the shortest one is chosen.
             if agree > longest or (agree == 0 and start == len(left) and not best):
                 best, longest = length, agree
     return best

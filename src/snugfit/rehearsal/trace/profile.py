@@ -53,7 +53,7 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
     # Events after the last step free the model and are no part of a micro-batch.
     over = marks[-1].event  # the last step's end
     lasting = _lasting(trace.events[:over])
-    # Up to here, kernels may only fill allocations that outlive the run.
+    # Up to this event, kernels may only fill allocations that outlive the run.
     all_made = max((at for at in range(over) if trace.events[at] in lasting), default=0) + 1
     live, kernels = _live(trace, lasting), iter(trace.kernels)
     parts = _marks_by_micro_batch(marks)
