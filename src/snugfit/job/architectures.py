@@ -62,7 +62,7 @@ def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
     possible = tasks_of(model_type)
     named = [task for task in possible if class_names(task, model_type).intersection(architectures)]
     if len(named) > 1:
-        # BART's class serves masked and seq2seq language models: the pretraining objective is excluded.
+        # BART's class is for masked and seq2seq language models. Its pretraining task is excluded.
         named.remove("masked-lm")
     chosen = named or possible
     return chosen[0] if len(chosen) == 1 else None
@@ -73,7 +73,7 @@ def class_of(task: str, config: Any) -> Any:
     import transformers
 
     # The private table maps a config's class to the model's class without building either.
-    with only_errors(once=(task, type(config))):  # its code may import torchao
+    with only_errors(once=(task, type(config))):  # the class's module may import torchao
         classes = getattr(transformers, heads()[task][0])._model_mapping[type(config)]
     # Some architectures have several classes for a task; transformers takes the first by default.
     return classes[0] if isinstance(classes, tuple) else classes

@@ -114,10 +114,10 @@ class SyntheticDataset:
         if not 0 <= index < self.samples:
             raise IndexError(index)
         if self._layout is not None:
-            # Samples repeat the example in turn.
+            # The samples of the example are repeated in turn.
             sample = index % self._layout.samples
             return self._layout.part(self._example, sample, sample + 1)
-        # A seed per sample, so that workers produce the same samples and none is stored.
+        # Each sample has its own seed, so that all workers create the same samples and none is stored.
         batch = self._shapes.batch(1, self.seed * self.samples + index)
         return {name: value[0] for name, value in batch.items()}
 
@@ -189,8 +189,8 @@ class BatchShapes:
     def batch(self, samples: int, seed: int) -> Batch:
         """Return random inputs and labels of B = `samples` rows, on the CPU."""
         if self.job.task is Task.CUSTOM:
-            # A user's batch may have tensors that no random numbers can replace, so it is made of the
-            # example.
+            # A user's batch may have tensors that no random numbers can replace, so it consists of the
+            # example's samples.
             dataset = SyntheticDataset(self.job, samples)
             return self.job.model.layout(self.job.batch_size).join([dataset[row] for row in range(samples)])
         import torch
@@ -210,7 +210,7 @@ class BatchShapes:
             return self.other.inputs(self, samples, generator)
         ids = self.ids(samples, self.job.sequence_length, generator)
         padding = self.padding_of(ids)
-        if self.end_token is not None:  # once a sequence, or the classifier refuses the batch
+        if self.end_token is not None:  # once per sequence, or the classifier raises an error
             # A random end token elsewhere would be a second one.
             ids[ids == self.end_token] = (self.end_token + 1) % self.vocabulary
             ids[:, padding.start - 1] = self.end_token
@@ -230,7 +230,7 @@ class BatchShapes:
         if self.other is not None and (own := self.other.labels(self, inputs)) is not None:
             return own
         if has_classes(job.task) and job.task is not Task.TOKEN_CLASSIFICATION:
-            if job.labels == 1:  # transformers takes one label for a regression
+            if job.labels == 1:  # transformers treats one label as a regression
                 return torch.rand(samples, generator=generator, device="cpu")
             return torch.randint(job.labels, (samples,), generator=generator, device="cpu")
         if job.task is Task.CAUSAL_LM:
@@ -250,7 +250,7 @@ class BatchShapes:
         """Return random token ids of shape (B, `length`), int64, in the model's vocabulary."""
         import torch
 
-        high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes its characters, and has none
+        high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes characters: no vocabulary
         # A tiny vocabulary has no room for special tokens below the range.
         low = LOWEST_ID if high > LOWEST_ID else high // 2
         return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
@@ -260,6 +260,6 @@ class BatchShapes:
         all.
         """
         length = ids.shape[1]
-        # At least one token stays, since losses over nothing are NaN.
+        # At least one token is not padded, since a mean over no tokens is NaN.
         padded = min(round(self.job.padding * length), length - 1)
         return slice(length - padded, length)

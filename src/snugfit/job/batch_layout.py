@@ -78,15 +78,16 @@ class BatchLayout:
 
         Raises `JobError` for a name or a dimension that the example does not have.
         """
-        # Other values have no rows, so they always go along whole.
+        # Other values have no rows, so each micro-batch gets them whole.
         named, tensors = named or {}, {name: value for name, value in leaves(example) if _has_rows(value)}
-        # An entry of `batch_dims` decides for its tensor; None means that it is never cut.
+        # An entry of `batch_dims` determines the dimension of its tensor; None means that it is never split.
         dimensions = {name: _dimension(tensors, name, at) for name, at in named.items() if at is not None}
         sizes = {name: _length(value, 0) for name, value in tensors.items() if name not in named}
         named_sizes = {name: _length(tensors[name], at) for name, at in dimensions.items()}
         count = _count(sizes, named_sizes, samples)
         for name, size in named_sizes.items():
-            # A multiple of the samples has several rows for each (the patches of a picture).
+            # A tensor whose length is a multiple of the samples has several rows for each (the patches of an
+            # image).
             if size % count:
                 raise JobError(
                     f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows "
@@ -98,7 +99,7 @@ class BatchLayout:
         return cls(
             samples=count,
             rows=rows | {name: SampleRows(0, 1) for name in holds},
-            # Unclear tensors are passed whole while no cut or repetition is needed, and refused otherwise.
+            # Unclear tensors are passed whole. If the batch must be split or repeated, they are refused.
             unclear={name: size for name, size in sizes.items() if name not in holds},
         )
 
@@ -164,10 +165,11 @@ def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | No
     or labels and ids.
     """
     lengths = set(named.values()) or set(sizes.values())
-    # The shortest named dimension, or the only length there is.
+    # The number of samples is the shortest named dimension, or the only length.
     if named or len(lengths) == 1:
         return max(1, min(lengths))
-    # Labels or token ids give the number of samples, else the job does if a tensor is as long as its batch.
+    # Labels or token ids determine the number of samples. Otherwise the job does, if a tensor is as long as
+    # its batch.
     known = next((sizes[name] for name in ONE_A_SAMPLE if name in sizes), samples)
     return known if known and known in lengths else 1
 

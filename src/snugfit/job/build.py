@@ -110,8 +110,8 @@ def instantiate(
         if attention != "sdpa":
             message = f"{job.model.name} cannot use the attention {attention!r}: {one_line(error, 1000)}"
             raise RecipeError(message) from None
-    # transformers chooses the same by default: some architectures (Gemma 2) have no
-    # scaled_dot_product_attention. `model.config._attn_implementation` names the model's choice.
+    # transformers makes the same choice by default, since some architectures (Gemma 2) have no
+    # scaled_dot_product_attention. `model.config._attn_implementation` is the model's choice.
     return build("eager")
 
 
@@ -129,7 +129,7 @@ def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]
 
     from transformers import modeling_utils as models
 
-    # transformers' own check imports the package and looks for a GPU.
+    # transformers' own check would import the package and require a GPU.
     def can_dispatch(model: Any, *_: Any, **__: Any) -> bool:
         if not model._supports_flash_attn:
             raise ValueError(f"attn_implementation: transformers has none for {type(model).__name__}")
@@ -161,7 +161,7 @@ def _from_facts(
         )
     if weights is None:
         return construction.build(lambda: _from_config(job, auto_class, config, asked))
-    # The same model without data, for the names of frozen weights and further loading arguments.
+    # The same model without data is built for the names of frozen weights and further loading arguments.
     with torch.device("meta"):
         built = _from_config(job, auto_class, config, asked)
     try:
@@ -227,7 +227,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
     """
     import torch
 
-    # In bfloat16 only the strictly fp32 weights stay, since it has fp32's range.
+    # In bfloat16, which has fp32's range, only the weights that are strictly fp32 stay in fp32.
     suffixes = {torch.float16: ("", "_strict"), torch.bfloat16: ("_strict",)}.get(dtype, ())
     names = (f"_keep_in_fp32_modules{suffix}" for suffix in suffixes)
     parts = [part for name in names for part in getattr(model, name, None) or ()]

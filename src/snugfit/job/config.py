@@ -202,7 +202,7 @@ def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
     """
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
-        # A size of 10**12 would fail much later, without its cause.
+        # Otherwise a size of 10**12 would fail much later, with an error that does not name it.
         yield from _out_of_range(key, config[key], MOST_LAYERS)
     for key in sorted(SIZES & config.keys()):
         yield from _out_of_range(key, config[key], LARGEST_SIZE)
@@ -250,7 +250,7 @@ def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Itera
     for number in value if isinstance(value, list) else (value,):
         if number is None:
             continue
-        # 1200.0 is a whole number too: transformers writes it.
+        # 1200.0 counts as a whole number, since transformers writes such numbers.
         if not _is_whole(number) or not lowest <= number <= limit:
             yield f'"{key}" is {_show(value)}; allowed are whole numbers from {lowest} to {limit:,}.'
             return
@@ -273,7 +273,7 @@ def _is_whole(number: Any) -> bool:
 
 
 def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
-    # With a width of its own, the heads need not divide the model's width.
+    # If the config has a width of one head, the number of heads need not divide the model's width.
     if any(config.get(key) for key in HEAD_WIDTHS):
         return
     for heads_key, width_key in HEADS_OF:
@@ -294,9 +294,9 @@ def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> b
     if model_type not in CONFIG_MAPPING:
         return False
     try:
-        # The defaults of the class show if its heads divide the width.
+        # The class's default config shows if its heads divide the width.
         default = CONFIG_MAPPING[model_type]()
-    except Exception:  # a class that cannot be made without sizes, and so has no width of its own
+    except Exception:  # a class without defaults for its sizes has no width of one head
         return False
     if any(isinstance(getattr(default, key, None), int) for key in HEAD_WIDTHS):
         return True
@@ -341,7 +341,7 @@ def _sizes_of(config: Mapping[str, Any]) -> Facts:
 
 
 def _chooses_kernels(key: str) -> bool:
-    # Keys that begin so name implementations, internal ones included (CVE-2026-4372).
+    # Keys with these prefixes select implementations, internal ones included (CVE-2026-4372).
     return key.startswith(("_attn", "_experts")) or key in ("attn_implementation", "experts_implementation")
 
 

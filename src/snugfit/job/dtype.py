@@ -102,7 +102,7 @@ def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     adapters = _adapter_weights(module)
     frequencies = {
         id(buffer)
-        # With 8 bits, rotary frequencies would turn queries and keys by other angles.
+        # With 8 significant bits, rotary frequencies would rotate queries and keys by other angles.
         for part in module.modules()
         if type(part).__module__.startswith("transformers.")
         for name, buffer in part.named_buffers(recurse=False)
@@ -110,7 +110,7 @@ def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     }
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        # peft keeps adapters in fp32 next to 16-bit weights, and its layers cast their inputs.
+        # peft keeps adapters in fp32 next to 16-bit weights. Their layers cast the inputs.
         is_adapter = tensor.requires_grad and id(tensor) in adapters
         stays = is_adapter or not tensor.is_floating_point() or id(tensor) in frequencies
         return tensor if stays else tensor.to(getattr(torch, dtype))
@@ -126,7 +126,8 @@ def _adapter_weights(module: nn.Module) -> set[int]:
         getattr(layer, name, None)
         for layer in module.modules()
         for name in (*getattr(layer, "adapter_layer_names", ()), "prompt_encoder")
-        # Nothing casts inputs for whole copies (`modules_to_save`), so they follow the model.
+        # No code casts inputs for modules that are trained as copies (`modules_to_save`), so they have the
+        # model's dtype.
         if name != "modules_to_save"
     ]
     dicts = [part for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict)]

@@ -49,12 +49,12 @@ def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> Model
         raise ModelError(f"{name[:80]!r} is not the name of a model. {_ALLOWED}")
     if name.endswith(".py"):
         raise ModelError(f"{name} is a Python file, not a model. {_ALLOWED}")
-    # Text written as a path is one, even if nothing is there: the error then names the path.
+    # Text in the form of a path is a path, even if no file is there. The error then names the path.
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
     full_name = preset_named(name)
     if full_name:
-        # The name of a preset and of a folder here would be two models.
+        # A name that a preset and a folder share would be ambiguous.
         _refuse_two_meanings(name, full_name)
         return ModelFacts(full_name, "preset", read_preset(full_name))
     if os.path.lexists(name):
@@ -169,7 +169,7 @@ def _unknown_model(name: str, why: str) -> ModelError:
     swapped = [preset for preset in names if sorted(preset.lower()) == sorted(name.lower())]
     guess = did_you_mean(name, names, cutoff=ONE_MODEL) or did_you_mean(name, swapped)
     longer = [preset for preset in names if preset.lower().startswith(f"{name.lower()}-")]
-    if not guess and longer:  # of BERT's presets the uncased are those that most people use
+    if not guess and longer:  # most people use the uncased ones of BERT's presets
         longer.sort(key=lambda preset: ("uncased" not in preset, len(preset)))
         guess = f" Did you mean {' or '.join(map(repr, longer[:3]))}?"
     return ModelError(
@@ -233,7 +233,7 @@ def _download_config(name: str, *, online: bool) -> Path:
         cause = "HF_HUB_OFFLINE forbids" if online else "--offline forbids"
         raise _unknown_model(name, f"{cause} to ask the hub")
     try:
-        executor = ThreadPoolExecutor(1)  # no library bounds the time that a name server may take
+        executor = ThreadPoolExecutor(1)  # no library limits the time of a name server
         try:
             return Path(executor.submit(_fetch_config, name).result(HUB_SECONDS))
         finally:

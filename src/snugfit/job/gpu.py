@@ -183,7 +183,8 @@ def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
     candidates = find_gpus(text)
     common = sorted((gpu for gpu in candidates if gpu.key in COMMON), key=lambda gpu: COMMON.index(gpu.key))
     if len(candidates) == 1 or (common and not exact):
-        # Entries that differ in memory (`a100`, `v100`): the common card, which `choice_of` describes.
+        # If entries differ in memory (`a100`, `v100`), the common card is returned, which `choice_of`
+        # describes.
         return (common or candidates)[0]
     raise GpuError(f"{text!r} can be {_list(candidates)}. Give the full name, or add the memory.")
 
@@ -212,7 +213,7 @@ def find_gpus(text: str) -> list[Gpu]:
     """Return the GPU models that `text` can mean, such as three for 'h100'. Raises `GpuError` for none."""
     if not isinstance(text, str):
         raise GpuError(f"The name of a GPU must be text, such as 'h200', not {text!r}.")
-    # A complete name goes before a loose match, which may fit several entries.
+    # A complete name has priority over a loose match, which may match several entries.
     exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
     if candidates := exact or _prefer_sxm(_matches(text)):
         return candidates
@@ -270,7 +271,7 @@ def _exact_names(gpu: Gpu) -> set[str]:
 def _model_names(gpu: Gpu) -> set[str]:
     """Return a GPU's model name with and without its family: `4090`, `a6000`."""
     model = _normalize(gpu.model)
-    # People leave out `rtx`; a professional card keeps its letter (`a6000`).
+    # People omit `rtx`; a professional card keeps its letter (`a6000`).
     return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}
 
 

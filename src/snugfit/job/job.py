@@ -198,7 +198,7 @@ class Job:
         if self.task == "":
             # The class is frozen, so text becomes an enum around its own assignment.
             object.__setattr__(self, "task", _task_of(self.model))
-        if not isinstance(self.task, Task):  # a plain string is what people write
+        if not isinstance(self.task, Task):  # people write plain strings
             object.__setattr__(self, "task", Task.parse(self.task))
         if not isinstance(self.phase, Phase):
             object.__setattr__(self, "phase", Phase.parse(self.phase))
@@ -264,7 +264,7 @@ class Job:
         if has_sequence(self.task):
             return self.batch_size * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
-        # A user's example may have token ids; its own sizes then count.
+        # If a user's example has token ids, their sizes count.
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0
 
     def transformers_config(self) -> Any:
@@ -321,7 +321,7 @@ class Job:
                 "This job was written by another version of snugfit. Unknown keys: "
                 f"{', '.join(sorted(unknown))}. Read it with that version."
             )
-        earlier = {"dtype": "float32"}  # before jobs had a dtype, weights were made in this one
+        earlier = {"dtype": "float32"}  # the dtype of weights before jobs had this key
         return cls(**{**earlier, **document, "model": Model.from_json(document["model"])})
 
 
@@ -372,7 +372,7 @@ def _loaded_dtype(asked: object, model: Model) -> str:
     for another one than a module's weights have.
     """
     name = dtype_name("auto" if asked is None else asked)
-    # A module has its dtype already, so another one is a contradiction.
+    # A module already has a dtype, so another one in the job is a contradiction.
     if model.module is not None:
         if name not in ("auto", model.dtype):
             raise JobError(
@@ -396,7 +396,7 @@ def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
     since old files leave out defaults of their class. That imports transformers.
     """
     lengths = (job.task, job.sequence_length, job.target_length)
-    # Most configs name their positions, and need no import of transformers.
+    # Most configs have the length of their position table, and need no import of transformers.
     if length_problem(config, *lengths) is None:
         return
     if problem := length_problem(job.config_to_read().to_dict(), *lengths):

@@ -36,7 +36,7 @@ def length_problem(
     """Return a sentence about a length, in tokens, that exceeds the positions of this config; None if all
     lengths are valid.
     """
-    # The text model of several parts has the positions of tokens.
+    # In a model of several parts, the text model has the positions of tokens.
     text = config.get("text_config") or config
     if has_sequence(task):
         limit = input_limit(text)
@@ -77,13 +77,13 @@ def target_limit(config: Mapping[str, Any]) -> Limit | None:
         rows = config.get(key)
         if isinstance(rows, int | float) and rows > 0:
             return key, int(rows)
-    # Most models have one table for both.
+    # Most models have one position table for inputs and targets.
     return input_limit(config)
 
 
 def _endless(config: Mapping[str, Any]) -> bool:
     """Return True if the model computes positions for any sequence length, and so has no longest one."""
-    # Rotary positions, by `rope_parameters` and the keys of older files.
+    # These prefixes mark rotary positions: `rope_parameters` and keys of older configs.
     computed = ("rope_", "global_rope_", "rotary_pct", "rotary_emb_")
     rotary = any(key.startswith(computed) for key in config)
     # T5's relative positions have no table.

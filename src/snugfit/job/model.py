@@ -88,7 +88,7 @@ class Model:
     def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "config") -> Self:
         """Return the model of this config.json's values, which must have passed `check_facts`."""
         sizes = {key: value for key, value in facts.items() if key != "dtype"}
-        # Sorted keys make equal facts equal texts, so that models compare and hash by them.
+        # With sorted keys, equal facts are equal texts, by which models compare and hash.
         return cls(
             name=name, origin=origin, facts=json.dumps(sizes, sort_keys=True), dtype=facts.get("dtype")
         )
@@ -252,7 +252,7 @@ class Model:
         for inputs in model_inputs():
             inputs.complete(config)
         in_tokens = inputs_of(task, self.architecture) is None
-        # Synthetic targets have a length of their own, which a decoder without an encoder cannot take.
+        # Synthetic targets have a separate length, which a decoder without an encoder does not support.
         if task == "seq2seq-lm" and not config.is_encoder_decoder and in_tokens:
             raise JobError(
                 f"{self.name} ({self.architecture}) has no decoder of its own. Synthetic batches have "

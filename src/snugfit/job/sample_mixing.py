@@ -71,7 +71,7 @@ def mixing_of(job: Job) -> Mixing:
     module = job.model.module
     if module is None:
         return Mixing(reason=_of_architecture(job))
-    # Running a module takes seconds, so the evidence is stored as long as the module is alive.
+    # Running a module takes seconds, so the result is cached as long as the module is alive.
     if module not in _OF_MODULES:
         _OF_MODULES[module] = _of_module(module, job.model)
     return _OF_MODULES[module]
@@ -100,7 +100,7 @@ def norm_layers_of_job(job: Job) -> str:
     config = job.transformers_config()
     composed = getattr(config, "sub_configs", None) or getattr(config, "backbone_config", None)
     code = sys.modules[class_of(job.task, config).__module__]
-    # Models made of others may have batch norms in files that this one does not show.
+    # Models that contain others may have batch norms in files that this one does not show.
     if not composed and "BatchNorm" not in inspect.getsource(code):
         return ""
     with torch.device("meta"):
@@ -134,7 +134,7 @@ def norm_layers(module: nn.Module) -> str:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    # A frozen batch norm uses stored statistics, and mixes nothing.
+    # A frozen batch norm uses stored statistics and does not mix samples.
     layers = [layer for layer in layers if layer.training or not module.training]
     if not layers:
         return ""
@@ -186,7 +186,7 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
             self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
         ) -> Any:
             if function is torch.ops.aten._local_scalar_dense.default:  # for `if` and `.item()`
-                # A condition is true and a number is 0: which branch runs is not known without data.
+                # A condition is true and a number is 0, since the branch that runs depends on data.
                 return arguments[0].dtype is torch.bool
             output = function(*arguments, **(keywords or {}))
             inputs = [value.numel() for value in tree_leaves(arguments) if torch.is_tensor(value)]
@@ -210,13 +210,13 @@ def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str
     if [call.name for call in few] != [call.name for call in many]:
         return ""
     for one, other in zip(few, many, strict=True):
-        # A linear size grows by the ratio at most; 1 % is a tolerance.
+        # The size of a linear operator grows by this ratio at most; 1 % is a tolerance.
         if other.output > one.output * growth * 1.01:
             return (
                 f"{one.name} makes a tensor that grows with the square of the samples: it compares "
                 "each with each"
             )
-        # A single number is a loss; a mean over all samples of more numbers is a statistic.
+        # A single number is a loss. A mean of several numbers over all samples is a statistic.
         is_statistic = one.name in STATISTICS and one.output == other.output > 1
         if is_statistic and other.largest_input > one.largest_input:
             return f"{one.name} sums over the samples of the batch before the loss"

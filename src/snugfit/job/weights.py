@@ -55,7 +55,7 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
                 f"{folder}: {file.name} is named by {INDEX} and is a link to {file.resolve()}, outside the "
                 "folder. An index may only name files in its own folder. Put the file there."
             )
-    # transformers adds an adapter from the same folder without a word.
+    # transformers loads an adapter from the same folder without a message.
     if (folder / ADAPTER).exists():
         raise ModelError(
             f"{folder} has {ADAPTER} next to a model's weights. transformers would load that adapter into "
@@ -149,7 +149,7 @@ def _shards(index: Path) -> list[str]:
     shards = list(document["weight_map"].values())
     for shard in shards:
         if (
-            # A name is never a path.
+            # The file name of a shard must not be a path.
             not isinstance(shard, str)
             or not shard
             or shard != os.path.basename(shard)
@@ -233,7 +233,7 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
     present = {name.rpartition(".")[0] for name in model.state_dict() if name not in without}
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
     prefix = f"{model.base_model_prefix}." if base is not None else ""
-    # Children with layers or embeddings are the base; heads have neither.
+    # The child modules with layers or embeddings are the base model; heads have neither.
     stacks = {
         name
         for name, child in (model if base is None else base).named_children()

@@ -29,7 +29,7 @@ def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: S
     """Return the bytes at the peak (the event with index `peak`) by category and module, the bytes over time,
     and the operators of a trace. `reserved` are the allocator's bytes after each event.
     """
-    # Without a wish for weights, they have the dtype of the job.
+    # Without a setting for weights, they have the dtype of the job.
     setup = replace(setup, weights_dtype=setup.weights_dtype or job.dtype)
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
     return Anatomy(
@@ -104,7 +104,7 @@ def _reason(kind: str, blocks: Sequence[Block], setup: Setup, dtypes: str) -> st
 
 
 def _of_activations(blocks: Iterable[Block], setup: Setup) -> str:
-    # A step of a feature's phase has no backward pass.
+    # A step of a feature's phase (such as evaluation) has no backward pass.
     if all(block.phase not in PHASES for block in blocks):
         return "results and temporaries of the layers"
     recomputed = ", or recomputed from checkpoints" if setup.checkpoint else ""
@@ -160,7 +160,7 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
 
     changes = trace.changes()
     start, live = marks[0].event, changes.cumsum()
-    # At least one event per stretch, for steps with fewer events than points.
+    # A stretch (events of one point) has at least one event, for steps with fewer events than points.
     stretch = max(1, (len(live) - start) // POINTS)
     tops = [low + int(live[low : low + stretch].argmax()) for low in range(start, len(live), stretch)]
     kinds = list(dict.fromkeys(block.kind for block in trace.blocks))

@@ -89,7 +89,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
             f"only. {_INSTEAD}"
         )
     oldest, _ = _oldest_capabilities()
-    # An earlier software may run on GPUs that the installed torch no longer supports.
+    # GPUs that the installed torch no longer supports may run earlier software.
     if software.name == INSTALLED and gpu.compute_capability < oldest:
         raise GpuError(
             f"The installed torch {_torch()} does not run on {gpu.name}: compute capability "
@@ -137,7 +137,7 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
     It is that of the first GPU. Its `peers` are the policies of GPUs with other choices.
     """
     policies = [policy_for(gpu, software) for gpu in gpus]
-    # Equal decisions need one simulation, so one policy of each kind suffices.
+    # GPUs with equal kernel choices need one simulation, so one policy of each kind suffices.
     by_decisions = {
         policy.decisions: policy for policy in policies if policy.may_share == policies[0].may_share
     }
@@ -200,7 +200,7 @@ def graphs_bytes(kernels: Iterable[Kernel]) -> int:
         if not kernel.played or kernel.compiled:
             continue
         graphs = played.setdefault(kernel.phase, [])
-        # `programs` marks the first kernel of a graph.
+        # A kernel with `programs` is the first of a graph.
         if kernel.programs or not graphs:
             graphs.append(0)
         graphs[-1] += 1
@@ -222,7 +222,7 @@ def context_for(
 ) -> tuple[int, list[str]]:
     """Return the NVML bytes of a CUDA context on this GPU for a step with these needs, and warnings about
     their accuracy. `group` are the bytes of the process group, which are included."""
-    # The software of an earlier time gives context and libraries as one figure.
+    # Profiles of earlier software have one figure for context and libraries.
     if software.context_bytes is not None:
         return software.context_bytes + group, []
     context = gpu.context_bytes if gpu else None
@@ -235,7 +235,7 @@ def context_for(
     total = group + sum(usual if known is None else known for known, usual, taken in parts if taken)
     total += SOLVER * needs.solver + needs.feature_bytes + needs.graphs_bytes
     if needs.pinned_bytes:
-        # A step without page-locked memory has no stream for copies either.
+        # A step without page-locked memory has no CUDA stream for copies either.
         total += LINK_STREAM * needs.streams + MAPPED_GIB * ((needs.pinned_bytes + ALREADY_PINNED) // GIB)
     if context is not None:
         return total, []
@@ -254,7 +254,7 @@ def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]
     """
     if gpu is None:
         return ["No GPU was named, so kernels are chosen for compute capability 9.0. Add --gpu NAME."]
-    # An H200's capability is the reference, so nothing is less certain.
+    # An H200's compute capability is the reference, so nothing is less certain.
     if gpu.compute_capability is None or gpu.compute_capability == (9, 0):
         return []
     usual = _oldest_capabilities()[1]

@@ -192,5 +192,5 @@ def modules_of(job: Job) -> list[str]:
 def exchanges() -> Exchanges:
     """Return the predictor of communication between processes. It is the base class if the feature for
     several GPUs is missing."""
-    # Without a feature for several processes, the base class has the figures of one.
+    # Without a feature for several processes, the base class returns the figures of one process.
     return next((make() for make in hooks("exchanges")), Exchanges())

@@ -58,7 +58,7 @@ class Frees:
 
     def pass_by(self, event: int) -> None:
         """Make blocks reusable whose late free is due before the event `event`."""
-        # The heap has the earliest free first.
+        # The root of the heap is the earliest free.
         while self._dropped and self._dropped[0][0] <= event:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
@@ -86,7 +86,7 @@ class LastStep:
     def __init__(self, trace: Trace, start: int, live: Mapping[int, Any]) -> None:
         self._start = start
         self._live = LiveSet()
-        # Blocks from before the step keep their order, so that frees find them by position.
+        # Blocks from before the step keep their order, so that a free finds its block by position.
         before = [index + 1 for index in trace.alive_at(start - 1)]
         numbers = {number: self._live.alloc(_alloc_of(trace, number)) for number in before}
         self._moves: list[tuple[Alloc | Free, Memory, int]] = []
@@ -111,7 +111,7 @@ class LastStep:
     def begins(self) -> Hashable:
         """Return the addresses of allocated blocks that the step may free, as the state in which the step
         begins."""
-        # A set, because the order of stacks has no meaning.
+        # A set is compared, because the order of stacks has no meaning.
         blocks = self._blocks
         return frozenset(
             (stack, tuple([blocks[index].address for index in indices]))

@@ -38,10 +38,10 @@ def waiting_bytes(kernels: Iterable[Kernel]) -> int:
     slabs, taken = Slabs(), 0
     for kernel in kernels:
         if kernel.operator == COPY_OUT:
-            # A copy's bytes count as read and written.
+            # The bytes of a copy are counted as read and written.
             slabs.take(kernel.nbytes // 2)
             taken += 1
-        # The first kernel after the forward pass: the places are free before the next micro-batch.
+        # At the first kernel after the forward pass, slots are free for the next micro-batch.
         elif kernel.phase != "forward":
             for _ in range(taken):
                 slabs.give_back()
@@ -54,7 +54,7 @@ def pinned_bytes(kernels: Iterable[Kernel]) -> int:
     kernels = tuple(kernels)
     if PINNING.isdisjoint({kernel.operator for kernel in kernels}):
         return 0
-    # A step that reports its page-locked memory counts everything.
+    # A step that reports its page-locked memory has counted all of it.
     if held := _most(kernels, PINNED_ON_HOST):
         return held
     staged = any(kernel.operator == STAGE_OUT for kernel in kernels)
@@ -69,7 +69,7 @@ def host_state_bytes(kernels: Iterable[Kernel]) -> int:
     kernels = tuple(kernels)
     if held := _most(kernels, HELD_ON_HOST):
         return held - pinned_bytes(kernels)
-    # Two moments of the weight's dtype: `nbytes` is twice the weight's bytes.
+    # AdamW has two moments of the weight's dtype, and `nbytes` is twice the weight's bytes.
     return sum(kernel.nbytes for kernel in kernels if kernel.operator == UPDATE_ON_HOST)
 
 

@@ -148,12 +148,12 @@ def _foresee_rank(
 ) -> ForeseenRank:
     communication = exchanges().communication_bytes(trace, ranks_of(setup))
     group = exchanges().group_bytes(setup, loop) + communication
-    # The context is no memory of the allocator's.
+    # The CUDA context is outside of the allocator.
     context, about_context = context_of(gpu, profile, trace, group=group)
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
     late = exchanges().late_frees(trace, gpu, setup, rates)
     after = replay(trace, expandable=setup.expandable_segments, limit=limit, late=late)
-    # Above the limit the step does not fit anyway, and the sentence would mislead.
+    # Above the limit the step does not fit anyway, and this warning would mislead.
     if limit is not None and after.retries and after.reserved_peak <= limit:
         about_context.append(RETRIED)
     return ForeseenRank(rank, trace, after, context, communication, about_context)
@@ -177,7 +177,7 @@ def _rehearse(
     trainer_class: type[Any] | None,
     rank: int,
 ) -> Trace:
-    # An import in the middle of a step may change its trace, so it happens before.
+    # An import in the middle of a step may change its trace, so it runs before.
     if _wants_more(setup) or loop != "plain":
         complete_imports()
     put_off = are_put_off()
@@ -213,7 +213,7 @@ def _rehearse_once(
 ) -> Trace:
     policy = policy_for(gpu, profile)
     older = profile.keep_gradients or profile.always_mask
-    # A user's own Trainer may count layers, and older software is not simulated from few.
+    # A user's own Trainer may count layers, and older software is not extrapolated from few layers.
     if not older and trainer_class is None:
         trace = rehearse_from_few_layers(job, setup, policy, loop=loop)
         if trace is not None:
@@ -226,7 +226,7 @@ def _rehearse_once(
         keep_gradients=profile.keep_gradients,
         always_mask=profile.always_mask,
         trainer_class=trainer_class,
-        rank=rank or None,  # stages differ by number, other ranks by their shares
+        rank=rank or None,  # stages differ by number, other ranks by the sizes of their shards
     )
 
 
@@ -242,14 +242,14 @@ def _host_bytes(job: Job, setup: Setup, shown: ForeseenRank, ranks: Sequence[For
     workers = setup.loader.workers
     training = (
         PROCESS_BYTES
-        # Each worker holds its prefetched batches in addition.
+        # Each worker also has its prefetched batches.
         + workers * (WORKER_BYTES + PREFETCHED_BATCHES * batch)
         + (2 * batch if setup.loader.pinned else 0)
         + pinned_bytes(trace.kernels)
         + host_state_bytes(trace.kernels)
     )
     weights = exchanges().weights_on_host(job, setup, [one.trace for one in ranks], loop)
-    # A model that is built on the host is there before CUDA's context, and gone before training.
+    # A model that is built on the host is in memory before CUDA's context, and freed before training.
     return max(training, IMPORTED_BYTES + weights)
 
 
@@ -258,7 +258,7 @@ def _footprint(shown: ForeseenRank, peak: int, host: int, memory: int | None) ->
     taken = context + after.reserved_peak
     managed = managed_bytes(trace.kernels)
     if memory is not None:
-        # Managed pages that do not fit on the GPU stay on the host.
+        # Managed memory pages that do not fit on the GPU stay on the host.
         managed = min(managed, max(0, memory - taken))
     return Footprint(
         requested_bytes=after.requested_peak,
@@ -305,7 +305,7 @@ def _seconds(
     doubts += tuple(sentence for further in hooks("timing_doubts") for sentence in further(setup))
     trace, workers = shown.trace, setup.loader.workers
     doubts = (*doubts, *exchanges().doubts(trace, gpu, rates))
-    # Ranks that differ wait for each other, so only the feature knows their seconds.
+    # Ranks that differ wait for each other, so only the feature can compute their seconds.
     if differing is not None:
         return differing.seconds(shown.rank, job.batch_size, rates), (), doubts
     connected = exchanges().link(gpu, rates)

@@ -61,7 +61,7 @@ class Software:
         """
         plain = Recipe()
         for technique in Recipe.parse(self.recipe):
-            # A technique that the user named keeps its slot.
+            # A technique that the user named is not replaced.
             if recipe[technique.slot] == plain[technique.slot]:
                 recipe = recipe.with_(technique)
         return recipe
@@ -85,7 +85,7 @@ def find_software(name: str) -> Software:
         legal = [INSTALLED, *sorted(known)]
         raise UsageError(f"Unknown software {name!r}.{did_you_mean(name, legal)} Known: {', '.join(legal)}.")
     facts = json.loads(known[name].read_text())
-    # These two keys are for readers of the file.
+    # These two keys are only for people who read the file.
     fields = {key: value for key, value in facts.items() if key not in ("about", "sources")}
     return Software(name=name, **fields)
 

@@ -22,11 +22,11 @@ from snugfit.deferred_imports import hasten_import
 from snugfit.hub_kernels import log_only_errors
 from snugfit.prediction.worker_pool import FEW_COLLECTIONS
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported, which is the next thing
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any import of torch
 with suppress(OSError):  # stderr may be closed
     os.dup2(2, 1)
 hasten_import()
 log_only_errors()
-# Its own logger prints the accelerator that it finds, when the simulated loop is the Trainer's.
+# DeepSpeed's logger would print the accelerator that it finds, if the simulated loop is the Trainer's.
 logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 gc.set_threshold(*FEW_COLLECTIONS)

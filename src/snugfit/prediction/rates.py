@@ -397,11 +397,11 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
         peak = gpu.peak_dense.get(precision)
         achieved_tflops = best.get(precision)
         if achieved_tflops:
-            # An achieved rate of others replaces the share of the data sheet.
+            # A published rate replaces the share of the data sheet.
             products[precision] = replace(rate, flops=achieved_tflops * 1e12)
         elif peak:
             products[precision] = replace(rate, flops=rate.flops * peak / of.peak_dense[precision])
-    # Attention in 32 bits follows the fp32 peak, all other attention the 16-bit one.
+    # Attention in 32 bits is scaled by the fp32 peak, and all other attention by the 16-bit peak.
     faster = {False: _peak(gpu, "fp32") / _peak(of, "fp32"), True: _peak(gpu, "fp16") / _peak(of, "fp16")}
     wider, busier = gpu.bandwidth / of.bandwidth, _instructions(gpu) / _instructions(of)
     patterns = {
@@ -463,7 +463,7 @@ def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -
     and this formula gives 2.89 (`results/h100-2026-11-27/update-kernels.json`). Recorded steps of four
     models: `dev/log.md`.
     """
-    # A kernel at the bandwidth is bound by its bytes alone.
+    # Only the bytes limit a kernel that reaches the bandwidth.
     if rate >= bandwidth:
         return rate * wider
     by_bytes, by_instructions = 1 / bandwidth, 1 / rate - 1 / bandwidth

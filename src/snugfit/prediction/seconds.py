@@ -138,21 +138,21 @@ def step_seconds(
     exchanging = [s * exchange for exchange, s in zip(is_exchange, device, strict=True)]
     computing = [s - exchange for s, exchange in zip(on_device, exchanging, strict=True)]
     phases = _by_phase(kernels, computing, launches, gpu)
-    # Workers make batches while a step runs, so only a longer time than the step counts.
+    # Workers prepare batches while a step runs, so only the seconds beyond the step's count.
     loading = sum(each_once(lambda kernel: loader_seconds(kernel, costs), kernels))
     exposed = 0.0
     if communication := sum(exchanging):
         run = exchanges().run_in_streams
         length = (streams or run(*queue)).seconds
-        # The same queue without exchanges shows how much of them nothing hides.
+        # The same queue without exchanges shows how much of them no computation hides.
         exposed = max(0.0, length - run(*queue._replace(device=computing)).seconds)
     else:
         length = simulate_queue(device, launches, syncs, costs, roles)
-    # A step cannot be shorter than its batches take.
+    # A step cannot be shorter than the preparation of its batches.
     length = max(length, loading)
     busy, link = sum(computing), sum(device) - sum(on_device)
     bound = "loading" if loading == length > 0 else _bottleneck(length, busy, phases)
-    # Without its copies the step would be clearly shorter, so the link is its bound.
+    # Without its copies the step would be clearly shorter, so the link is its bottleneck.
     if link and length > LINK_BOUND_ABOVE * simulate_queue(on_device, launches, syncs, costs):
         bound = LINK
     if exposed and length > LINK_BOUND_ABOVE * (length - exposed):
@@ -222,7 +222,7 @@ def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[
     # A list may change, so only tuples are cached.
     if type(kernels) is not tuple:
         distinct = _Distinct(kernels)
-    # Compared by identity, since the tuple may be long.
+    # Tuples are compared by identity, since they may be long.
     elif _LAST and _LAST[0].kernels is kernels:
         distinct = _LAST[0]
     else:
@@ -310,15 +310,15 @@ def run_queue(
     # Parts without a wait need no test per kernel.
     stretches = _between_syncs(zip(device, launches, roles or repeat(COMPUTES)), syncs)
     now = free = link = length = last = 0.0
-    # The host is at most `depth` launches ahead, so the oldest end in the queue delays it.
+    # The host is at most `depth` launches ahead, so it waits for the oldest kernel in the queue to end.
     ends = deque([0.0] * (depth or 1), maxlen=depth)  # without a depth the first stays
     moments: list[tuple[float, float]] = []
     for remaining in reversed(range(SIMULATED_STEPS)):
         begin = now
-        copies: list[float] = []  # when each of this step is done
+        copies: list[float] = []  # end times of this step's copies
         now += host.step
         for waits, kernels in stretches:
-            # Several waits at one place cost a round trip each.
+            # Several waits at one position cost one round trip each.
             for _ in range(waits):
                 now = max(now, free) + host.wait
             for seconds, launch, role in kernels:
@@ -329,7 +329,7 @@ def run_queue(
                 if role == TRAVELS:
                     start = max(start, link)
                 elif role >= 0:
-                    # The role counts the copies that were launched later, so it indexes from the end.
+                    # The role is the number of copies that were launched later, so it indexes from the end.
                     start = max(start, copies[-1 - role])
                 if not remaining:
                     moments.append((now - begin, start - begin))
@@ -340,7 +340,7 @@ def run_queue(
                     continue
                 free = start + seconds
                 ends.append(free)
-        # The host may end after the device, and the next step begins when both have ended.
+        # The host may end after the device. The next step begins when both have ended.
         end = max(now, free)
         length, last = end - last, end
     return length, moments
@@ -366,7 +366,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     costs as much as a launch in the backward pass. On the host of one H200 (2026-11-24) 1, 4 and 16 copies
     out took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
     """
-    # Workers have already made the batch: it is only taken from their queue.
+    # Workers have already prepared the batch, so it is only taken from their queue.
     if kernel.operator == PREPARED:
         return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
@@ -375,12 +375,12 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     if kernel.played and not kernel.compiled:  # no module of the model is called
         return launch
     before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
-    # Autograd calls a backward program, at a cost of its own.
+    # Autograd calls a compiled backward program, at a separate cost.
     in_backward = kernel.phase == "backward" and not kernel.recomputed
     program = host.backward_program if in_backward else host.program
     before += host.intercepted * kernel.intercepted + program * kernel.programs
     before += host.function * kernel.functions
-    # Tensors in shards have a cost of their own.
+    # Sharded tensors have a separate cost.
     lists = 0 if kernel.operator == SHARDED_OPERANDS else max(0, kernel.tensors - FEW_TENSORS)
     return launch + before + host.tensor * lists
 
@@ -388,7 +388,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
     """Return the seconds in which the host launches this kernel, without code before it that launches no
     kernel."""
-    if kernel.played:  # the first kernel of a graph carries its launch
+    if kernel.played:  # the first kernel includes the launch of the graph
         launch = host.python_launched if kernel.programs else 0.0
     elif kernel.compiled:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
@@ -398,7 +398,7 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = getattr(host, BY_PYTHON[kernel.operator]) * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
-        # Other markers of the host have no work.
+        # Other entries of the host have no work.
         launch = _own_bytes(kernel) / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0
     elif kernel.operator in COPIES | STAGED:
         launch = host.backward
@@ -449,7 +449,7 @@ def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Ker
         return kernels
     return tuple(
         kernel._replace(operator=PREPARED, tensors=workers)
-        # Only batches come from workers; other copies from the host stay as they are.
+        # Only batches come from workers. Other copies from the host are unchanged.
         if kernel.operator == COPY_IN and kernel.phase == "load"
         else kernel
         for kernel in kernels

@@ -119,7 +119,7 @@ def startup(
     layers launch.
     """
     size = model_size(job)
-    # On a GPU, drawing the weights takes no time per number.
+    # On a GPU, the initialisation of weights takes no time per element.
     drawing = rates.host_number * size.numbers if job.build_on == "host" else 0.0
     return Startup(
         imports_seconds=rates.imports + rates.package * count_packages(setup),
@@ -200,6 +200,6 @@ def _load_key(kernel: Kernel) -> Hashable:
     return (
         kernel.operator,
         kernel.dtype,
-        # cuBLAS chooses a kernel for the magnitude of the sizes.
+        # cuBLAS chooses a kernel by the magnitude of the sizes.
         tuple([tuple(map(int.bit_length, shape)) for shape in shapes]),
     )

@@ -52,7 +52,7 @@ def run_in_streams(
     """Return the simulated step of a trace with several CUDA streams, in which collectives run in parallel;
     None for one stream.
     """
-    # One stream alone needs no simulation of several.
+    # A single stream needs no simulation of several.
     if all(each_once(lambda kernel: kernel.peers == ALONE, trace.kernels)):
         return None
     return exchanges().run_in_streams(*queue_of(trace, rates, connected, workers=workers))

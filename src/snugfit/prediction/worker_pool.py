@@ -70,12 +70,12 @@ class _Worker:
     """A process with its own object, which runs one method call at a time."""
 
     def __init__(self, context: Any, make: Callable[[], Any]) -> None:
-        # A pipe of its own per worker: nothing of it remains when the worker is killed.
+        # Each worker has a separate pipe, so no data of it remains if the worker is killed.
         self.connection, child_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(child_end, make), daemon=True)
         with _main_of_a_file():
             self.process.start()
-        # The child has its end; an open copy here would hide its death.
+        # Only the child needs its end. An open copy here would hide its death.
         child_end.close()
 
     def send(self, question: Question) -> None:
@@ -154,7 +154,7 @@ class WorkerPool:
         """
         busy: dict[Any, _Worker] = {}
         while True:
-            # An object in this process answers at once, without a pipe.
+            # An object in this process returns its answer at once, without a pipe.
             at_once: list[Answer] = []
             if helped and (helper := self._another()) is not None:
                 self._helpers.append(helper)
@@ -334,7 +334,7 @@ def _context(preload: Sequence[str]) -> Any:
         os._exit(UNGUARDED)  # the parent reports the reason
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
-    if threading.current_thread() is not threading.main_thread():  # others may not change signals
+    if threading.current_thread() is not threading.main_thread():  # other threads may not change signals
         forkserver.ensure_running()
         return context
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the new process inherits
@@ -363,7 +363,7 @@ def _serve(questions: Connection, make: Callable[[], Any]) -> None:
     """Run a worker's main loop: execute method calls and send their results until the pipe is closed. Ctrl-C
     and the parent's end stop it without a message.
     """
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no compilation here, and bitsandbytes would load the compiler
     gc.set_threshold(*FEW_COLLECTIONS)
     # Workers inherit an ignored Ctrl-C from the fork server.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -61,7 +61,7 @@ class Moment:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the `Moment` (point in a step) that `to_json` of this version or an older one wrote."""
         own = {entry.name: document[entry.name] for entry in fields(cls) if entry.name in document}
-        # Older objects count steps from 0, and have no such mark.
+        # Documents of older versions count steps from 0, and have no key `counted_from`.
         own["step"] = own.get("step", 0) + 1 - document.get("counted_from", 0)
         return cls(**own)
 
@@ -184,6 +184,6 @@ class Startup(JsonFields):
 
     def total_seconds(self, step_seconds: float) -> float:
         """Return the seconds that the start-up adds to a run, beyond `step_seconds` for each of its steps."""
-        # The steps of the start-up are work too, so their steady length is not counted.
+        # Steps of the start-up do useful work too, so their steady seconds are subtracted.
         steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
         return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)

@@ -212,7 +212,7 @@ class Measurement(JsonDocument, Tabular):
         """Return the losses (null where one is not finite), and the seconds of an evaluation's calls, for the
         JSON document.
         """
-        # JSON has no NaN, which a diverged run's losses contain.
+        # JSON has no NaN, which the losses of a diverged run contain.
         return {"losses": finite_or_null(self.losses), "calls": self.calls}
 
     @classmethod

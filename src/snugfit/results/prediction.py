@@ -180,7 +180,7 @@ class Prediction(JsonDocument, Tabular):
         unknown, they are the allocator's reserved bytes.
         """
         footprint = self.footprint
-        # Managed pages may stay on the host, so a step fits without them.
+        # Managed memory pages may stay on the host, so a step fits without them.
         fixed = (footprint.nvml_bytes or 0) - footprint.managed_bytes
         return fixed or footprint.reserved_bytes or footprint.requested_bytes or 0
 

@@ -120,7 +120,7 @@ class StepSeconds(JsonFields):
         """
         if not self.communication_seconds or not self.step_seconds:
             return None
-        # Hidden exchanges do not lengthen the step.
+        # Exchanges that run in parallel to computation do not lengthen the step.
         return 1 - self.exposed_communication_seconds / self.step_seconds
 
     @property

@@ -48,7 +48,7 @@ T = TypeVar("T")
 FRONT_ENDS = ("plain", "accelerate", "trainer", "fit", "custom_loop", "script")
 
 CORE_HANDLERS: tuple[Handler, ...] = (
-    AttentionHandler(),  # before the weights: of a live model it may still be refused
+    AttentionHandler(),  # before the weights, since it may refuse a live model
     WeightsDtypeHandler(),
     MatmulHandler(),
     CheckpointHandler(),
@@ -155,7 +155,7 @@ def is_adapted(setup: Setup) -> bool:
     adapters.
     """
     return any(
-        handler.stage < InstallStage.DISTRIBUTE  # a part of a model has the model's weights
+        handler.stage < InstallStage.DISTRIBUTE  # a part of the model has the whole model's weights
         # A handler that inherits the method replaces no model.
         and type(handler).replace_model is not Handler.replace_model
         for handler, _ in _used(setup)

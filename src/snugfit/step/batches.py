@@ -115,7 +115,7 @@ def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Ca
 
     def repeat_first(samples: list[Any]) -> Any:
         batch = {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
-        # Real samples are made only if a model reads their values, and once for all inputs.
+        # Real samples are created only if a model reads their values, and once for all inputs.
         few = range(min(len(samples), SAMPLES))
         real = functools.cache(lambda: collate([samples[index].real() for index in few]))
         for name, value in batch.items():
@@ -241,7 +241,7 @@ def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
         full.append(
             {name: _fill_up(name, value, samples, length) for name, value in {**more, **piece}.items()}
         )
-    idle = {**full[0], "labels": full[0]["labels"].clamp(min=0)}  # a mean over nothing is no number
+    idle = {**full[0], "labels": full[0]["labels"].clamp(min=0)}  # a mean over no labels would be NaN
     full += [idle] * (count - len(full))
     return {
         name: torch.cat([piece[name] for piece in full]) if torch.is_tensor(value) else value

@@ -49,7 +49,7 @@ def build_model(
     stays there until it is distributed to its processes. If it `stays`, the code that shards it moves it. If
     it is cut into stages, it is cut on the host.
     """
-    # Such weights are made on the device, and not moved there.
+    # Such weights are created on the device, and not copied to it.
     on_host = on_host and "construct" not in model_arguments(setup)
     places = built_on(setup, job)
     stays = stays or STAYS in places
@@ -102,7 +102,7 @@ def _host(device: torch.device) -> Iterator[None]:
         with torch.device("cpu"):
             yield
         return
-    # The recorder of a simulation is a dispatch mode, and must not see tensors of the host.
+    # The recorder of a simulation is a dispatch mode, which must not record tensors of the host.
     with _disable_current_modes(), torch.device("meta"):
         yield
 

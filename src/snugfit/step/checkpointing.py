@@ -142,7 +142,7 @@ def _checkpoint_single(
             raise RecipeError(
                 f"{str(error).rstrip('.')}, says transformers. Try {roster.plain(Slot.CHECKPOINTING).name!r}."
             ) from None
-    # The switch also turns on layers that were not chosen, such as every second one.
+    # The switch also turns on layers that were not chosen, such as the others of every second layer.
     chosen = {id(layer) for layer in layers}
     own = {id(layer) for stack in layer_stacks(model) for layer in stack}
     for module in model.modules():
@@ -230,7 +230,8 @@ def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..
         except RecipeError:
             raise
         except Exception:
-            # A span with noted calls has not reached its last layer, so the model failed between its layers.
+            # A span with recorded calls has not reached its last layer, so the model failed between its
+            # layers.
             half_done = [span for span in spans if span.noted]
             for span in half_done:
                 span.noted.clear()
@@ -249,7 +250,7 @@ class _Span:
     def __init__(self, forwards: list[Callable[..., Any]], name: str) -> None:
         self.forwards, self.name = forwards, name
         self.noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.handed_on = 0  # the identity of the tensor, which is not kept alive
+        self.handed_on = 0  # id of the passed tensor, which is not kept alive
 
     def refusal(self) -> RecipeError:
         """Return the error for a model whose layers cannot be recomputed as a span."""
@@ -274,7 +275,7 @@ class _Span:
             self.noted.append(without_cache(tuple(arguments), keywords))
             if index < len(self.forwards) - 1:
                 return hidden
-            # A copy, because the recomputation needs the calls after the list is cleared.
+            # The list is copied, because the recomputation needs the calls after it is cleared.
             calls = list(self.noted)
             self.noted.clear()
             return self._run(hidden, calls)

@@ -119,12 +119,12 @@ class OptimizerLoop(Step):
                 optimizer.zero_grad(set_to_none=not self.keep_gradients)
                 after_update(self.setup, runs, index)
                 observer.step_ends(index)
-                if self.keep_losses and loss is not None:  # a replay overwrites it
+                if self.keep_losses and loss is not None:  # a replay overwrites the loss
                     losses.append(loss if self.runner is None else loss.clone())
         self.model, self.optimizer = model, optimizer
         if self.passes is not None and self.keep_losses:
             return self.passes.tell_losses(losses, steps)
-        # Only now, because reading a loss waits for the GPU.
+        # Losses are read only here, because reading one waits for the GPU.
         return [float(loss) for loss in losses]
 
     def _clip_and_update(self, built: Built) -> None:
@@ -140,7 +140,7 @@ class OptimizerLoop(Step):
         if not self.job.clip:
             return
         built.observer.phase("clip")
-        # The bound applies to the norm of the unscaled gradients.
+        # The limit applies to the norm of the unscaled gradients.
         if built.scaler is not None:
             built.scaler.unscale_(built.optimizer)
         if self.passes is not None:
@@ -259,7 +259,7 @@ class PlainStep(OptimizerLoop):
         if len(pieces) == 1:
             return [None]
         items = [self.items_of(piece) for piece in pieces]
-        # Without any counted item the weights are 0, and not 0/0.
+        # If no item counts, the weights are 0, and not 0/0.
         return [share / (sum(items) or 1) for share in items]
 
     def evaluated_model(self) -> Any:
@@ -282,7 +282,7 @@ class PlainStep(OptimizerLoop):
         values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
         # The loss is a scalar, and an exported model has none.
         largest = next(one for one in values if torch.is_tensor(one) and one.dim())
-        # An engine may leave padding out, whose outputs have no meaning.
+        # An engine may skip padding, whose outputs have no meaning.
         if (mask := batch.get("attention_mask")) is not None and largest.shape[:2] == mask.shape:
             largest = largest[mask.bool()]
         return Outputs(largest, largest.argmax(-1))

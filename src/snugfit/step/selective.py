@@ -70,7 +70,7 @@ def selective_contexts(operators: tuple[str, ...], every_other: bool = False, re
     """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    products = {False: 0, True: 0}  # in the forward pass, and in the recomputation, for torch 2.12
+    products = {False: 0, True: 0}  # counts in forward and in the recomputation, for torch 2.12
 
     def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         name = operator.name()

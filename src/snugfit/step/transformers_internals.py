@@ -36,7 +36,8 @@ def placed_on(device: torch.device) -> Iterator[None]:
 
     variables = {"meta": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu"}}
     with contextlib.ExitStack() as changes:
-        # All instances of such a class share one dictionary, so an empty one means a new set-up.
+        # All instances of such a class share one dictionary. An empty one means that the state is set up
+        # again.
         for kind in (PartialState, AcceleratorState, GradientState):
             changes.enter_context(patch.dict(kind._shared_state, clear=True))
         changes.enter_context(patch.dict(os.environ, variables.get(device.type, {})))
@@ -70,7 +71,7 @@ def place_state(accelerator: Any, device: torch.device) -> None:
 
     if device.type != "meta":
         return
-    for kind in (PartialState, AcceleratorState):  # the second copies the first whenever it is made
+    for kind in (PartialState, AcceleratorState):  # the second copies the first at each construction
         kind._shared_state["device"] = device
     if accelerator.scaler is not None:
         # The scaler was made for CUDA, the device during set-up.

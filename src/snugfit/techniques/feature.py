@@ -72,7 +72,7 @@ class Configuration(Protocol):
 class Feature:
     """Base class of a feature: a folder that can be deleted. Subclasses override some methods."""
 
-    name: ClassVar[str]  # the folder's, set by the registry
+    name: ClassVar[str]  # the registry sets the folder's name
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """Module names by slot (choice of a recipe). Each module has one technique of the same name."""
     needs: ClassVar[Mapping[str, str]] = {}

@@ -63,7 +63,7 @@ class Word:
             kind = roster.find(self.name)
         except RecipeError as error:
             raise error_at(self.text, self.start, self.start + len(self.name), str(error)) from None
-        # An alias is replaced by our word, with a line on stderr.
+        # An alias is replaced by the technique's own name, with a message on stderr.
         if kind.name != self.name:
             _echo_alias(self.name, kind.name)
         given = self._settings(kind)
@@ -94,7 +94,7 @@ class Word:
                 given[name] = _read(technique, name, kinds[name], value)
             except RecipeError as error:
                 raise error_at(self.text, start, start + len(piece), str(error)) from None
-            # As in Python, no position follows a name.
+            # As in Python, no positional setting follows a named one.
             by_name = by_name or "=" in _QUOTED.sub("", piece)
         return given
 
@@ -143,7 +143,7 @@ def parse(text: str) -> list[Word]:
                 *_around(text, position),
                 "The name of a technique is missing here. Write one, such as bf16, or remove the '+'.",
             )
-        # The match has spaces at its end, which belong to no word.
+        # The match includes spaces at its end, which are not part of the word.
         start, end = match.start("name"), match.start() + len(match[0].rstrip())
         words.append(
             Word(

@@ -74,12 +74,12 @@ class Recipe:
         try:
             slots = tuple([technique.slot for technique in self.techniques])
         except (TypeError, AttributeError):
-            # The usual mistake is a text.
+            # The usual mistake is a text in place of techniques.
             raise RecipeError(
                 f"Recipe takes techniques, not {self.techniques!r}. From text: "
                 "Recipe.parse('bf16 + every_layer')."
             ) from None
-        # A search makes very many complete recipes, which need no filling in.
+        # A search creates very many complete recipes, which need no defaults.
         if slots == _SLOTS:
             return
         chosen: dict[Slot, Technique] = {}
@@ -88,7 +88,7 @@ class Recipe:
                 raise RecipeError(_clash(other, technique))
             chosen[technique.slot] = technique
         filled = tuple(chosen.get(slot) or roster.plain(slot) for slot in Slot)
-        # The class is frozen, so its own initialisation has to go around it.
+        # The class is frozen, so `__post_init__` cannot assign the field directly.
         object.__setattr__(self, "techniques", filled)
 
     @classmethod
@@ -159,7 +159,7 @@ class Recipe:
         for technique in self:
             own = technique.warnings(job, compute_capability)
             yield from (f"{technique}: {text}" for text in (*own, *technique.warnings_beside(job, self)))
-            # A user may name a technique that no plan would choose; the reason becomes a warning.
+            # A user may name a technique that no plan would choose. The objection becomes a warning.
             if doubt := technique.planning_objection(job) or technique.uncertain(job):
                 yield f"{technique}: {doubt}."
             if technique.slot in unused_slots(job) and not technique.plain:

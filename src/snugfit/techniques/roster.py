@@ -98,7 +98,7 @@ def _with_shared_words(word: str, names: Iterable[str]) -> str:
     `8bit-adam`."""
     parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if len(part) > 2]
     shared = {name: sum(part in name for part in parts) for name in names}
-    # More shared parts first, then shorter names.
+    # Names with more shared parts come first, then shorter names.
     best = sorted((name for name in shared if shared[name]), key=lambda name: (-shared[name], len(name)))[:3]
     guess = f" Did you mean {' or '.join(map(repr, best))}?" if best else ""
     return f"{guess} snugfit techniques lists all."
@@ -152,7 +152,8 @@ def _sentences(technique: type[Technique]) -> dict[str, str]:
     """Return the first sentence of each setting's docstring, by the setting's name. Raises `RosterError` for
     settings without one.
     """
-    # Checked only if the sentences are needed: reading them takes as long as reading all techniques.
+    # The check runs only if the sentences are needed, since reading them takes as long as loading all
+    # techniques.
     docs = field_docs(technique)
     said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
     if undocumented := [name for name, sentence in said.items() if not sentence]:
@@ -238,7 +239,7 @@ def field_docs(kind: type[Any]) -> dict[str, str]:
 
 def _class_field_docs(owner: type) -> dict[str, str]:
     """Return the string literal directly under each annotated field in this class's body."""
-    # Docstrings below fields are no attributes; only the source has them.
+    # Docstrings below fields are no attributes, so they are read from the source.
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {
@@ -291,7 +292,7 @@ def advice(word: str) -> str | None:
             return advised[word.lower()]
     if word == "batch_size":
         return "it is part of the job, not of the recipe; 'micro_batches(n)' cuts the batch into n pieces."
-    # Keys with our meaning, and fields of a job, are no techniques.
+    # Keys that mean a key of the job file, and fields of a job, are no techniques.
     if names.same.get(word, word) in {field.name for field in fields(Job)}:
         return "it is part of the job, not of the recipe."
     if word in names.keys:

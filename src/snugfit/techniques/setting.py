@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from snugfit.errors import RecipeError, did_you_mean
 
-# Words exclude the characters of the notation, so each setting reads back equal.
+# Words exclude the characters of the notation, so that each setting is read back unchanged.
 _WORD = re.compile(r"[A-Za-z_][\w.*-]*", re.ASCII)
 _QUOTED = re.compile(r"'[^'\s]+'")
 # 18 digits fit into 64 bits.

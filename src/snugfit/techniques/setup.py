@@ -100,7 +100,7 @@ class CheckpointWish:
             short, longer = divmod(layers, count)
             starts = [index * short + min(index, longer) for index in range(count + 1)]
         spans = [range(start, end) for start, end in pairwise(starts)]
-        # `first` counts the spans that `every` has chosen.
+        # `first` counts only the spans that `every` has chosen.
         return tuple(spans[:: self.every][: self.first])
 
 
@@ -124,7 +124,7 @@ class LogitsWish:
         """Return the number of tokens in a chunk. Without a set number, it is the largest power of two whose
         logits, of `itemsize` bytes each, take at most `LOGITS_BYTES`.
         """
-        # The bit length minus one is the largest power of two within.
+        # One shifted by the bit length minus one is the largest power of two up to the number.
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
 
 
@@ -226,7 +226,7 @@ class CoreSetup(JsonFields):
         if module is None or self.weights_dtype:
             return self.weights_dtype or job.dtype
         dtypes = {dtype_name(weight.dtype) for weight in module.parameters() if weight.requires_grad}
-        # The narrowest dtype decides about lost updates.
+        # The narrowest dtype determines if small updates are lost.
         return next((name for name in dtypes if name in LOST_BELOW), job.dtype)
 
     @property
@@ -295,7 +295,7 @@ class CoreSetup(JsonFields):
         """Return a copy of the Setup with this AdamW as its optimizer, or with the variant that a feature's
         field requires.
         """
-        # A feature with weights of another form needs its own AdamW for them.
+        # A feature with another form of weights needs its own AdamW for them.
         named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
         own = next(named, None)
         return self.with_fields(optimizer=wish if own is None else own.run())

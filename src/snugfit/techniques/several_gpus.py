@@ -31,7 +31,7 @@ BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
 def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
     """Return the recipe's techniques that support only one process, by slot (a choice such as precision)."""
     techniques = [recipe[slot] for slot in BEFORE_SHARDING]
-    # A plain technique of these slots is simulated with any number of processes.
+    # Default techniques of these slots are simulated with any number of processes.
     return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]
 
 
@@ -45,7 +45,7 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
     if wish is not None:
         return setup.with_fields(**{wish.name: wish.of(setup).on(gpus)})
     if gpus > 1:
-        from snugfit.techniques import roster  # the command imports this module at once
+        from snugfit.techniques import roster  # the command line imports this module at its start
 
         if not roster.slots_of_several_gpus():
             raise UsageError(

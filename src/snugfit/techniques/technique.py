@@ -86,7 +86,7 @@ class Fidelity(StrEnum):
     """The training algorithm differs from the plain recipe's, but also trains the model."""
 
 
-# A technique is frozen, so its Setup is made once; a search reads it for every candidate.
+# A technique is frozen, so its Setup is created once. A search reads it for every candidate.
 @functools.cache
 def _alone(technique: Technique) -> Setup:
     return setup_of(technique)
@@ -341,7 +341,7 @@ class Technique(ABC):
         others by name: `sgd(momentum=0.5)`.
         """
         shown = [
-            # A setting without a default is the main one, and needs no name.
+            # A setting without a default is the main one, and is written without its name.
             show_setting(value) if declared.default is MISSING else f"{declared.name}={show_setting(value)}"
             for declared in fields(self)
             if (value := getattr(self, declared.name)) != declared.default

@@ -49,14 +49,15 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
     looked_at: dict[str, None] = {}
     for kind in roster.techniques():
         for counterpart in kind.counterparts if kind.slot is slot else ():
-            # Such arguments mean the technique only in a script that snugfit writes.
+            # Such arguments imply the technique only in a script that snugfit has written.
             if counterpart.used == "to write":
                 continue
             keys = tuple(counterpart.arguments)
             looked_at |= dict.fromkeys(keys)
             literals = sum(not isinstance(value, Setting) for value in counterpart.arguments.values())
             technique = _technique_from(counterpart, kind, arguments)
-            # More fixed values win: an accumulation of 1 is the whole batch, and not one micro-batch.
+            # The match with more fixed values wins: an accumulation of 1 is the whole batch, not one
+            # micro-batch.
             if technique is not None and literals > most_literals:
                 best = SlotReading(slot=slot, technique=technique, keys=keys, note=counterpart.note)
                 most_literals = literals
@@ -77,7 +78,7 @@ def _technique_from(
         # `True == 1` holds in Python, but not in another library's arguments.
         elif given != value or isinstance(given, bool) != isinstance(value, bool):
             return None
-    # The arguments leave a setting without a default open.
+    # The arguments give no value for a setting without a default.
     if any(declared.default is MISSING and declared.name not in settings for declared in fields(kind)):
         return None
     try:
@@ -111,7 +112,7 @@ def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, 
     for declared in fields(technique):
         value = getattr(technique, declared.name)
         implied = counterpart.settings.get(declared.name, declared.default)
-        # The arguments imply another value than the technique has.
+        # The technique has another value of this setting than the arguments imply.
         if declared.name not in named and value != implied:
             return None
     return {key: _with_settings(value, technique) for key, value in counterpart.arguments.items()}

@@ -35,7 +35,7 @@ class Call:
 
     def run(self, *given: Any, **more: Any) -> Any:
         """Import and call the function, and return its result; its own `arguments` override `more`."""
-        # The wish's own arguments are the recipe's, so they override the loop's.
+        # The arguments of this call come from the recipe, so they override those of the loop.
         return self.resolve()(*given, **{**more, **self.arguments})
 
 

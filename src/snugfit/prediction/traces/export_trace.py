@@ -110,7 +110,7 @@ def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, 
     allocation or free of the step.
     """
     last = max(mark.step for mark in trace.marks)
-    # Consecutive marks of one phase are one passage.
+    # Consecutive marks of one phase count as one.
     marks = [next(members) for _, members in groupby(
         (mark for mark in trace.phases if mark.step == last), key=lambda mark: mark.phase
     )]  # fmt: skip
@@ -157,7 +157,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
     segments: list[dict[str, Any]] = []
 
     def note(action: str, address: int, size: int, block: Block) -> None:
-        # The viewer needs ascending times; a trace has an order only.
+        # The viewer needs ascending times, but a trace has only an order.
         entries.append({
             "action": action, "addr": address, "size": size, "stream": 0, "time_us": len(entries),
             "frames": _frames(block), "category": str(block.kind),
@@ -178,7 +178,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
         stream = trace.streams.get(event - 1, 0)
         live[event] = handed_out = allocator.allocate(block.nbytes, trace.memory_of(event - 1), stream)
         if mapped := allocator.reserved - before:
-            # a new segment begins with the block; an expandable one ends with it, or with its rest
+            # a new segment begins with the block; an expandable one ends with it or its remainder
             rest = handed_out.after
             end = rest.address + rest.size if rest else handed_out.address + handed_out.size
             start = end - mapped if expandable else handed_out.address

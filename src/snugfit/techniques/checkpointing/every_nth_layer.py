@@ -36,7 +36,7 @@ class EveryNthLayer(Technique):
                 "activation_checkpointing_kwargs.offload": False,
             }
         ),
-        Counterpart(  # its inputs wait on the host, which belongs to another slot
+        Counterpart(  # its inputs are copied to the host, which is another slot's technique
             arguments={
                 "activation_checkpointing": True,
                 "activation_checkpointing_kwargs.use_reentrant": False,

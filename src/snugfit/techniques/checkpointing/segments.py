@@ -47,7 +47,7 @@ class Segments(Technique):
         models whose layers return more than the hidden state.
         """
         yield from dropped_prefix(job)
-        # A segment's layers are called together and pass on the hidden state alone.
+        # The layers of a segment are called together and pass on only the hidden state.
         if job.trains and job.model.architecture in HANDING_ON:
             yield (
                 f"the layers of {job.model.architecture} pass a position bias from one to the next, so "
