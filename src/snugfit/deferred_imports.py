@@ -140,8 +140,8 @@ class _PutOffModule(ModuleType):
 
 class _AsItIs:
     """Wrapper of a function that torch's compiler must skip, used until the compiler is imported. It has only
-    a weak reference to the function, because the function refers to this object. A strong one would form a
-    cycle that delays the release of memory.
+    a weak reference to the function, because the function refers to this object. A strong reference would
+    form a cycle that delays the release of memory.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -188,8 +188,8 @@ class _StandInCompiler:
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **_: Any) -> Any:
         """Return a function that is excluded from compilation, in the place of `torch._dynamo.disable`.
 
-        A decorator gets one that imports the compiler at its first call. `torch._compile` passes
-        `wrapping=False`, and gets one that only calls `fn`.
+        For a decorator, the function imports the compiler at its first call. `torch._compile` passes
+        `wrapping=False`; its function only calls `fn`.
         """
         from torch._compile import _disable_dynamo
 
@@ -244,7 +244,7 @@ class _Deferral:
         self._compiler = _StandInCompiler()
 
     def begin(self) -> None:
-        """Start the deferral, unless transformers' models are imported already."""
+        """Replace Python's import functions, unless transformers' models are imported already."""
         if self.active or "transformers.modeling_utils" in sys.modules or COMPILER in sys.modules:
             return
         import torch
@@ -389,7 +389,7 @@ _DEFERRAL = _Deferral()
 
 
 def defer_imports() -> None:
-    """Start the deferral, unless the process has imported a model of transformers."""
+    """Start to defer imports of rare modules, unless the process has imported a model of transformers."""
     _DEFERRAL.begin()
 
 
@@ -401,7 +401,7 @@ def are_put_off() -> bool:
 
 
 def complete_imports() -> None:
-    """Import the deferred modules now."""
+    """Import the deferred modules now, and end the deferral."""
     if _DEFERRAL.active:
         _DEFERRAL.complete()
 

@@ -1,9 +1,9 @@
 """Documents between processes and on disk: JSON files that are complete or absent.
 
-A document is written to a temporary file in the same folder, flushed to the disk, then renamed. A reader sees
-the old document or the new one, never half of one. Reading accepts only a plain file of at most a few MiB.
-Its content must be strict JSON (no NaN, no Infinity, no number beyond a double) with an object at the top.
-Nothing is ever unpickled.
+A document is written to a temporary file in the same folder, flushed to the disk, then renamed. A reader gets
+the old document or the new one, never an incomplete one. Reading accepts only a plain file of at most a few
+MiB. Its content must be strict JSON (no NaN, no Infinity, no number beyond a double) with an object at the
+top. Nothing is ever unpickled.
 
 A command's answer may be a document too. Libraries print to stdout when they are imported (DeepSpeed), so
 `only_documents_on_stdout` redirects all other output to stderr.

@@ -113,7 +113,7 @@ def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = 
 
 
 def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = NEAR_MISS) -> str:
-    """Return ` Did you mean a or b?`, or an empty string when no legal word is near."""
+    """Return ` Did you mean a or b?`, or an empty string if no allowed word is similar."""
     matches = nearest(word, legal, cutoff=cutoff)
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
 
@@ -122,8 +122,8 @@ def lacks_package(name: str, error: BaseException) -> str | None:
     """Return a message that `name` needs the package that could not be imported, or None for any other error.
 
     The cause is a failed import or transformers' `requires_backends`. An installed package that cannot be
-    imported is another error too. A file of it is missing or does not load, or its caller does not support
-    its version.
+    imported counts as another error. One of its files may be missing, or its caller may not support its
+    version.
     """
     if not isinstance(error, ImportError):
         return None

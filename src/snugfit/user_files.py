@@ -1,10 +1,4 @@
-"""Reading of files that a user wrote, within limits. Their text, YAML or JSON can neither name code nor grow
-without bound.
-
-A configuration file is small, nests a little and repeats no key. A file beyond these limits is refused with a
-message before any object is built from it. Refused are tags (they can name code), deep nesting, a repeated
-key, and more than a mebibyte. Anchors and aliases are refused too: a few lines of them unfold to gigabytes.
-"""
+"""Read files that a user wrote, within limits of size and depth. Their text or YAML cannot name code."""
 
 from __future__ import annotations
 
@@ -48,8 +42,8 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
 
 
 def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str = "") -> None:
-    """Raise `UsageError` for a path that is no regular file of at most `largest` bytes; `what` names the kind
-    of file.
+    """Raise `UsageError` for a path that is no regular file of at most `largest` bytes; `what` is the noun
+    for the file in the message.
 
     `hint` is the remedy for a larger file.
     """

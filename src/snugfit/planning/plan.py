@@ -119,8 +119,9 @@ class KeptSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the user's recipe in one slot (such as the optimizer), and its effect on bytes and
-    seconds."""
+    """Change of the user's recipe in one slot (such as the optimizer), with the bytes and seconds per step
+    that result.
+    """
 
     slot: str
     """The slot's name, such as `optimizer`."""

@@ -25,8 +25,8 @@ from snugfit.techniques.wish import wishes
 class StepKey(NamedTuple):
     """Cache key of a step: the fields of a Setup that determine its trace, its allocator and its seconds.
 
-    The order makes shared parts a common prefix. The first part identifies forward and backward of any
-    micro-batch size. The first two add the size, and the first three identify the trace.
+    Keys with shared parts have a common prefix. The first part identifies forward and backward for any
+    micro-batch size. The first two include the size, and the first three identify the trace.
     """
 
     passes: tuple[Hashable, ...]

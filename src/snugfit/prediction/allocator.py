@@ -3,16 +3,16 @@
 A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` and `AllocatorConfig.h`, torch
 2.13, default configuration and `expandable_segments`.
 
-**Addresses.** Simulate the addresses at which the CUDA driver maps new segments of GPU memory. Their order
-decides which free block the caching allocator reuses.
+**Addresses.** `DeviceAddresses` simulates the addresses at which the CUDA driver maps new segments of GPU
+memory. Their order determines the free block that the caching allocator reuses.
 
-The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver decides
-that order when it maps segments. The order is not documented. These rules are inferred from nine recorded
-runs on H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22). Further evidence is single operators
-(`results/h200-2026-11-22/holes.json`), and runs on an H100 (2026-11-26) where a rule names them. Replayed
-with the recorded addresses, the allocator of `allocator.py` gives every block its recorded address. With
-these rules, its reserved and allocated bytes equal the recorded ones in all nine runs. In five of them it
-makes the same choice at every block.
+The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver
+determines that order when it maps segments, and does not document it. These rules are inferred from nine
+recorded runs on H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22). Further evidence is single
+operators (`results/h200-2026-11-22/holes.json`), and runs on an H100 (2026-11-26), which the rules name.
+Replayed with the recorded addresses, the allocator of `allocator.py` gives every block its recorded address.
+With these rules, its reserved and allocated bytes equal the recorded ones in all nine runs. In five of them
+it makes the same choice at every block.
 
 Other mappings of the driver and of libraries only shift addresses and change no order.
 """
@@ -312,7 +312,7 @@ def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
 
 
 class Skipped(NamedTuple):
-    """The number of events that a replay skips, because they only repeat earlier allocations and frees."""
+    """Number of events that a replay skips, because they only repeat earlier allocations and frees."""
 
     events: int
     period: int = 1

@@ -65,7 +65,7 @@ def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
 
 
 def _dtypes(blocks: Sequence[Block]) -> str:
-    """Return the dtypes of these blocks as text, each with its bytes if there are several; "" if unknown."""
+    """Return the dtypes of these blocks as text, with their bytes if there are several; empty if unknown."""
     sizes: Counter[str] = Counter()
     for block in blocks:
         sizes[block.dtype] += block.nbytes

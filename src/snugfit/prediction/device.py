@@ -121,7 +121,9 @@ def _torch() -> str:
 
 
 def _oldest_capabilities() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the lowest compute capability of any build of the installed torch, and of its default build."""
+    """Return two lowest compute capabilities for the installed torch: that of any of its builds, and that of
+    the default build.
+    """
     major, minor = map(int, _torch().split("."))
     return OLDEST_CAPABILITIES[max(first for first in OLDEST_CAPABILITIES if first <= (major, minor))]
 
@@ -220,8 +222,9 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int 
 def context_for(
     gpu: Gpu | None, software: Software, needs: ContextNeeds, *, group: int = 0
 ) -> tuple[int, list[str]]:
-    """Return the NVML bytes of a CUDA context on this GPU for a step with these needs, and warnings about
-    their accuracy. `group` are the bytes of the process group, which are included."""
+    """Return the NVML bytes of a CUDA context on this GPU for a step with these properties (`needs`), and
+    warnings about their accuracy. `group` are the bytes of the process group, which are included.
+    """
     # Profiles of earlier software have one figure for context and libraries.
     if software.context_bytes is not None:
         return software.context_bytes + group, []
@@ -250,7 +253,8 @@ def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]
     """Return warnings about predicted bytes that are less certain on this GPU than on an H200, the most
     measured GPU.
 
-    One warns that torch's default build does not run on it. `software` None means the installed packages.
+    One of them is for a GPU on which torch's default build does not run. `software` None means the installed
+    packages.
     """
     if gpu is None:
         return ["No GPU was named, so kernels are chosen for compute capability 9.0. Add --gpu NAME."]

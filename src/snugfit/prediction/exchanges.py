@@ -33,7 +33,7 @@ second, unless a pipeline splits the layers into stages.
 
 
 class ForeseenRank(NamedTuple):
-    """The simulated step of one rank (process), with its trace and its predicted bytes."""
+    """Simulated step of one rank (process), with its trace and its predicted bytes."""
 
     rank: int
     trace: Trace
@@ -120,7 +120,7 @@ class Exchanges:
         return on_host * weight_bytes(traces[0])
 
     def weights_dtype(self, setup: Setup) -> str | None:
-        """Return the dtype in which processes hold the model's weights; None for the loaded dtype."""
+        """Return the dtype of the model's weights in each process; None for the loaded dtype."""
         return setup.weights_dtype
 
     # ---- seconds ----
@@ -165,7 +165,7 @@ class Exchanges:
         self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
     ) -> Any | None:
         """Return an object whose method `judge` predicts ranks with different work, from a model with few
-        layers. None if all ranks have the same work.
+        layers. Return None if all ranks have the same work.
         """
         return None
 

@@ -60,7 +60,7 @@ def usual_headroom(gpu: Gpu | None) -> int:
 
 
 def at_most(needed_bytes: float, gpu: Gpu) -> int:
-    """Return `needed_bytes`, but at most the memory of this GPU without its default headroom."""
+    """Return `needed_bytes`, but at most this GPU's memory minus its default headroom."""
     if gpu.memory_bytes is None:
         return int(needed_bytes)
     return min(int(needed_bytes), gpu.memory_bytes - usual_headroom(gpu))

@@ -5,10 +5,10 @@ rates.
 
 **Attention** takes the time of its FLOPs, in waves of blocks of 64 queries.
 
-**Everything else** is bound by the bytes it moves, and a small one by the time that any kernel takes.
-Pointwise operators reach the bandwidth when their operands have the same layout. Operators that compute each
-element's address or cast on the way reach less, as do reductions and norms. `Rates.patterns` has their rates
-by layout and by operator.
+**All other kernels** are limited by the bytes that they move, and small ones by the seconds of the smallest
+kernel. Pointwise operators reach the full bandwidth if their operands have the same layout. Operators that
+compute each element's address or cast on the way reach less, as do reductions and norms. `Rates.patterns` has
+their rates by layout and by operator.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class KernelClock:
         return start + kernel.nbytes / moved
 
     def _pattern(self, kernel: Kernel) -> tuple[float, float]:
-        """Return the bytes per second that this memory-bound kernel reaches, and the seconds to start it."""
+        """Return the bytes per second that this memory-bound kernel reaches, and its seconds of overhead."""
         # If attention was measured with 16-bit operands, these have separate rates.
         sixteen = " in 16 bits" if "16" in kernel.dtype else ""
         names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
@@ -222,9 +222,9 @@ class KernelClock:
 
     def _busy_with_several(self, queries: int) -> float:
         """Return the fraction of multiprocessors that are busy during attention over several sequences of
-        different lengths in one row (N, H, D). `queries` is their number in all heads. Their thread blocks do
-        not end together, so no last wave leaves some multiprocessors idle. With a last wave, RoBERTa-large's
-        attention over 8 x 288 tokens was predicted at 3.3 ms and took 2.6
+        different lengths in one row (N, H, D). `queries` is the number of queries in all heads. Their thread
+        blocks do not end together, so no last wave leaves some multiprocessors idle. With a last wave,
+        RoBERTa-large's attention over 8 x 288 tokens was predicted at 3.3 ms and took 2.6
         (`results/h200-2026-11-28/profile-roberta-padding.json`).
         """
         return min(1.0, queries / QUERIES / self.rates.multiprocessors) or 1.0

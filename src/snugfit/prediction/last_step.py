@@ -1,10 +1,10 @@
 """Further replays of a trace's last step in the allocator, since later steps may still reserve more memory.
 
 A trace ends with the first step whose allocations all later steps repeat. That step splits the free blocks of
-earlier ones in its own way. The next step may then find a block in two pieces that was whole before, and
-takes a segment more. In a Llama and a Gemma 2 on an H100 these were 12 and 2 MiB in the fourth step. So the
-allocator replays the step until its initial state repeats, block by block and address by address. From there
-on nothing changes.
+earlier ones in its own way. In the next step, a block that was whole before may be in two pieces. The
+allocator then maps one more segment. A Llama and a Gemma 2 on an H100 mapped 12 and 2 MiB more in the fourth
+step. So the allocator replays the step until its initial state repeats, block by block and address by
+address. Later steps change nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bytes of a step in host memory: offloaded activations, optimizer states, and CUDA managed memory.
 
-Managed pages are on the host or the GPU.
+Pages of managed memory are on the host or the GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def pinned_bytes(kernels: Iterable[Kernel]) -> int:
 def host_state_bytes(kernels: Iterable[Kernel]) -> int:
     """Return the pageable host bytes of weights that the host updates, and of their states.
 
-    They are the bytes that the step reports, or else two moments for each weight, of its dtype.
+    They are the bytes that the step reports. Without a report, they are two moments of the weight's dtype for
+    each weight.
     """
     kernels = tuple(kernels)
     if held := _most(kernels, HELD_ON_HOST):

@@ -76,16 +76,16 @@ def predict(
     trainer_class: type[Any] | None = None,
     rates: Rates | None = None,
 ) -> Prediction:
-    """Return the prediction for `job` under `recipe` on `gpu`, made without a GPU.
+    """Return the prediction for `job` under `recipe` on `gpu`, computed without a GPU.
 
     Recipe and GPU may be text. Several `gpus` of this kind share the global batch.
 
-    `memory_bytes` is the usable memory, when it is not all of the GPU's. A step that fits but leaves less of
-    it free than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's
-    memory, and more where the bytes are uncertain. `loop` is `plain`, `accelerate` or `trainer`.
-    `trainer_class` is a subclass of `transformers.Trainer` to simulate instead. `rates` (speeds of kernels)
-    are by default this GPU's. Raises `UsageError` for an impossible request, `RehearsalError` for a step that
-    cannot be simulated.
+    `memory_bytes` is the usable memory, if it is less than the GPU's. A step that fits but leaves less of it
+    free than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's
+    memory, and more if the bytes are uncertain. `loop` is `plain`, `accelerate` or `trainer`. `trainer_class`
+    is a subclass of `transformers.Trainer` to simulate instead. `rates` (speeds of kernels) are by default
+    this GPU's. Raises `UsageError` for invalid arguments, and `RehearsalError` for a step that cannot be
+    simulated.
     """
     _refuse(job, memory_bytes)
     gpu, profile = None if gpu is None else find_gpu(gpu), find_software(software)
@@ -128,7 +128,8 @@ def _about_bytes(
     shown: ForeseenRank, peak: int, setup: Setup, available: int | None, gpu: Gpu | None, profile: Software
 ) -> Iterator[str]:
     """Yield warnings about the accuracy of the predicted bytes: assumptions of the simulation, memory at the
-    peak, this GPU."""
+    peak, and uncertain bytes of this GPU.
+    """
     missing = max(0, shown.needed_bytes - (available or shown.needed_bytes))
     alive = [shown.trace.blocks[index] for index in shown.trace.alive_at(peak)]
     yield from shown.trace.doubts

@@ -1,8 +1,8 @@
 """Software profiles: a prediction is for the installed packages, or for those of an earlier time.
 
-A profile lists what differed in that software. These are the bytes of the CUDA context, gradients kept
-between steps, tensors saved by softmax, and available techniques. It never depends on a GPU's name. The same
-profile serves any GPU of the time.
+A profile lists the differences of that software. They are the CUDA context's bytes, gradients kept between
+steps, tensors saved by softmax, and available techniques. It never depends on a GPU's name. The same profile
+serves any GPU of the time.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Software:
     """True if an attention mask was built and added to the scores even without padding."""
 
     def with_defaults(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with this software's default techniques for slots (such as attention) that the
-        user left open.
+        """Return the recipe with this software's default techniques for slots (such as attention) in which
+        the user named none.
         """
         plain = Recipe()
         for technique in Recipe.parse(self.recipe):

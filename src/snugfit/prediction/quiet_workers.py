@@ -3,12 +3,12 @@
 Log lines that need no action by users are suppressed in this process and in the workers. No user's own code
 runs in the fork server.
 
-Workers answer through pipes. DeepSpeed prints to stdout when transformers imports it, and would mix with the
-parent's output. So a worker's stdout is its stderr.
+Workers answer through pipes. DeepSpeed prints to stdout when transformers imports it, which would mix with
+the parent's output. So a worker's stdout is its stderr.
 
 A prediction queries no GPU. Yet libraries that transformers imports do: torchao looks up the kind of GPU. In
-forks of a process that has queried CUDA, CUDA fails with "initialization error". Without this module, a
-simulation failed for this reason on a machine with GPUs.
+forks of a process that has queried CUDA, CUDA fails with "initialization error". A simulation on a machine
+with GPUs failed for this reason before this module existed.
 """
 
 from __future__ import annotations

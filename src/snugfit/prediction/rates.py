@@ -1,11 +1,11 @@
 """Hardware rates: the speed of kernels on one GPU, and the seconds in which its host launches them.
 
-They are achieved rates, not those of a data sheet. A large product of matrices reaches two thirds to nine
-tenths of the peak, a small one a tenth. Its shape decides (`kernel_seconds.py`). `rates.json` contains the
-measured rates, by the GPU's key. An unmeasured GPU gets the H200's rates, scaled by the two data sheets.
+They are achieved rates, not those of a data sheet. A large matrix product reaches two thirds to nine tenths
+of the peak, a small one a tenth. Its shape determines the share (`kernel_seconds.py`). `rates.json` contains
+the measured rates, by the GPU's key. An unmeasured GPU gets the H200's rates, scaled by the two data sheets.
 Published rates (`achieved` in the table of GPUs) are preferred. Predictions report this.
 
-The host has rates of its own: the seconds of a launch depend on the machine, and on other programs there.
+The host has separate rates, since the seconds of a launch depend on the machine and on other programs on it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class MatmulRate:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLaunchCosts:
-    """Seconds that Python and torch take on the host to launch one kernel, by class of kernel."""
+    """Seconds that Python and torch take on the host to launch one kernel, by sort of kernel."""
 
     forward: float
     """Seconds to launch a kernel of the forward pass, or of its recomputation (activation checkpointing)."""
@@ -239,7 +239,7 @@ class HostLaunchCosts:
     """
 
     def slower(self, factor: float) -> HostLaunchCosts:
-        """Return the costs of a host that takes `factor` times as long for everything."""
+        """Return the launch costs of a host that takes `factor` times as long for each launch."""
         return HostLaunchCosts(**{name: seconds * factor for name, seconds in asdict(self).items()})
 
     def to_json(self) -> dict[str, float]:

@@ -269,8 +269,8 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
-    """Return each kernel's role in the simulated queue: `COMPUTES`, `TRAVELS` for a concurrent copy, or
-    the number of copies launched after the one it waits for.
+    """Return each kernel's role in the simulated queue: `COMPUTES`, or `TRAVELS` for a concurrent copy. For a
+    kernel that waits for a copy, it is the number of copies launched after that one.
     """
     return each_once(
         lambda k: TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES,
@@ -304,8 +304,8 @@ def run_queue(
     *,
     depth: int | None = None,
 ) -> tuple[float, list[tuple[float, float]]]:
-    """Return the seconds of `simulate_queue`, and when each kernel's launch and run begin, in seconds since
-    the step's beginning. The host is at most `depth` launches ahead of the device.
+    """Return the seconds of `simulate_queue`, and the times at which each kernel's launch and run begin, in
+    seconds since the step's beginning. The host is at most `depth` launches ahead of the device.
     """
     # Parts without a wait need no test per kernel.
     stretches = _between_syncs(zip(device, launches, roles or repeat(COMPUTES)), syncs)
@@ -362,9 +362,9 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     """Return the seconds that the host takes to launch this kernel, including code before it that launches no
     kernel.
 
-    The host waits once for copies that run together. Waiting costs as much as a launch from Python. A copy
-    costs as much as a launch in the backward pass. On the host of one H200 (2026-11-24) 1, 4 and 16 copies
-    out took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
+    The host waits once for copies that run together. Such a wait takes as long as a launch from Python. A
+    copy takes as long as a launch in the backward pass. On the host of one H200 (2026-11-24) 1, 4 and 16
+    copies to the host took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
     """
     # Workers have already prepared the batch, so it is only taken from their queue.
     if kernel.operator == PREPARED:
@@ -466,7 +466,7 @@ def loader_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 def _batch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     """Return the seconds in which one process reads and collates the tensor that this kernel copies.
 
-    Inputs of 16 bits are made in 32 and cast (`step/batches.py`).
+    Inputs of 16 bits are created in 32 bits and then cast (`step/batches.py`).
     """
     samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
     # A copy's bytes count as read and written.

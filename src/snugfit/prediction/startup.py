@@ -5,14 +5,14 @@ start-up = imports + context + building the model + extra seconds of the first s
 Imports, the context and the first use of a kernel depend on the host, above all on its disk and processor.
 They depend little on the GPU. So one set of constants (`StartupRates`) serves all GPUs.
 
-A model is built tensor by tensor, and every weight is initialised at random. Initialisation takes almost no
-time on a GPU. On one core of the host it takes time for each number. Quantized weights and adapters change
-this little, and are ignored.
+A model is constructed tensor by tensor, and every weight is initialised at random. Initialisation takes
+almost no time on a GPU. On one core of the host, its seconds are proportional to the number of elements. The
+effect of quantized weights and adapters is small and ignored.
 
-CUDA loads a kernel when it is first used, and cuBLAS chooses one when it first meets a shape. So the first
-step loads each different kernel of the trace. Kernels differ by operator and dtype, and products by the
-magnitude of their sizes too. The same constant covers handles, the allocator's segments and the optimizer's
-states, since seven runs do not separate them.
+CUDA loads a kernel at its first use, and cuBLAS chooses one for each new shape. So the first step loads each
+different kernel of the trace. Kernels differ by operator and dtype, and matrix products by the magnitude of
+their sizes too. The constant per kernel includes library handles, the allocator's segments and the
+optimizer's states, since seven runs do not separate them.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
 
 
 def operator_of(kernel: Hashable) -> str:
-    """Return the operator's name from a kernel's key in a `KernelSet`; "" for other keys."""
+    """Return the operator's name from a kernel's key in a `KernelSet`; empty for other keys."""
     return str(kernel[0]) if isinstance(kernel, tuple) else ""
 
 

@@ -4,9 +4,9 @@ Each worker has its own copy of an object and calls its methods, one at a time. 
 so the caller chooses the worker for each call. The object stays in this process if it cannot be pickled, or
 if one process is enough. Each call then returns immediately.
 
-The processes are forks of a fork server, which has imported torch but run no operator. A fork of a process
-that has run operators is not safe. A worker and its parent share only a pipe, so nothing of the worker
-remains when it ends. It also ends with its parent, even when that is killed.
+The processes are forks of a fork server, which has imported torch but not run any operator. A fork of a
+process that has run operators is not safe. A worker and its parent share only a pipe, so nothing of the
+worker remains when it ends. It also ends with its parent, even when that is killed.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def few_collections() -> Iterator[None]:
 
 
 def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
-    """Start the fork server, which imports these modules for future workers while this process continues.
+    """Start the fork server (parent of worker processes). It imports these modules while this process
+    continues.
 
     Do nothing if the workers' object `for_what` cannot be pickled, since no worker starts then.
     """
@@ -307,7 +308,7 @@ def _is_main_a_file() -> bool:
 
 @contextmanager
 def _main_of_a_file() -> Iterator[None]:
-    """Context in which a new process imports the `__main__` script only if that is a file.
+    """Context in which a new process imports the `__main__` script only if the script is a file.
 
     The name of a script from stdin is `<stdin>`, and a process that opens such a file fails.
     """

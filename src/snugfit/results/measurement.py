@@ -1,4 +1,4 @@
-"""A measurement: the bytes and seconds of one measured run, and how its process ended."""
+"""A measurement: the bytes and seconds of one measured run, and the outcome of its process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class GpuClock:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasured:
-    """The result of one rank of several; a value that a dead process did not report is None."""
+    """The result of one rank of several; a value is None if the process ended before it reported it."""
 
     rank: int
     """Number of the rank, from 0."""
@@ -96,7 +96,7 @@ class RankMeasured:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(JsonDocument, Tabular):
-    """The result of one experiment in a process of its own."""
+    """Result of one measured run (experiment) in a separate process."""
 
     what: ClassVar = "measurement"
 
@@ -167,7 +167,7 @@ class Measurement(JsonDocument, Tabular):
 
     @property
     def ok(self) -> bool:
-        """True when the run ended without a fault."""
+        """True if the run ended without an error."""
         return self.outcome == "ok"
 
     @property

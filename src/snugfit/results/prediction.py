@@ -101,7 +101,9 @@ class Anatomy:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPredicted:
-    """Predicted bytes of one rank, where ranks differ. Ranks of one pipeline stage are alike."""
+    """Predicted bytes of one rank (process), if ranks differ. Ranks of one pipeline stage have the same
+    bytes.
+    """
 
     rank: int
     """Number of the first rank of this pipeline stage."""
@@ -125,7 +127,7 @@ class RankPredicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(JsonDocument, Tabular):
-    """The predicted bytes and seconds of a job under a recipe, and whether they fit."""
+    """Predicted bytes and seconds of a job under a recipe, and their comparison with the memory limit."""
 
     what: ClassVar = "prediction"
 
@@ -186,7 +188,7 @@ class Prediction(JsonDocument, Tabular):
 
     @property
     def spare_bytes(self) -> int | None:
-        """Free bytes of the memory limit, negative when the step does not fit; None without a limit."""
+        """Free bytes of the memory limit, negative if the step does not fit; None without a limit."""
         return None if self.memory_bytes is None else self.memory_bytes - self.needed_bytes
 
     @property
@@ -201,7 +203,7 @@ class Prediction(JsonDocument, Tabular):
 
     @property
     def speed(self) -> StepSpeed | None:
-        """The speed of the step; None where seconds are not predicted."""
+        """Speed of the step; None if its seconds are not predicted."""
         timing = self.timing
         if timing is None:
             return None
@@ -226,8 +228,8 @@ class Prediction(JsonDocument, Tabular):
         return [asdict(line) | {"kind": str(line.kind)} for line in self.anatomy.kinds]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the computed values of the JSON document: the seconds with their speed, and whether the step
-        fits.
+        """Return the computed values of the JSON document: the seconds with their speed, and the comparison
+        with the memory limit.
         """
         timing = self.timing and self.speed and self.timing.to_json() | asdict(self.speed)
         verdict: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "spare_bytes": self.spare_bytes}

@@ -1,7 +1,7 @@
 """The speed of a step: its seconds with their spread, samples and tokens a second, and MFU.
 
 The spread is the range of nine in ten measured steps. The errors are `predicted / measured - 1`, grouped by
-the predicted bound of the step. They come from the 66 drawn steps of seed 20261124 on an H200, predicted
+the predicted bottleneck of the step. They come from the 66 drawn steps of seed 20261124 on an H200, predicted
 after its calibration (README.md and docs/accuracy.md).
 """
 
@@ -51,7 +51,7 @@ class StepSpeed:
 
     @property
     def samples_range(self) -> tuple[float, float] | None:
-        """Samples per second at `high_seconds` and at `low_seconds`; None where there is no spread."""
+        """Samples per second at `high_seconds` and at `low_seconds`; None if the spread is unknown."""
         if self.low_seconds is None or self.high_seconds is None:
             return None
         samples = self.samples_per_second * self.step_seconds
@@ -63,8 +63,8 @@ def speed_of(
 ) -> StepSpeed:
     """Return the speed of a step of the job with `seconds` as its predicted length.
 
-    `bound` is the limit of the step (`StepSeconds.bound`; empty for none). `measured_rates` is True for a
-    measured GPU and False for scaled rates; None gives no spread.
+    `bound` is the bottleneck of the step (`StepSeconds.bound`; empty for none). `measured_rates` is True for
+    a measured GPU and False for scaled rates; None gives no spread.
     """
     error = _ERRORS.get(bound, GPU_BOUND) if measured_rates else SCALED
     known = measured_rates is not None and seconds > 0

@@ -7,7 +7,7 @@ show the whole text with the word marked:
            ^^^^^^^^^^^
     Unknown technique 'adamw_8bits'. Did you mean 'adamw_8bit'?
 
-A word of another library (`gradient_checkpointing`) is replaced by ours, with a line on stderr.
+A word of another library (`gradient_checkpointing`) is replaced by snugfit's, with a message on stderr.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Word:
 
 @functools.cache
 def _echo_alias(alias: str, name: str) -> None:
-    """Print on stderr, once a process, the technique that replaces another library's name for it."""
+    """Print on stderr, once per process, the technique that replaces another library's name for it."""
     logging.getLogger("snugfit").warning("recipe: %s is called %s here", alias, name)
 
 

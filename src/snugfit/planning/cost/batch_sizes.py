@@ -182,8 +182,8 @@ def _pass_profile(profile: MicroBatchProfile, first: Work, further: Work, baseli
 
 
 class _KernelKey(NamedTuple):
-    """Properties of a kernel that do not depend on the micro-batch size, to find the kernels that accumulate
-    gradients.
+    """Properties of a kernel that do not depend on the micro-batch size. They identify the kernels that
+    accumulate gradients.
     """
 
     operator: str

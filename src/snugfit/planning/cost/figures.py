@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class BelowLowerBound(Exception):
-    """Error: a simulated recipe took fewer bytes or seconds than its lower bound, so earlier exclusions may
-    be wrong.
+    """Error: a simulated recipe took fewer bytes or seconds than its lower bound. Earlier exclusions of
+    recipes may then be wrong.
     """
 
 

@@ -60,7 +60,9 @@ def outside_layers(module: str) -> bool:
 
 @dataclass(frozen=True)
 class DepthFit:
-    """Linear extrapolation from simulations with few layers to the model's full number of layers."""
+    """Linear extrapolation of bytes or seconds from simulations with few layers to the model's full number of
+    layers.
+    """
 
     depths: Sequence[ShallowJob]
     layers: int
@@ -236,7 +238,7 @@ class _PassesBounds:
         )
 
     def why_unsupported(self, setup: Setup) -> UnsupportedStep | None:
-        """Return the reason why a step with these settings cannot run; None if it can."""
+        """Return the error with the reason why a step with these settings cannot run; None if it can."""
         parts = parts_of(setup)
         try:
             for profile in self._profiles(setup):
@@ -261,7 +263,7 @@ class _PassesBounds:
 
     def unkept(self, setup: Setup) -> int:
         """Return a lower bound of the peak bytes in forward and backward, without the activations that each
-        layer keeps.
+        layer keeps for backward.
         """
         # One depth allows no extrapolation, and 0 is a valid lower bound.
         return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
@@ -469,8 +471,8 @@ def few(micro_batches: int) -> tuple[int, ...]:
 def _by_length(
     updates: Sequence[Sequence[QueueSegment] | None],
 ) -> list[dict[int, Sequence[QueueSegment]]]:
-    """Group the queue segments of several optimizer updates by their number of segments, each with the index
-    of its update.
+    """Group the queue segments of several optimizer updates by their number. In each group, they have the
+    index of their update as key.
     """
     groups: dict[int, dict[int, Sequence[QueueSegment]]] = defaultdict(dict)
     for number, segments in enumerate(updates):

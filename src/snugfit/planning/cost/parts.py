@@ -195,8 +195,8 @@ class Parts:
         ]
 
     def _replays(self, setup: Setup, kinds: Collection[bool]) -> _Replays:
-        """Return the step's trace with its peaks of memory in the caching allocator. `kinds` selects
-        expandable segments (True) or not (False).
+        """Return the step's trace with the peaks of memory in the caching allocator. `kinds` selects replays
+        with expandable segments (True) or without (False).
         """
         run = self.run(setup) if self.job.trains else None
         if run is not None:

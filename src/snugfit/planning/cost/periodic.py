@@ -150,7 +150,7 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
 
 
 def _nothing() -> None:
-    """Do nothing, in place of a CUDA driver's action that already happened."""
+    """Do nothing: the replacement of a CUDA driver's action that already happened."""
 
 
 def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable]) -> None:

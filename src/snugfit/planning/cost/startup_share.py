@@ -54,7 +54,7 @@ ENDLESS = PlannedRun()
 
 
 class StartupShare(NamedTuple):
-    """Start-up seconds of a run, in total and per step."""
+    """Start-up seconds of a training run, in total and per step."""
 
     once: float
     """Seconds of the run's whole start-up."""

@@ -92,7 +92,7 @@ def _waits_of(works: Iterable[Work]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SingleGpuTimer:
-    """Timer for one GPU: wraps a function from traces to seconds."""
+    """Timer for one GPU. It wraps a function that returns the seconds of a step from its trace."""
 
     seconds: Callable[[Trace], float]
 
@@ -103,7 +103,9 @@ class SingleGpuTimer:
 
 @dataclass(frozen=True)
 class PerGpuTimers:
-    """Timer for several GPUs: wraps one function from traces to seconds for each."""
+    """Timer for several GPUs. It wraps, for each, a function that returns the seconds of a step from its
+    trace.
+    """
 
     timers: tuple[Callable[[Trace], float], ...]
 
@@ -141,8 +143,9 @@ class GpuTimers:
         return tuple(self.simulate(segments).tolist())
 
     def _with_copies(self, trace: Trace, clock: KernelClock) -> float:
-        """Return the seconds of a step with concurrent copies, by simulating all kernels. The queue has no
-        closed form for these."""
+        """Return the seconds of a step with concurrent copies, by simulating all kernels. The closed form of
+        the queue does not include such copies.
+        """
         host, kernels = clock.rates.host, trace.kernels
         device = [clock.seconds(kernel) for kernel in kernels]
         launches = [launch_seconds(kernel, host) for kernel in kernels]

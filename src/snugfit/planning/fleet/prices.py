@@ -39,7 +39,8 @@ class Prices:
     def of(cls, given: Iterable[tuple[object, object]], where: str) -> Self:
         """Return the prices from pairs of a GPU's name and its price.
 
-        Raises `UsageError` that begins with `where`, and `GpuError` for a name of no GPU or of several.
+        Raises `UsageError`, whose message begins with `where`, for invalid prices. Raises `GpuError` for an
+        unknown or ambiguous GPU name.
         """
         per_hour: dict[str, float] = {}
         for name, price in given:
@@ -50,7 +51,7 @@ class Prices:
         return cls(per_hour)
 
     def with_(self, stronger: Prices) -> Prices:
-        """Return these prices; those in `stronger` replace prices of the same GPUs."""
+        """Return these prices, but with the prices in `stronger` for GPUs that both contain."""
         return Prices({**self.per_hour, **stronger.per_hour})
 
 

@@ -31,7 +31,7 @@ AHEAD_SHARE = 2.0
 
 
 class _SearchTask(NamedTuple):
-    """Task for a worker process: candidate recipes to bound from below, or to simulate exactly."""
+    """Task for a worker process: recipes for which to compute lower bounds, or to simulate exactly."""
 
     method: str
     seconds: float
@@ -40,8 +40,8 @@ class _SearchTask(NamedTuple):
 
 
 class _Needed(NamedTuple):
-    """Cache entry: the candidates of one group that the search still needs, computed after a number of
-    results.
+    """Cache entry: the recipes of one group that the search still needs, with the number of results at that
+    time.
     """
 
     results: int
@@ -115,7 +115,7 @@ class BestFirst:
         return None
 
     def _fastest_task(self, worker: int) -> _SearchTask | None:
-        """Return the task with the least seconds that this worker may take."""
+        """Return the task with the least possible seconds per step that this worker may take."""
         now = min((task.seconds for task in self._tasks.values()), default=math.inf)
         judged = self._next_judged(worker, now * (1 + AHEAD_SHARE))
         most = judged.seconds if judged else now * (1 + AHEAD_SHARE)
@@ -173,8 +173,8 @@ class BestFirst:
         """Return the task to compute lower bounds for a group of recipes that may take less than `most`
         seconds.
 
-        All such kinds must be screened, so kinds that bound others come first. Compiled layers without a
-        lowered program take long. They are not screened ahead of the tasks that others do `now`.
+        All such groups need lower bounds, so groups from which others' bounds follow come first. Layers that
+        are not compiled yet take long. They wait for the tasks that other workers do `now`.
         """
         while True:
             for kind in self._stale:
@@ -196,8 +196,8 @@ class BestFirst:
             self._stale, self._complete = set(self.kinds.waiting), True
 
     def _kinds_below(self, most: float) -> list[tuple[bool, int, float, int]]:
-        """Return the groups of recipes that may take less than `most` seconds. Groups to compile come last,
-        since others may make them unnecessary.
+        """Return the groups of recipes that may take less than `most` seconds. Groups with layers to compile
+        come last, since others may make them unnecessary.
         """
         waiting = self.kinds.waiting
         return sorted(

@@ -85,7 +85,7 @@ class _UnfitAndRecomputed(NamedTuple):
     most_seconds: float
 
     def share(self, memory_bytes: int) -> float:
-        """Return the fraction of layers to recompute, from 0 to 1, with which the recipe should fit, by
+        """Return the fraction of layers, from 0 to 1, whose recomputation should make the recipe fit, by
         linear interpolation.
         """
         return (self.needed_bytes - memory_bytes) / max(1, self.needed_bytes - self.least_bytes)

@@ -58,7 +58,7 @@ class Mixture:
 
     @property
     def layers(self) -> int:
-        """Number of layers in the model."""
+        """Number of the model's layers."""
         return len(self.on_host) + 1
 
     def recipe(self, base: Recipe, gone: int, sent: int) -> Recipe:
@@ -118,8 +118,8 @@ def find_mixture(
     the other freed layers.
 
     Return None unless its step takes clearly less than `most` seconds. The search starts with `gone` freed
-    layers, increases the number until the recipe fits, and then tries fewer. `look` simulates a recipe, and
-    returns None if that fails.
+    layers, increases the number until the recipe fits, and then tries fewer. The function `look` simulates a
+    recipe, and returns None if that fails.
     """
     best, fewest, sent = None, 0, mixture.free_copies(line, gone)
     a_layer = max(1.0, (line.needed_bytes - line.least_bytes) / mixture.layers)

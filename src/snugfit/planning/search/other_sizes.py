@@ -114,7 +114,7 @@ class OtherSizes:
         return known[:TWO_SIZES] if plain[first] and len(known) >= TWO_SIZES else []
 
     def _on_line(self, sizes: Sequence[tuple[int, Bound]], share: float) -> float:
-        """Return the bytes with micro-batches of this fraction of the batch, on the line through two
+        """Return the bytes with micro-batches of the fraction `share` of the batch, on the line through two
         simulated sizes.
         """
         points = [1 / self.pieces(number) for number, _ in sizes]

@@ -83,7 +83,7 @@ def least_of_spans(full: Bound) -> Bound:
 
 
 class _Savings(NamedTuple):
-    """Properties of a recipe that determine the derivation of its estimates."""
+    """Ways in which a recipe saves memory. They determine how its estimates follow from other recipes."""
 
     chunks_logits: bool
     recomputes: bool
@@ -91,17 +91,17 @@ class _Savings(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """Factors on the estimates of a recipe's bytes and seconds."""
+    """Factors by which the estimates of a recipe's bytes and seconds are multiplied."""
 
     bytes: float
     seconds: float
 
     def of(self, bound: Bound) -> Bound:
-        """Return this share of a bound."""
+        """Return a bound with its bytes and seconds multiplied by these factors."""
         return Bound(int(bound.needed_bytes * self.bytes), bound.seconds * self.seconds)
 
     def lowered_to(self, taken: Bound, least: Bound) -> _Shares:
-        """Return shares of the bound `least` that do not exceed `taken`."""
+        """Return smaller factors, with which the estimate `least` does not exceed the bound `taken`."""
         return _Shares(
             min(self.bytes, taken.needed_bytes / max(1, least.needed_bytes)),
             min(self.seconds, taken.seconds / (least.seconds or taken.seconds or 1.0)),
@@ -178,7 +178,7 @@ class RecomputingKinds:
         twins: bool = True,
         among: Collection[int] | None = None,
     ) -> list[int]:
-        """Compute lower bounds for the waiting recipes that `is_needed` selects, and return those recipes.
+        """Compute lower bounds for the postponed recipes that `is_needed` selects, and return those recipes.
         Without `twins`, groups that are no better than a similar one (a twin) are skipped. If `among` is
         given, only these recipes are considered.
         """
@@ -215,8 +215,8 @@ class RecomputingKinds:
         return number in self._lowered and self.space.candidates[number].setup.saves_memory
 
     def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the recipes whose lower bounds must be computed before those of `numbers`, which have the
-        same passes.
+        """Return the recipes whose lower bounds must be computed before those of `numbers`. All `numbers`
+        have the same passes.
 
         Compiling layers for a micro-batch size takes long, so recipes of only one size are returned. Without
         memory savings, it is the fastest size that probably fits, which bounds the seconds of smaller ones.
@@ -241,8 +241,8 @@ class RecomputingKinds:
         return self.state.fits((least + most) // 2)
 
     def _lower_estimates(self, asked: Mapping[int, Bound]) -> bool:
-        """Lower the estimates of similar recipes if the new lower bound of one of these is less than its
-        earlier estimate in `asked`. Return True if it was.
+        """Lower the estimates of similar recipes if the new lower bound of a recipe is less than its earlier
+        estimate in `asked`. Return True if one was.
         """
         is_lower = False
         for number, least in asked.items():
@@ -294,9 +294,9 @@ class RecomputingKinds:
         return taken
 
     def _first_of(self, number: int) -> int:
-        """Return the recipe whose lower bound is needed before that of this one. A recipe that recomputes
-        some layers needs the one that recomputes each. A compiled one needs a compiled recipe with each or
-        none of the layers recomputed, and the uncompiled one.
+        """Return the recipe whose lower bound must be computed before that of this one. A recipe that
+        recomputes some layers needs the one that recomputes each. A compiled one needs a compiled recipe with
+        each or none of the layers recomputed, and the uncompiled one.
         """
         bases = [self._full.get(number)]
         if number in self._lowered:
@@ -349,7 +349,7 @@ class RecomputingKinds:
         return [n for n, one in enumerate(self.space.candidates) if one.passes not in done]
 
     def leave_out(self, numbers: Iterable[int]) -> None:
-        """Exclude the kinds of these recipes from the search: their lower bounds are not computed."""
+        """Exclude the groups of these recipes from the search. Their lower bounds are not computed."""
         self._looked_at.update(self.space.candidates[number].passes for number in numbers)
 
     def add_others(self) -> None:
@@ -359,9 +359,7 @@ class RecomputingKinds:
     # ---- one kind at a time ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin a further search of the same recipes. Those that cannot be on the Pareto front stay
-        excluded.
-        """
+        """Begin a further search of the same recipes. Clear the cached exclusions from its Pareto front."""
         self._dominated.clear()
 
     def needed_of(self, kind: int) -> list[int]:
@@ -418,7 +416,7 @@ class RecomputingKinds:
 
     def send(self, numbers: Sequence[int]) -> list[int]:
         """Remove these recipes, and all that share their simulation, from the postponed ones, and return
-        them. A worker process simulates them, and `learn` stores the result.
+        them. The caller lets a worker simulate them; `learn` stores the result.
         """
         taken = self._take_out(numbers)
         self._on_the_way |= taken
@@ -598,6 +596,7 @@ def _has_timed_bytes(setup: Setup) -> bool:
 
 
 def _with_device(bound: Bound) -> Bound:
-    """Return the lower bound with the GPU's own seconds as the minimum of its seconds. The host may limit few
-    layers but not many."""
+    """Return the lower bound with at least the GPU's own seconds. The host may limit a step with few layers
+    but not one with many.
+    """
     return bound._replace(seconds=max(bound.seconds, bound.device_seconds))

@@ -68,8 +68,9 @@ def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
 
 
 def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
-    """Convert a worker's result for a group of recipes to lower bounds, and to reasons why recipes cannot be
-    simulated."""
+    """Convert a worker's result for a group of recipes to lower bounds, and to the reasons why some cannot be
+    simulated.
+    """
     if isinstance(answer, SnugfitError):
         return Screening(excluded=[exclusion(space, [*group], answer)])
     screening = Screening()

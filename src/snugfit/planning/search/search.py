@@ -282,7 +282,7 @@ def search(
 def _evaluate_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
-    """Simulate all recipes that may be on the Pareto front (bytes, seconds)."""
+    """Simulate all recipes that may be on the Pareto front of bytes and seconds."""
     if every_bound:
         recomputing.add_others()
     while every_bound and recomputing.screen(lambda number, least: True):

@@ -54,7 +54,7 @@ _SLOT_INDICES = {slot: index for index, slot in enumerate(Slot)}
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A valid recipe of a search. Properties that several recipes share have a common number."""
+    """Valid recipe of a search. Recipes that share a property have the same identifier for it."""
 
     recipe: Recipe
     setup: Setup
@@ -106,8 +106,8 @@ class Space:
         return self.numbers.get(index)
 
     def variant(self, number: int, *techniques: Technique) -> int | None:
-        """Return the number of a candidate with these techniques in place of its own; None when the space has
-        none.
+        """Return the number of a candidate with these techniques in place of its own; None if the space has
+        no such candidate.
         """
         own, index = self.candidates[number].recipe.techniques, self._indices.get(number)
         for technique in techniques:
@@ -122,7 +122,7 @@ class Space:
 
     @cached_property
     def _indices(self) -> dict[int, int]:
-        """The index of each candidate recipe among all combinations of techniques."""
+        """Index of each candidate among all combinations of techniques, in order of the candidates."""
         return {number: index for index, number in self.numbers.items()}
 
     @cached_property
@@ -141,7 +141,7 @@ class Space:
 
     @cached_property
     def simpler(self) -> dict[int, tuple[int, ...]]:
-        """Cache of the numbers of each recipe's simpler variants (`simpler.py`)."""
+        """Cache of the numbers of each recipe's simpler variants (`simpler.py`), by the recipe's number."""
         return {}
 
     def changes(self, recipe: Recipe) -> int:
@@ -278,7 +278,9 @@ def _offered_in(
 
 
 def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -> bool:
-    """Return True if this training loop supports the technique; otherwise add its refusal to `excluded`."""
+    """Return True if this training loop supports the technique. Otherwise add the reason to `excluded` and
+    return False.
+    """
     from snugfit.step.applier import refuse_unsupported
 
     try:

@@ -300,7 +300,7 @@ class SearchState:
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
         """Return True if a simulated recipe with the same passes is as fast as this one's lower bound and
-        satisfies `stands`.
+        satisfies the predicate `stands`.
         """
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
@@ -374,8 +374,9 @@ class SearchState:
         return front
 
     def best_so_far(self, objective: str, batch_size: int) -> Choice | None:
-        """Return the best simulated recipe that fits by `objective`, with its bytes and seconds; None if
-        there is none."""
+        """Return the best simulated recipe by `objective` that fits, with its bytes and seconds; None if
+        there is none.
+        """
         best = reversed(self._best) if objective == "memory" else self._best
         number = next((number for _, needed, number in best if self.fits(needed)), None)
         return None if number is None else self.choice(number, batch_size)

@@ -83,7 +83,7 @@ class Twins:
         return []
 
     def drop_if_misleading(self) -> None:
-        """Stop skipping similar recipes once a skipped one proves better than its twin."""
+        """Stop skipping recipes once a skipped one proves better than its twin."""
         if any(itertools.starmap(self._is_better, itertools.chain.from_iterable(self._no_better.values()))):
             self._no_better.clear()
             self.stand = False
@@ -116,8 +116,8 @@ class Twins:
         return self._may_be(twin) and all(one is not None and self._bound(one) is not None for one in bases)
 
     def _needs(self, number: int) -> tuple[float, ...]:
-        """Return the bytes and seconds by which this recipe is compared with its twin. They are lower bounds
-        without recomputation and compilation.
+        """Return the bytes and seconds by which this recipe is compared with its twin. They are the lower
+        bounds of the recipe without recomputation and compilation.
         """
         base = self._base(number)
         bound = None if base is None else self._bound(base)

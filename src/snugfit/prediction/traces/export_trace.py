@@ -13,9 +13,9 @@ in the phase.
 **Memory snapshots.** Convert a trace to a snapshot of CUDA memory, in the format of
 `torch.cuda.memory._dump_snapshot`.
 
-PyTorch's memory viewer (pytorch.org/memory_viz) and `torch.cuda._memory_viz` read it. Addresses are those
-that the replayed allocator hands out. Stack frames contain the operator and its module, and the phase and
-step. Times (`time_us`) count events, since a trace records their order only.
+PyTorch's memory viewer (pytorch.org/memory_viz) and `torch.cuda._memory_viz` read it. Addresses are those of
+the replayed allocator. Stack frames contain the operator and its module, and the phase and step. Times
+(`time_us`) count events, since a trace records their order only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def export_trace(prediction: Prediction, form: str) -> bytes:
     """Simulate a prediction's step again, and return its trace as a file with the ending `form`.
 
     `form` is `.pickle` (memory snapshot) or `.json` (timeline). Raises `UsageError` for a timeline without a
-    GPU, `GpuError` where the GPU's rates are unknown.
+    GPU, and `GpuError` if the GPU's rates (speeds of kernels) are unknown.
     """
     if form == CHROME and prediction.gpu is None:
         raise UsageError("--trace FILE.json is a timeline in seconds, which need a GPU. Add --gpu NAME.")
@@ -128,8 +128,8 @@ def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, 
 def _event_times(marks: Sequence[Mark], end: int, spans: Sequence[Any]) -> dict[int, float]:
     """Return the time in seconds of each allocation or free of the step, by its index in the trace.
 
-    Those of one phase are spread evenly over the host's time in the phase. A phase without kernels takes no
-    time.
+    The events of one phase are spread evenly over the host's time in the phase. A phase without kernels takes
+    no time.
     """
     times: dict[int, float] = {}
     pending, now = list(reversed(spans)), 0.0

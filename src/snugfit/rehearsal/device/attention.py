@@ -34,8 +34,8 @@ def run_kernel(choice: str, of: Operands) -> torch.Tensor:
 def attention_by(
     policy: Policy, note: Callable[[str], object] = str, *, trains: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Return a replacement for `scaled_dot_product_attention` that runs on `meta` the kernel of the simulated
-    device.
+    """Return a replacement for `scaled_dot_product_attention`. It runs on `meta` the kernel that the
+    simulated device would run.
 
     `note` is called with the name of each chosen kernel. With `trains`, a backward pass always follows, even
     if no operand requires a gradient.
@@ -118,8 +118,8 @@ def _is_aligned(mask: torch.Tensor) -> bool:
     """Return True if efficient attention accepts this mask without a copy.
 
     The source is `preprocess_mask` in `native/transformers/attention.cpp`. On an H200, a mask of 216 columns
-    was accepted. A simulation that padded to multiples of 16 had 224 columns, its first difference from the
-    recorded history.
+    was accepted. A simulation that padded to multiples of 16 had 224 columns, the first difference from the
+    recorded allocations.
     """
     return mask.stride(-1) == 1 and not any(stride % MASK_IN for stride in mask.stride()[:-1])
 
@@ -214,7 +214,7 @@ def _expand(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
 def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Simulate flex attention: return its output, log-sum-exp and largest score per row.
 
-    The output is (B, H, S, D) with D of the value, the other two are (B, H, S).
+    The output has shape (B, H, S, D) with D of the value. The other two have shape (B, H, S).
     """
     import torch
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class Buffer(NamedTuple):
     """One entry in the list of a kernel's temporary buffers: the allocation of `nbytes` bytes, or a free if
-    negative.
+    `nbytes` is negative.
 
     An entry of 0 bytes marks the position of the operator's own outputs.
     """

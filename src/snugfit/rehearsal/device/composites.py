@@ -2,8 +2,8 @@
 device. torch implements dropout, attention, softmax and rms_norm as compositions that select a fused operator
 by their input's device.
 
-None is selected for `meta`. These kernels follow the policy instead, and call the operator that torch would
-call on that device. So the same tensors are saved for backward. Sources:
+torch selects none for `meta`. The replacements call the operator that torch would call on the device of the
+policy. So the same tensors are saved for backward. Sources:
 `aten/src/ATen/native/{Dropout,SoftMax,layer_norm}.cpp` and `native/transformers/attention.cpp`, torch 2.13.
 
 Other operators write in place on a device, and create new tensors while a dispatch mode such as the recorder

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _nothing(*about: object) -> None:
-    """Ignore the arguments: the default callback for a reported decision."""
+    """Ignore the arguments. This is the default callback for a reported choice."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Run plain PyTorch code in place of compiled code and libraries' kernels, and warn.
 
-Code from `torch.compile`, and libraries' kernels for a transformers model, do not run on `meta`.
+Neither code from `torch.compile` nor libraries' kernels for a transformers model run on `meta`.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ _PROBED: set[Policy] = set()
 
 @contextlib.contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Context that restores the states of all random generators of the process."""
+    """Context that restores the states of all random generators of the process at its end."""
     import random
 
     import numpy

@@ -188,7 +188,7 @@ class CudaPolicy(Policy):
 
     @property
     def resident_threads(self) -> int:
-        """Number of threads that the whole GPU can hold at once."""
+        """Number of threads that the whole GPU can have resident at once."""
         return self.multiprocessors * self.threads_per_multiprocessor
 
     @property
@@ -281,8 +281,8 @@ class ComparedPolicy(CudaPolicy):
 
     @property
     def resident_threads(self) -> int:
-        """Number of threads that the GPU can hold at once. Other GPUs with another number are marked as
-        different, since the caller allocates buffers of this size.
+        """Number of threads that the GPU can have resident at once. Other GPUs with another number are marked
+        as different, since the caller allocates buffers of this size.
         """
         threads = super().resident_threads
         self.sizes.update({other: None for other in self.compared if other.resident_threads != threads})
@@ -305,7 +305,7 @@ class ComparedPolicy(CudaPolicy):
 class CpuPolicy(Policy):
     """The policy of the CPU: torch's choices on it, which mostly equal those of `meta`.
 
-    Dropout is a random mask and products. Buffers of the CPU's kernels are not modelled.
+    Dropout is composed of a random mask and products. Buffers of the CPU's kernels are not modelled.
     """
 
     autocast = autocast_lists.CPU
@@ -356,8 +356,9 @@ def _without_philox(outputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _philox_first(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Return cuDNN attention's outputs: seed and offset, then output and log-sum-exp (recorded on an
-    H200)."""
+    """Return cuDNN attention's outputs in the order of allocation on an H200: seed and offset, then output
+    and log-sum-exp.
+    """
     return (outputs[6], outputs[7], outputs[0], outputs[1])
 
 
