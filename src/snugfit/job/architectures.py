@@ -1,9 +1,9 @@
 """Architectures of the installed transformers and their heads, without importing it.
 
-A job is refused early, before anything heavy is imported, when its architecture has no such head. The truth
-is transformers' own tables of names, but importing them imports torch, which takes two seconds. They are
-literals, so they are read as such: the source files are parsed, nothing in them runs. `tests/test_model.py`
-compares the parsed tables with the imported ones.
+A job whose architecture has no such head is refused before a large package is imported. transformers has
+tables of these names, but importing them imports torch, which takes two seconds. The tables are literals, so
+the source files are parsed and not run. `tests/test_model.py` compares the parsed tables with the imported
+ones.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _texts(node: ast.expr | None) -> frozenset[str]:
 
 
 def _names_in(statement: ast.stmt) -> set[str]:
-    """Return the names that a top-level statement of Python source assigns, or calls a method of."""
+    """Return the names that a top-level statement of Python source assigns, or whose methods it calls."""
     if isinstance(statement, ast.Assign):
         return {target.id for target in statement.targets if isinstance(target, ast.Name)}
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -138,7 +138,7 @@ def _syntax_tree(file: str) -> ast.Module:
 
 def source(file: str) -> str:
     """Return the text of a source file of the installed transformers, without an import. Raises `ModelError`
-    where it is not installed.
+    if it is not installed.
     """
     spec = find_spec("transformers")
     # The package's file is found without importing the package.

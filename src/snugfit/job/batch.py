@@ -1,8 +1,8 @@
 """Synthetic batches, as the Hugging Face guide makes them: random token ids in [100, 30000), random labels.
 
-The task decides the tensors of a batch. The job and the architecture decide their sizes. Memory and time
-depend on shapes and dtypes only, so random content is as good as text. Everything is made on the CPU, as a
-data loader would.
+The task determines the tensors of a batch. The job and the architecture determine their sizes. Memory and
+time depend on shapes and dtypes only, so random content is as good as text. All tensors are created on the
+CPU, as by a data loader.
 
 Shapes: B samples, S sequence length, T target length.
 
@@ -17,8 +17,9 @@ Shapes: B samples, S sequence length, T target length.
 Other inputs are those of features (`inputs.py`).
 
 With padding, the last part of every sequence is padding. There `attention_mask` is 0 and ids are the pad
-token. Labels of tokens are -100, which losses leave out. The mask is passed only with padding.
-Encoder-decoder classifiers (BART, T5) look for the end token, so each of their sequences ends in one.
+token. Labels of these tokens are -100, which losses ignore. The mask is passed only with padding.
+Encoder-decoder classifiers (BART, T5) read the hidden state of the end token, so each of their sequences ends
+with it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
 
     Items are samples for classification of sequences and images. For tasks with a label per token they are
     labels other than -100. Decoders count after the shift by one, since the first token is never predicted. A
-    module from Python is taken to average over samples.
+    module from Python is assumed to average over samples.
     """
     if job.task is Task.CUSTOM:
         return job.model.layout(job.batch_size).count(batch)
@@ -247,7 +248,9 @@ class BatchShapes:
         return labels
 
     def ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Return random token ids of shape (B, `length`), int64, in the model's vocabulary."""
+        """Return random token ids of shape (B = `samples`, `length`) and dtype int64, in the model's
+        vocabulary.
+        """
         import torch
 
         high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes characters: no vocabulary

@@ -27,7 +27,7 @@ ONE_A_SAMPLE = ("labels", "input_ids")
 
 
 class SampleRows(NamedTuple):
-    """The dimension along which a tensor's samples are, and the number of rows of each sample."""
+    """Dimension along which a tensor's samples follow each other, and number of rows of each sample."""
 
     dimension: int
     """Index of the dimension along which samples follow each other."""
@@ -142,8 +142,8 @@ class BatchLayout:
         return map_leaves(samples[0], concatenate)
 
     def refuse_unclear(self, purpose: str, cure: str = "") -> None:
-        """Raise `JobError` for an example batch where it is unclear which tensors contain samples. The
-        message shows the argument that names them.
+        """Raise `JobError` for an example batch whose tensors with samples are unclear. The message shows the
+        argument that names them.
         """
         if not self.unclear:
             return
@@ -162,7 +162,7 @@ class BatchLayout:
 
 def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | None) -> int:
     """Return the number of samples in an example batch: from named dimensions, a size common to all tensors,
-    or labels and ids.
+    or labels and token ids.
     """
     lengths = set(named.values()) or set(sizes.values())
     # The number of samples is the shortest named dimension, or the only length.

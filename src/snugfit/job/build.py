@@ -1,8 +1,8 @@
 """Construction of a job's real model: transformers' own class, built from the values of its config.
 
-The model is built under the ambient `torch.device`. On `meta` it has shapes and no data, on a GPU random
-weights or those of a folder. A failure inside transformers is reported as its usual cause: a config that the
-installed version cannot use. The message names the offending key.
+The model is built under the ambient `torch.device`. On `meta` it has shapes and no data. On a GPU it has
+random weights or those of a folder. An exception inside transformers becomes an error about its usual cause:
+a config that the installed version cannot use. The message names the offending key.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
     a checkpoint.
 
     FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs have `tie_word_embeddings:
-    false`. transformers 5 ties the head all the same (`configuration_t5.py`). It unties the head when it
+    false`. transformers 5 nevertheless ties the head (`configuration_t5.py`). It unties the head when it
     loads weights and finds two different ones (`tie_weights`), and that is the model that people fine-tune.
     """
     import torch
@@ -240,8 +240,8 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 def _blame_config(model: Model, error: Exception) -> NoReturn:
     """Raise `ModelError` that names the model's config, on which a constructor of transformers failed.
 
-    An out-of-memory error, a subclass of `RuntimeError`, passes unchanged. So does any error of snugfit's own
-    code, which a simulation runs while a model is built.
+    An out-of-memory error, a subclass of `RuntimeError`, passes unchanged. Errors of snugfit's own code,
+    which a simulation runs while a model is built, pass unchanged too.
     """
     # Subclasses are errors of the device, such as torch's out of memory.
     narrower = isinstance(error, RuntimeError) and type(error) is not RuntimeError
@@ -276,7 +276,7 @@ def _is_from(package: str, error: Exception) -> bool:
 
 
 def _key_of(value: object, config: Mapping[str, Any]) -> str | None:
-    """Return the config key, or the dotted path to it, whose value is this text; None when there is none."""
+    """Return the config key, or the dotted path to it, whose value is this text; None if there is none."""
     for key, content in config.items():
         if isinstance(content, dict) and (inner := _key_of(value, content)):
             return f"{key}.{inner}"

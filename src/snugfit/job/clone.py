@@ -1,8 +1,8 @@
 """Deep copies of modules from Python, on the ambient device, without references to the original.
 
-Deepcopy leaves functions as they are. A function that closes over a module would run the original from the
-copy. Examples are TRL's fused loss in the place of `forward`, a hook, or an attribute such as `self.call =
-lambda x: self.block(x)`. So such a function is rebuilt, with the copy in the original's place.
+Deepcopy leaves functions as they are. In the copy, a closure over a module would run the original module.
+Examples are TRL's fused loss in the place of `forward`, a hook, or an attribute such as `self.call = lambda
+x: self.block(x)`. So such a function is created again, with the copy in place of the original.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
 def _rebind(value: Any, clones: dict[int, Any]) -> Any:
     """Return `value` with modules replaced by their clones; `value` itself if it refers to none.
 
-    `clones` are the copies of modules, functions and the cells of closures, by the originals' identities.
+    `clones` are the copies of modules, functions and the cells of closures, by the id of the original.
     """
     if id(value) in clones:
         return clones[id(value)]

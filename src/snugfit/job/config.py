@@ -5,7 +5,7 @@ A config.json is untrusted input, and transformers trusts it. A key may name cod
 the file, its text, its facts. (Facts are the values that determine the model.)
 
 The facts leave out settings of a recipe (attention and expert kernels) and names that change no byte (labels,
-versions, paths). The checkpoint's dtype is in them once, under "dtype".
+versions, paths). They have the checkpoint's dtype once, under "dtype".
 
 Anchors: CVE-2026-4372 (`_attn_implementation_internal` led to code from the hub), CVE-2026-5241 (a nested
 config switched remote code on).
@@ -197,8 +197,8 @@ def _tag_infinite(value: Any) -> Any:
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each fault in a model's config.json, and in configs nested in it. The most
-    dangerous fault is first.
+    """Yield an error message for each invalid value in a model's config.json, and in configs nested in it.
+    The most dangerous one is first.
     """
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
@@ -286,8 +286,9 @@ def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
 def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> bool:
     """Return True if attention heads of this architecture may have another width than hidden size / heads.
 
-    Some have a width of their own when the config names none (GLM's 128). The default sizes of others do not
-    divide (GLM-4.5's 96 heads in 4096, of which the rest is cut). Imports transformers.
+    Some have a width of their own when the config names none (GLM's 128). In others, the default hidden size
+    is no multiple of the heads (GLM-4.5: 4096 and 96), and the remainder is cut. The function imports
+    transformers.
     """
     from transformers import CONFIG_MAPPING
 
@@ -330,8 +331,8 @@ def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> Facts:
-    """Return a model's config without dtypes, settings that a recipe decides, and names that do not change a
-    size.
+    """Return a model's config without dtypes, without settings that a recipe determines, and without names
+    that do not change a size.
     """
     return {
         key: _sizes_of(value) if isinstance(value, dict) else value

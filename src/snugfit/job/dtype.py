@@ -46,7 +46,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def config_dtype(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that a config.json names; None where it names none.
+    """Return the dtype that a config.json names; None if it names none.
 
     The config of a model with several parts may name it only in its text model.
     """
@@ -75,8 +75,8 @@ def file_dtype(file: Path) -> str | None:
 
 
 def main_dtype(module: nn.Module) -> str | None:
-    """Return the dtype of most of a module's floating-point weights; None where it has none. Weights of a
-    lazy module have no size yet.
+    """Return the dtype of most of a module's floating-point weights; None if it has none. Weights of a lazy
+    module have no size yet.
     """
     from torch.nn.parameter import is_lazy
 
@@ -92,10 +92,10 @@ def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     """Cast the floating-point weights of a module in place, and return it.
 
     Adapters of a model that peft has adapted stay as they are. peft makes them fp32 next to weights of 16
-    bits too (`autocast_adapter_dtype`), and its layers cast their inputs. Copies of whole modules that train
-    (`modules_to_save`) are cast like the modules that they replace, since nothing casts inputs for them. The
+    bits too (`autocast_adapter_dtype`), and its layers cast their inputs. Trained copies of whole modules
+    (`modules_to_save`) are cast like the modules that they replace, since no code casts their inputs. The
     frequencies of transformers' rotary embeddings stay fp32, as in a model that is built in 16 bits. With 8
-    bits, they would turn queries and keys by other angles.
+    significant bits, they would rotate queries and keys by other angles.
     """
     import torch
 

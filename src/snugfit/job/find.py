@@ -114,7 +114,7 @@ def _refuse_two_meanings(name: str, full_name: str) -> None:
 def _config_file(path: str) -> Path:
     """Return the config.json at `path`: itself, or the one in the folder.
 
-    Raises `ModelError` when there is neither.
+    Raises `ModelError` if there is neither.
     """
     if not os.path.isdir(path):
         if _is_missing(path):
@@ -205,7 +205,7 @@ def _cached_config(name: str) -> Path | None:
 
 
 def cached_file(name: str, file: str) -> Path | None:
-    """Return a file of a hub model that was downloaded before; open no socket.
+    """Return the path of a file of a hub model in the local cache, or None. It opens no socket.
 
     Raises `ValueError` for a name that is no hub id.
     """

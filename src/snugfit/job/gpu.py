@@ -4,11 +4,11 @@
 total of nvidia-smi is `nvml_total_bytes`, and the driver's reserve `driver_reserved_bytes`. The rest for
 processes is torch's total, `memory_bytes`.
 
-Names are matched loosely. Vendor words, case, spaces and punctuation do not count; `a100-80gb` means the
-model A100 with 80 GB.
+Names are matched loosely. Vendor words, case, spaces and punctuation are ignored; `a100-80gb` means the model
+A100 with 80 GB.
 
-A name that fits no entry is refused with the nearest ones. No figure is ever guessed: an unknown one is None,
-and `doubts` names each estimate.
+A name that matches no entry is refused, with the most similar names. No figure is guessed: an unknown one is
+None, and `doubts` lists each estimate.
 """
 
 from __future__ import annotations

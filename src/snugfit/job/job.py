@@ -1,7 +1,7 @@
 """The job: the training task, independent of the recipe that runs it.
 
 No recipe may change its fields: the model, the task, the lengths and the padding, the global batch, clipping,
-the decaying parameters. The GPU is no part of it: one job, many GPUs. A recipe may cut the global batch into
+the decaying parameters. The GPU is not a part of the job. A recipe may cut the global batch into
 micro-batches, but their sum is the job's batch, always.
 """
 
@@ -55,7 +55,7 @@ CUSTOM = "custom"
 
 
 class TaskBase(StrEnum):
-    """Task of a model, that is, the output of its head, named after transformers' heads."""
+    """Task of a model (output of its head), named after transformers' heads."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -303,7 +303,7 @@ class Job:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """Return the job from the JSON object of `to_json`. Raises `JobError` when the model existed only in
+        """Return the job from the JSON object of `to_json`. Raises `JobError` if the model existed only in
         Python.
         """
         if not isinstance(document, dict):
@@ -392,8 +392,8 @@ def _loaded_dtype(asked: object, model: Model) -> str:
 def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
     """Raise `JobError` when a sequence of the job is longer than the positions of its model.
 
-    The keys of `config` decide first. If they are too short, the architecture's complete config decides,
-    since old files leave out defaults of their class. That imports transformers.
+    The keys of `config` are read first. If their limit is too short, the architecture's complete config is
+    read, since old files omit defaults of their class. That imports transformers.
     """
     lengths = (job.task, job.sequence_length, job.target_length)
     # Most configs have the length of their position table, and need no import of transformers.

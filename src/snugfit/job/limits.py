@@ -1,7 +1,7 @@
 """The longest sequence that an architecture accepts, from its config.
 
-Learned (or tabulated) positions end: token `max_position_embeddings` has no row. Rotary, relative and ALiBi
-positions have no end. For those `max_position_embeddings` is only the length of the training.
+Learned (or tabulated) positions are limited: token `max_position_embeddings` has no row. Rotary, relative and
+ALiBi positions are not. For those, `max_position_embeddings` is only the sequence length in pretraining.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ positions.
 def length_problem(
     config: Mapping[str, Any], task: str, sequence_length: int, target_length: int
 ) -> str | None:
-    """Return a sentence about a length, in tokens, that exceeds the positions of this config; None if all
-    lengths are valid.
+    """Return a sentence about a length, in tokens, that exceeds this config's number of positions; None if
+    all lengths are valid.
     """
     # In a model of several parts, the text model has the positions of tokens.
     text = config.get("text_config") or config
@@ -82,7 +82,7 @@ def target_limit(config: Mapping[str, Any]) -> Limit | None:
 
 
 def _endless(config: Mapping[str, Any]) -> bool:
-    """Return True if the model computes positions for any sequence length, and so has no longest one."""
+    """Return True if the model computes positions for any sequence length, so that no length is too long."""
     # These prefixes mark rotary positions: `rope_parameters` and keys of older configs.
     computed = ("rope_", "global_rope_", "rotary_pct", "rotary_emb_")
     rotary = any(key.startswith(computed) for key in config)

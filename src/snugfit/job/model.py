@@ -1,8 +1,8 @@
 """The model of a job: an architecture as an immutable value. `build.py` creates an `nn.Module` from it.
 
 A model consists of its facts, the sizes and switches of a config.json, as canonical JSON text. It can
-therefore be predicted anywhere, without the files of its origin. Or it is a module of the user's own, from
-Python, with an example batch. Such a model exists in one process only.
+therefore be predicted anywhere, without the files of its origin. Alternatively, it is a user's own module
+from Python with an example batch. Such a model exists in one process only.
 
 `Model.find` tries a path, a preset, an existing folder, the hub's cache, a preset of the same sizes
 (`names.py`), and the hub. HF_HUB_OFFLINE=1 and `online=False` forbid the hub, and no socket is opened.
@@ -156,7 +156,9 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """The number of layers in the model's deepest stack, by the config; 0 where it does not give one."""
+        """The number of layers in the model's deepest stack, by the config; 0 if the config does not give
+        one.
+        """
         stated = {} if self.module is not None else self.config
         return max((stated[key] for key in LAYERS if isinstance(stated.get(key), int)), default=0)
 
@@ -207,7 +209,7 @@ class Model:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the model from the JSON object of `to_json`.
 
-        Raises `JobError` when it existed only in Python, `ModelError` for any other document.
+        Raises `JobError` if it existed only in Python, and `ModelError` for any other document.
         """
         if not isinstance(document, Mapping):
             raise ModelError(
@@ -284,7 +286,7 @@ def first_end_token(config: Any) -> int | None:
 def _name_a_start_token(config: Any) -> None:
     """Set the pad token as the decoder's start token, as in T5's documentation; configs of its kind omit it.
 
-    No byte depends on the choice of the token.
+    The choice of the token changes no predicted bytes.
     """
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
@@ -296,8 +298,8 @@ def _name_a_pad_token(config: Any) -> None:
     """Set the pad token, by which decoders find a sequence's last token. Without one they take batches of 1
     only.
 
-    Users of GPT-2 or Llama as a classifier do the same. The end token pads, or token 0 where the vocabulary
-    of a small config does not include it.
+    Users of GPT-2 or Llama as a classifier do the same. The pad token is the end token, or token 0 if the
+    vocabulary of a small config does not include that.
     """
     if getattr(config, "pad_token_id", None) is None:
         first, rows = first_end_token(config), getattr(config, "vocab_size", 0)

@@ -60,10 +60,10 @@ unsloth's Gemma 2 is in bfloat16, as Google's tuned ones are and its base models
 
 
 def same_sizes(name: str, presets: Iterable[str]) -> str | None:
-    """Return the preset with the sizes of the model `name`; None when none is known.
+    """Return the preset with the sizes of the model `name`; None if there is none.
 
-    A preset of exactly this name goes before one of the name without `Instruct` or `Base`: a tuned model's
-    dtype may differ.
+    A preset of exactly this name has priority over one without `Instruct` or `Base`: a tuned model's dtype
+    may differ.
     """
     # Layers of such a mirror may be those of another architecture.
     if CONVERTED.match(name):

@@ -14,7 +14,7 @@ from snugfit.feature_folders import feature_objects
 
 
 class PhaseWords(NamedTuple):
-    """Words of reports on jobs of a phase."""
+    """Words for a phase (use of a model), with which reports on its jobs are written."""
 
     verb: str
     """Verb for the phase, before the model's name, as in `can train this`."""

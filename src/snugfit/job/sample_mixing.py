@@ -8,11 +8,11 @@ losses are no such mean:
 - a loss over the batch compares each sample with the others (CLIP, SimCLR, in-batch negatives). Or it takes
   statistics of all (Barlow Twins, the balance of experts).
 
-A model of transformers with one of our tasks has a loss of samples or tokens, so its layers decide. A module
-from Python is run on `meta` with two numbers of samples. A tensor that grows with their square contains
-pairs. A product or a mean over the samples that is no single number is a statistic. Frontends with data
-compare gradients themselves (`frontends/cut_loss.py`). They find the other cases, and record them in the job
-(`Job.mixes_samples`).
+With a task of snugfit, a model of transformers has a loss over samples or tokens. So only its layers may mix
+samples. A module from Python is run on `meta` with two numbers of samples. A tensor that grows with their
+square contains pairs. A product or a mean over the samples that is no single number is a statistic. Frontends
+with data compare gradients themselves (`frontends/cut_loss.py`). They detect the other cases, and record them
+in the job (`Job.mixes_samples`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def norm_layers_of_job(job: Job) -> str:
 def is_plain_by_source(model: Model, task: str) -> bool:
     """Return True if the transformers source files of a model contain no batch norm and no nested model.
 
-    The files are read as text. The result is False if the text leaves it open.
+    The files are read as text. The result is False if the text is inconclusive.
     """
     folder = model.architecture.replace("-", "_")
     try:

@@ -38,7 +38,7 @@ million.
 def find_weights(name: str | os.PathLike[str]) -> Path:
     """Return the folder of safetensors called `name`: a folder, or a hub id of the local cache.
 
-    Raises `ModelError` when there is none, or when one of its files may not be read.
+    Raises `ModelError` if there is none, or if one of its files may not be read.
     """
     folder = Path(os.path.expanduser(os.fspath(name)))
     if not folder.is_dir():
@@ -120,7 +120,7 @@ def _conversion(folder: Path) -> str:
 def _is_of(folder: Path, file: Path) -> bool:
     """Return True if `file` is in `folder`, also after links are resolved.
 
-    In the hub's cache, where a snapshot's files are links, the folder of its model counts.
+    In the hub's cache, where a snapshot's files are links, `folder` is extended to the folder of the model.
     """
     own = folder.resolve()
     # Files of a snapshot are links into the model's blobs, two folders up.
@@ -195,7 +195,7 @@ class LoadedWeights:
 def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWeights:
     """Return the differences between `model` and its folder, from transformers' loading report `info`.
 
-    Raises `ModelError` when weights outside a new head are missing, or have another shape.
+    Raises `ModelError` if weights outside a new head are missing, or have another shape.
     """
     if wrong := sorted(info["mismatched_keys"]):
         name, saved, due = wrong[0]

@@ -1,9 +1,10 @@
 """Simulate a model with many equal layers by two models with few layers.
 
-The two differ by one period: the smallest repeating group of layers. The events of that period are repeated
-in the trace (`trace/deepen.py`). In the plain loop, the optimizer update is simulated with all layers and
-joined. In other loops, the update is extended together with the forward and backward passes. A model compiled
-as one program gains most, because Inductor takes one or two seconds per layer.
+The two models differ by one period: the smallest repeating group of layers. The events (allocations, frees,
+kernels) of that period are repeated in the trace (`trace/deepen.py`). In the plain loop, the optimizer update
+is simulated with all layers and joined. In other loops, the update is extended together with the forward and
+backward passes. A model compiled as one program gains most, because Inductor takes one or two seconds per
+layer.
 """
 
 from __future__ import annotations
@@ -130,8 +131,9 @@ def passes_from_few_layers(
 
 
 def _repeats_layers(setup: Setup) -> bool:
-    """Return True if a simulation with few layers can represent all: no CUDA graphs are recorded, and all
-    layers are treated alike."""
+    """Return True if a simulation with few layers can represent a deep model. The settings then record no
+    CUDA graphs and treat all layers alike.
+    """
     if setup.records_graphs:
         return False
     return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))

@@ -109,8 +109,8 @@ def _lacking_key(error: Exception) -> str | None:
 
 
 def _what_depends(error: Exception) -> str:
-    """Return a sentence on an operator whose output shape depends on data, named as in torch's error:
-    `aten::nonzero`.
+    """Return a sentence on an operator whose output shape depends on data, with its name as in torch's error,
+    such as `aten::nonzero`.
     """
     operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
     return f"the shape of the output of {operator[2]} depends on its data" if operator else _first_line(error)
@@ -126,8 +126,8 @@ def _is_ours(error: Exception, last: FrameType) -> bool:
 
 
 def _where(error: Exception) -> str:
-    """Return the failing line of the model's code: the last stack frame outside of torch and snugfit,
-    or "".
+    """Return the failing line of the model's code: the last stack frame outside of torch and snugfit. It is
+    empty if there is none.
     """
     # The last such frame is the innermost line that the user can change.
     own = [stop for stop in _frames(error) if not _passes_on(module_of(stop.frame))]

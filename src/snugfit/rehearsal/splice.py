@@ -104,7 +104,7 @@ class Part:
 
     @property
     def waits(self) -> int:
-        """Number of times the host waits for the device in the last step."""
+        """Number of times that the host waits for the device in the last step."""
         return sum(move is MarkKind.WAIT for move in self.trace.moves)
 
     @cached_property

@@ -163,8 +163,8 @@ def is_adapted(setup: Setup) -> bool:
 
 
 def built_on(setup: Setup, job: Job) -> Collection[str]:
-    """Return where the settings require the model to be built: `host`, `stays`, or both (`Handler.built_on`).
-    Empty for its training device.
+    """Return the places where the settings require the model to be built: `host`, `stays`, or both
+    (`Handler.built_on`). Empty for its training device.
     """
     return {handler.built_on(value, job) for handler, value in _used(setup)} - {""}
 

@@ -3,11 +3,10 @@
 A simulation needs no workers and no pinned memory, since its batches are never copied. It reads little of
 their content either, so one sample represents all: a batch is that sample, expanded. Thus a search can
 simulate batches that would not fit on the host. A batch records the samples that it represents, and
-`REAL_VALUES` of its tensors returns their content. Every other batch comes from the loader that the Setup
-chooses.
+`REAL_VALUES` of its tensors returns their content. All other batches come from the loader of the Setup.
 
-Pictures and sound are fp32. A model with weights of another dtype takes them only in that dtype when no
-autocast casts them. So each sample is cast on the host, as users do who train in bfloat16 throughout.
+Pictures and sound are fp32. Without autocast, a model with weights of another dtype accepts them only in that
+dtype. So each sample is cast on the host, as users do who train in bfloat16 throughout.
 """
 
 from __future__ import annotations
@@ -101,9 +100,9 @@ def collate(samples: list[Any]) -> Any:
 def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Callable[[list[Any]], Any]:
     """Return the function that joins samples into a batch.
 
-    In a simulation, it repeats the first sample without a copy. Samples of a user's example are joined as
-    they are, since their content may decide the work of a step. `always_mask` adds an attention mask of ones
-    to batches without padding.
+    In a simulation, it repeats the first sample without a copy. Samples of a user's example are joined
+    unchanged, since the work of a step may depend on their content. `always_mask` adds an attention mask of
+    ones to batches without padding.
     """
     if always_mask:
         unmasked = collator(job, device)
@@ -210,7 +209,7 @@ def micro_batches(
 
 
 def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copy the batch to the device, asynchronously if its memory is pinned. Values that are no tensors (a
+    """Copy the batch to the device, asynchronously if its memory is pinned. Values that are not tensors (a
     switch, a name) are unchanged.
     """
     import torch

@@ -3,15 +3,15 @@
 All checkpoints are non-reentrant (`torch.utils.checkpoint`, `use_reentrant=False`). So hooks, keyword
 arguments and unused inputs work, and peft needs no input that requires a gradient.
 
-Single layers are recomputed by transformers' own switch where the model has one, because its users run that.
-torch's own checkpoint wrapper wraps all other layers. Among these are layers with a replaced forward pass,
-since the switch may be inside of the replacement.
+If a model has transformers' own switch, it recomputes single layers, as for transformers' users. torch's own
+checkpoint wrapper wraps all other layers. Among these are layers with a replaced forward pass, since the
+switch may be inside of the replacement.
 
 No library recomputes spans of several layers. A model calls its layers one by one, each with arguments of its
 own (a sliding layer's mask differs from its neighbour's). So the first layers of a span only record their
-call and return their input. The last layer runs all recorded calls inside one checkpoint. That is right
-exactly when every layer returns one tensor, which the model passes to the next layer unchanged. So each layer
-of a span checks that its input is the tensor that the layer before it returned. Any other model is refused.
+call and return their input. The last layer runs all recorded calls inside one checkpoint. That is correct
+only if every layer returns one tensor, which the model passes to the next layer unchanged. So each layer of a
+span checks that its input is the tensor that the layer before it returned. Any other model is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ELSEWHERE = "of_another_stage"
 
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
-    """Make the chosen layers of `model` keep only their inputs, in place. Raises `RecipeError` when the model
+    """Make the chosen layers of `model` keep only their inputs, in place. Raises `RecipeError` if the model
     has no stack of layers, or its layers cannot be recomputed in groups (spans).
     """
     stacks = layer_stacks(model)
@@ -199,8 +199,8 @@ _CACHES: Mapping[str, Any] = {
 def without_cache(
     arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace caches of keys and values by None, since the recomputation would write them a second time. Some
-    models pass a cache by position (GPT-2) or under another name (XLM).
+    """Return a layer's arguments with None in place of key-value caches, since the recomputation would write
+    these again. Some models pass a cache by position (GPT-2) or under another name (XLM).
     """
     cache = _of_transformers("cache_utils", "Cache")
     uncached = tuple(None if isinstance(one, cache) else one for one in arguments)

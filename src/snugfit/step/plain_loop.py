@@ -5,8 +5,8 @@ run the model and take its loss, scaled to the global batch. Run backward. Then 
 clips), step the optimizer, and drop the gradients (`set_to_none=True`). fp16 goes through a GradScaler.
 
 The loss is scaled by the micro-batch's share of the counted items: samples, or tokens with a label. The host
-counts them before the batch is placed, so micro-batches equal the whole batch also with uneven padding. A
-batch that is not cut is not scaled: one kernel less, as in any tutorial.
+counts them before the batch is placed, so micro-batches equal the whole batch also with uneven padding. The
+loss of an undivided batch is not scaled, which saves a kernel.
 """
 
 from __future__ import annotations

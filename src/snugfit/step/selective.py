@@ -8,8 +8,8 @@ Products with weights and fused attention are kept: they take nearly all of a la
 activations are not kept. In unfused attention they are its scores, which are large.
 
 Attention with dropout is computed again, because it draws random numbers. A reused result draws none, and
-each later dropout would have another mask than in the forward pass. Attention is kept where no later dropout
-draws any (`techniques/seeded_dropout.py`). A layer with other draws is then refused.
+each later dropout would have another mask than in the forward pass. Attention is kept if no later dropout
+draws random numbers (`techniques/seeded_dropout.py`). A layer with other draws is then refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Step: an object with the real model class, optimizer and loop code, which runs training steps on any
 device.
 
-One Step is simulated (on tensors with shapes and no data), measured on a device, or trained. The class is the
+A Step is simulated (on tensors with shapes and no data), measured on a device, or trained. The class is the
 same each time: only its device and its observer differ. Each loop has a name:
 
 - `plain`: the loop every figure of ours refers to (`plain_loop.py`);
@@ -126,7 +126,7 @@ class StepEngine(Protocol):
         """
 
     def group_bytes(self, loop: str) -> int:
-        """Return NVML bytes of the process group that the engine makes in this loop."""
+        """Return the GPU bytes (as NVML counts) of the process group that the engine creates in this loop."""
 
     def stop(self, runs: Any) -> None:
         """Remove the engine's hooks from the model; no step follows."""

@@ -2,12 +2,12 @@
 
 These names may change in any release. So all are in this file, and those for a user's Trainer in three files
 of its feature. `tests/test_transformers_internals.py` checks each against the installed version: it exists,
-takes our arguments, and is called where snugfit relies on it.
+accepts snugfit's arguments, and is called as snugfit expects.
 
 In a simulation both libraries run for a device that does not exist. They query the machine's device and
 refuse unsupported settings, so only their choice of a device is replaced. During set-up the device is
-reported as CUDA, so that they decide as on a GPU. Then their state's device becomes `meta`, and they place
-everything there. Afterwards their earlier state, perhaps a user's live Accelerator, is restored.
+reported as CUDA, so that they make the choices for a GPU. Then their state's device becomes `meta`, and they
+place everything there. Afterwards their earlier state, perhaps a user's live Accelerator, is restored.
 """
 
 from __future__ import annotations

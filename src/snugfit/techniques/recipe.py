@@ -5,7 +5,8 @@
 Slots without a named technique are plain, and the recipe without any name is written `plain`. Techniques are
 joined by `+` in any order and printed in the order of the slots. Settings are in parentheses, by name or by
 position. The text is parsed once into this immutable value, and `Recipe.parse(str(r)) == r` always (law 4 of
-`dev/laws.md`). An error shows the whole text, marks the word that failed, and names the nearest legal ones.
+`dev/laws.md`). An error shows the whole text, marks the word that failed, and lists the most similar valid
+ones.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the recipe from its text. Raises `RecipeError` with the text and the word that failed."""
+        """Return the recipe from its text. Raises `RecipeError` with the text and the invalid word."""
         return cls(tuple(techniques_of(text).values()))
 
     from_json = parse
@@ -190,7 +191,7 @@ def _setup_of(recipe: Recipe) -> Setup:
 
 def techniques_of(text: str) -> dict[Slot, Technique]:
     """Return the techniques that `text` names, by slot (a choice such as precision); a named default is
-    included. Raises `RecipeError` with the text and the word that failed.
+    included. Raises `RecipeError` with the text and the invalid word.
     """
     if not isinstance(text, str):
         raise RecipeError(f"A recipe must be text, such as 'bf16 + every_layer', not {text!r}.")

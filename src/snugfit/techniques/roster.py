@@ -2,10 +2,10 @@
 technique.
 
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
-technique is one new file, and no list grows with it. Features add theirs (`feature.py`). The roster checks
-each file against the few rules that the rest of the code relies on. It raises `RosterError` for the file's
-author when one is broken. Listing names imports no torch: a technique file imports it, if at all, inside
-functions.
+technique is one new file, and no list grows with it. Features add techniques of their own (`feature.py`). The
+roster checks each file against the few rules on which the rest of the code relies. If a file breaks one, it
+raises `RosterError` for the file's author. Listing names imports no torch: a technique file imports it, if at
+all, inside functions.
 
 The roster also has the words of other libraries, each with its replacement here. A word for a technique that
 snugfit has is in that technique's `elsewhere`.
@@ -39,7 +39,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
 
 class RosterError(SnugfitError):
-    """Error in a technique's file, which breaks a rule of the roster; its author reads the message."""
+    """Error in a technique's file, which breaks a rule of the roster; the message is for its author."""
 
 
 @functools.cache
@@ -74,7 +74,8 @@ def techniques() -> tuple[type[Technique], ...]:
 
 def find(word: str) -> type[Technique]:
     """Return the technique called `word`, in snugfit or in another library. Raises `RecipeError` with the
-    nearest names."""
+    most similar names.
+    """
     named = {technique.name: technique for technique in techniques()}
     aliases = {_spelling(alias): technique for technique in named.values() for alias in technique.elsewhere}
     # Own names come before words of other libraries, which may be equal.
@@ -189,7 +190,7 @@ def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
 
 
 def check(technique: type[Technique], *, slot: Slot | None) -> None:
-    """Raise `RosterError` when a technique's class breaks a rule that the rest of the code relies on."""
+    """Raise `RosterError` if a technique's class breaks a rule on which the rest of the code relies."""
     _check_facts(technique, slot)
     _sentences(technique)
 

@@ -2,8 +2,8 @@
 
 `CoreSetup` has the fields of the core, and `Setup` those of the installed features too (`feature.py`). Every
 loop implements each field or refuses it by name. No field holds code: a callable is an import path
-(`package.module:name`) with arguments. So a Setup prints, compares, and goes through JSON unchanged. Each
-field has a handler, and handlers run in the order of `feature.InstallStage`.
+(`package.module:name`) with arguments. So a Setup can be printed, compared, and written to JSON and back
+unchanged. Each field has a handler, and handlers run in the order of `feature.InstallStage`.
 """
 
 from __future__ import annotations
@@ -286,8 +286,8 @@ class CoreSetup(JsonFields):
         return self.with_fields(weights_dtype=weights, autocast=products, scale_gradients=is_scaled)
 
     def without_autocast(self) -> tuple[str | None, Self]:
-        """Return the autocast dtype, and a copy of the settings without autocast. Its weights are cast in
-        another way.
+        """Return the autocast dtype, and a copy of the settings without autocast. The caller casts the copy's
+        weights in another way.
         """
         return self.autocast, self.with_fields(autocast=None)
 

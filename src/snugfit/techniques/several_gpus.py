@@ -29,15 +29,17 @@ BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
 
 
 def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
-    """Return the recipe's techniques that support only one process, by slot (a choice such as precision)."""
+    """Return the recipe's techniques that cannot be simulated with several processes, by slot (a choice such
+    as precision).
+    """
     techniques = [recipe[slot] for slot in BEFORE_SHARDING]
     # Default techniques of these slots are simulated with any number of processes.
     return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]
 
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:
-    """Return the training settings (`Setup`) on this number of GPUs. Raises `UsageError` for several GPUs
-    with a recipe for one, the reverse, and a batch or model that the GPUs cannot share evenly.
+    """Return the training settings (`Setup`) on this number of GPUs. Raises `UsageError` if the recipe is not
+    for this number of GPUs, or if they cannot divide the batch or model evenly.
     """
     wish = wish_of_processes(setup)
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:

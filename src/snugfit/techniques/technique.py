@@ -1,9 +1,9 @@
 """A technique: one way to make a job fit or run faster, for one slot (a choice of the recipe, such as the
 optimizer).
 
-A technique is defined by its effect: `install` takes the `Setup` of a training loop and returns a changed
-one. No technique declares its memory or time; both result from simulating that Setup. Here are the slots in
-the order of a recipe, the three degrees of fidelity, and the base class of all techniques.
+A technique is defined by its effect: its method `install` takes the `Setup` of a training loop and returns a
+changed one. No technique declares its memory or time; both result from simulating that Setup. Here are the
+slots in the order of a recipe, the three degrees of fidelity, and the base class of all techniques.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ class Technique(ABC):
 
     @classmethod
     def fidelity_for(cls, job: Job) -> Fidelity:
-        """Return the difference of results to the default recipe in this job (none, rounding, ...): by
-        default `fidelity`.
+        """Return the technique's fidelity (numerical closeness to the plain step) in this job; by default
+        `fidelity`.
         """
         return cls.fidelity
 
@@ -285,8 +285,8 @@ class Technique(ABC):
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
         """Return this technique with several settings, such as numbers of recomputed layers, in the order of
-        falling memory and rising time. They are too many to simulate all, so a plan searches for the first
-        that fits. Empty for a technique that is searched by its `settings`.
+        decreasing memory and increasing seconds. They are too many to simulate all, so a plan searches for
+        the first that fits. Empty for a technique that is searched by its `settings`.
         """
         return ()
 
@@ -311,7 +311,7 @@ class Technique(ABC):
 
     @classmethod
     def missing_package(cls) -> str | None:
-        """Return a message that a package of `needs` is missing or too old; None when all are installed.
+        """Return a message that a package of `needs` is missing or too old; None if all are installed.
 
         No package is imported for that.
         """

@@ -1,9 +1,9 @@
 """Conversion of recipes to other libraries' arguments and back, by the counterparts that each technique
 declares.
 
-No technique is named here: `Technique.counterparts` is the only source, in both directions. When several
-techniques of a slot match the same arguments, the one with more fixed values is taken. An accumulation of 1
-is the whole batch, and not one micro-batch.
+No technique is named here: `Technique.counterparts` is the only source, in both directions. If several
+techniques of a slot match the same arguments, the one with more fixed values is returned. For example, an
+accumulation of 1 is the whole batch, and not one micro-batch.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class Wish(Generic[T]):
 
 @functools.cache
 def wishes() -> tuple[Wish[Any], ...]:
-    """Return the fields of `Setup` that all features add. Raises `FeatureError` where two fields have the
-    same name.
+    """Return the fields of `Setup` that all features add. Raises `FeatureError` if two fields have the same
+    name.
     """
     fields = feature_objects("fields", Wish)
     # The fields form one dataclass, where a second name would replace the first.

@@ -1,4 +1,4 @@
-"""Temporary GPU memory that kernels allocate and free while they run, which only the allocator sees.
+"""Temporary GPU memory that kernels allocate and free while they run.
 
 Each rule returns allocations and frees in order, with markers for the operator's own outputs (`OUTPUTS`,
 first by default). The rules come from torch's sources if a source exists. They were compared with allocator
@@ -6,7 +6,7 @@ histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11). Tempora
 without a recording is not modelled; it affects reserved bytes only.
 
 `_COMPOSED` has the rules for every device, because torch composes one dispatched operator from several.
-`CUDA_RULES` has those of CUDA; features add theirs within a simulation.
+`CUDA_RULES` has the rules of CUDA's kernels, to which features add their own during a simulation.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _mean_within(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the temporary buffer of a loss whose mean torch computes first and then copies to the output."""
+    """Return the temporary buffer of a loss, in which torch computes the mean before it copies it out."""
     return (OUTPUTS, *nest(Buffer("mean", out.element_size()))) if not out.dim() else ()
 
 
@@ -270,8 +270,8 @@ def _efficient_tile(widest: int, *, half: bool, capability: tuple[int, int]) -> 
     """Return (rows, columns) of a tile in efficient attention's backward kernel, for heads of this width.
 
     The source is `mem_eff_attention/kernels/generate_kernels.py`. Tiles of 128 rows need more shared memory
-    than architectures of 100 KiB have, which use 64. In 32 bits, an H100 showed 128 x 64 for a width of 128,
-    and 64 x 64 for 64. The others come from the source.
+    than architectures of 100 KiB have, which use 64. In 32 bits, an H100 used tiles of 128 x 64 for heads of
+    128, and of 64 x 64 for heads of 64. The other sizes come from the source.
     """
     # These architectures have at most 100 KiB of shared memory per block.
     small = capability < (8, 0) or capability in ((8, 6), (8, 9)) or capability[0] == 12

@@ -85,8 +85,8 @@ def softmax_backward(
 
 
 def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *_: Any) -> torch.Tensor:
-    """Return an empty tensor for the result of a loss: its elements, or one number in a buffer of the
-    elements' size.
+    """Return an empty tensor for the result of a loss. It has all elements, or one number in a buffer of
+    their size.
 
     The sources are `TORCH_META_FUNC(mse_loss)` and `(smooth_l1_loss)` in `native/BinaryOps.cpp`.
     """
@@ -106,8 +106,9 @@ def binary_cross_entropy(
 
 
 def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return the gradient of a margin loss with respect to its input (`native/cuda/MultiMarginLoss.cu` and
-    `MultiLabelMarginCriterion.cu`)."""
+    """Return an empty tensor for the gradient of a margin loss with respect to its input
+    (`native/cuda/MultiMarginLoss.cu` and `MultiLabelMarginCriterion.cu`).
+    """
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -138,8 +139,9 @@ def convolution_backward(
 def addmm_in(
     added: torch.Tensor, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, **_: Any
 ) -> torch.Tensor:
-    """Return a 16-bit product plus an fp32 matrix, in `dtype` (`_addmm_dtype_cuda`,
-    `native/cuda/Blas.cpp`)."""
+    """Return an empty tensor for a 16-bit matrix product plus an fp32 matrix, in `dtype`
+    (`_addmm_dtype_cuda`, `native/cuda/Blas.cpp`).
+    """
     # torch 2.11 confuses the precision argument with a factor.
     return torch.empty(first.size(0), second.size(1), dtype=dtype, device="meta")
 

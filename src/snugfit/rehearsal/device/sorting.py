@@ -1,8 +1,8 @@
 """Temporary GPU memory of sorts and scans (cumulative sums), in torch's kernels and in CUB.
 
 The rules come from torch's sources (`native/cuda/Sort.cpp`, `SortStable.cu`, `ScanUtils.cuh`) and CUB's
-(`cub/device/dispatch`). They were compared with histories recorded on an H200. Those have sorts of 1,854
-indices by small tiles, and of 2,048 to 147,456 by radix. Their scans are of 4 to 14,745 numbers.
+(`cub/device/dispatch`). They were compared with allocations recorded on an H200. The recorded sorts have
+1,854 indices (small tiles) and 2,048 to 147,456 (radix). The recorded scans have 4 to 14,745 numbers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def scan(operand: Any, out: Any) -> Scratch:
-    """Return the temporary buffer of a scan, such as `cumsum`: CUB's state. Only one-dimensional operands
-    need it (`scan_dim`).
+    """Return the temporary buffer of a scan, such as `cumsum`: the state of CUB's algorithm. Only
+    one-dimensional operands need it (`scan_dim`).
     """
     if out.numel() < 1 or max(out.shape, default=0) != out.numel():
         return ()
@@ -72,9 +72,9 @@ def scan(operand: Any, out: Any) -> Scratch:
 def sort_bytes(count: int, key: int, bits: int = 0) -> int:
     """Return the bytes of CUB's buffers for a sort of `key`-byte keys and 8-byte values.
 
-    The sort uses all bits or the lowest `bits`. The buffers are bins, look-back, the other key and value
-    buffer, and counters (`InvokeOnesweep`, `cub/device/dispatch/dispatch_radix_sort.cuh`). A single tile
-    needs none, and requests one byte.
+    The sort uses all bits or the lowest `bits`. The buffers are those of bins, look-back, a second copy of
+    keys and values, and counters (`InvokeOnesweep`, `cub/device/dispatch/dispatch_radix_sort.cuh`). A single
+    tile needs none, and requests one byte.
     """
     if count <= SINGLE_TILE:
         return 1
@@ -85,7 +85,7 @@ def sort_bytes(count: int, key: int, bits: int = 0) -> int:
 
 
 def scan_bytes(tiles: int, item: int) -> int:
-    """Return the bytes of CUB's state of a scan.
+    """Return the bytes of the state of CUB's scan over this number of tiles.
 
     It has a word of twice the value's size per tile, and 32 words of padding (`ScanTileState`,
     `cub/agent/single_pass_scan_operators.cuh`).

@@ -1,12 +1,12 @@
 """Detect operators of a backward pass that would write in place if no dispatch mode were active.
 
-If several uses of a tensor send back gradients, the autograd engine sums them on arrival. It adds in place to
-the first gradient if nothing else refers to that tensor (`can_accumulate_inplace`,
+If several uses of a tensor have gradients, the autograd engine sums them. It adds in place to the first
+gradient if nothing else refers to that gradient (`can_accumulate_inplace`,
 `torch/csrc/autograd/input_buffer.cpp`). That requires use counts of 1 for tensor and storage, and a dense
-layout. With an active dispatch mode, it never adds in place. Under the recorder, the addition arrives as
+layout. With an active dispatch mode, it never adds in place. The recorder therefore receives the operator
 `aten::add.Tensor`.
 
-Derivatives that scatter a gradient into zeros also do so in place, and out of place under a dispatch mode
+Derivatives that scatter a gradient into zeros also write in place, and out of place under a dispatch mode
 (`areAnyTensorSubclassLike`).
 """
 
@@ -52,8 +52,8 @@ runs the operator.
 
 
 class SoleOwner:
-    """Test for operators of a backward pass that run in place because nothing else refers to their first
-    operand.
+    """Test that returns True for operators of a backward pass that run in place. They do so if nothing else
+    refers to their first operand.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ The allocation of a storage is the first operator that returns it. Its free is t
 reference of Python and autograd disappears (a weak reference's callback).
 
 Blocks of weights, gradients, states, caches and workspaces get their category during the run. All other
-blocks get theirs at its end.
+blocks get their category at its end.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Allocations:
 
     def add_kernel(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[Buffer]) -> None:
         """Record the allocations of a kernel: its outputs, its temporary buffers, and workspaces that its
-        thread lacks.
+        host thread has not yet allocated.
         """
         # A list with a marker has the outputs between its buffers. Otherwise the outputs come first.
         if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
@@ -194,8 +194,9 @@ class Allocations:
                 self._add_free(index)
 
     def give_workspaces_back(self) -> None:
-        """Record frees of the workspaces of all threads. The next kernel that needs one allocates it
-        again."""
+        """Record frees of the workspaces of all host threads. The next kernel that needs one allocates it
+        again.
+        """
         for index in self._workspaces.values():
             self._add_free(index)
         self._workspaces.clear()

@@ -88,10 +88,10 @@ _NUMBERS = (
 def lists_in_index() -> list[Any]:
     """Return the lists among the indices of the model's current expression, as in `x[:, [-1, 0]]`.
 
-    torch makes a tensor on `meta` from such a list, without its numbers and invisible to any mode. A replaced
-    `Tensor.__getitem__` would turn tensors into sequences for torch permanently. So the source of the index
-    is evaluated a second time if that has no side effect. This is true for a name, an attribute, or a list of
-    whole numbers.
+    torch creates a tensor on `meta` from such a list, without its numbers. No dispatch mode receives this
+    operation. A replaced `Tensor.__getitem__` would turn tensors into sequences for torch permanently. So the
+    source of the index is evaluated a second time if that has no side effect. This is true for a name, an
+    attribute, or a list of whole numbers.
     """
     line = CodeLine.asking()
     expression = _expression(line.frame) if line is not None else None

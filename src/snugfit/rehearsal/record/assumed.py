@@ -5,7 +5,7 @@
 - Conditions and masks are true everywhere, which is the upper bound of a mask's selection.
 - Numbers are 1.
 
-The same holds for values that the device draws at random.
+The same assumptions apply to values that the device draws at random.
 
 Assumed values are tracked on the CPU like known ones (`shadows.py`), so values computed from them are
 consistent. For example, the experts' tokens add up to all tokens, and a mask and its inverse together select

@@ -1,8 +1,8 @@
 """A float with an assumed value, which model code receives in place of a number that depends on weights.
 
-Most numbers that a model reads go into a log or scale a tensor, and no allocation depends on them. So an
-assumed number is a float that only reports comparisons and conversions to an integer. Results of Python's
-operators and of `math` are such floats too.
+Most numbers that a model reads are logged or scale a tensor, and no allocation depends on them. So an assumed
+number is a float that reports only comparisons and conversions to an integer. Results of Python's operators
+and of `math` are such floats too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ recognized.
 
 class AssumedFloat(float):
     """A float whose value is assumed in a simulation. It calls `decides` if code compares it or converts it
-    to an integer. Its value is added to `known`.
+    to an integer. The value is added to the set `known` of assumed numbers.
     """
 
     __slots__ = ("_decides", "_known")

@@ -1,8 +1,8 @@
 """Classify operators by their effect on tensor values, for values tracked on the CPU (`shadows.py`).
 
-A simulation computes some small tensors' values in addition to shapes. For each operator it must find which
-tensors are written, and if the result follows from the operands' values. Most of this follows from the
-operator's schema and its tags.
+A simulation computes some small tensors' values in addition to shapes. For each operator it needs the written
+tensors, and the dependence of the result on the operands' values. Most of this follows from the operator's
+schema and its tags.
 """
 
 from __future__ import annotations

@@ -92,11 +92,12 @@ def releases_context(operator: str) -> bool:
     kernel.
 
     The driver reserves 414 MiB of the address space behind the process's first segment when it creates the
-    context. After the release they are a hole that segments use. So the order of addresses depends on earlier
-    allocations (`prediction/allocator.py`). Each operator was run in a fresh process without caching
+    context. After the release, segments of the allocator can use these addresses. So their order depends on
+    earlier allocations (`prediction/allocator.py`). Each operator was run in a fresh process without caching
     (`results/h200-2026-11-22/holes.json`). An H200's driver released the space at `fill_`, `ones`, `zeros`,
-    `cos`, a cast and efficient attention. It did not at `KEEPS_CONTEXT`, nor at copies from the host. An
-    untested operator counts as releasing, because most kernels are element-wise like those above.
+    `cos`, a cast and efficient attention. It did not at the operators of `KEEPS_CONTEXT`, nor at copies from
+    the host. An untested operator counts as releasing, because most kernels are element-wise like those
+    above.
     """
     return operator not in KEEPS_CONTEXT
 
@@ -208,8 +209,8 @@ def _pointwise_layout(operands: list[Any]) -> str:
 
 
 def _across(operand: torch.Tensor) -> bool:
-    """Return True if a kernel reads this large operand against its memory order, so that neighbours in a row
-    are not adjacent in memory.
+    """Return True if a kernel reads this large operand across its rows: consecutive elements of a read are
+    not adjacent in memory.
     """
     apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
     return apart and _nbytes(operand) > LARGEST_CACHED

@@ -66,7 +66,7 @@ class ModuleTracker:
             yield
 
     def path(self, phase: str) -> str:
-        """Return the name of the active module, or "" outside of all."""
+        """Return the name of the active module in this phase; empty outside of all modules."""
         if self._paths:
             return self._paths[-1]
         if phase == "backward":
@@ -90,8 +90,8 @@ class ModuleTracker:
         self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:
-        """Return the number of current modules that have launched no kernel before this one, and count them
-        as launched.
+        """Return the number of active modules without a kernel before this one. Count them as modules with a
+        kernel from now on.
         """
         modules = len(self._paths) - self._with_kernels
         self._with_kernels = len(self._paths)

@@ -283,7 +283,7 @@ class Questions:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def next_batch(self) -> None:
-        """Start a new micro-batch, to which later reads of values belong."""
+        """Start a new micro-batch. Later reads of tensor values belong to it."""
         # The limit is for one call of a module, so it starts again with each micro-batch.
         self._asked.clear()
         if self.answers[-1]:
@@ -304,9 +304,9 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
     """Context in which the simulation follows numbers that pass between torch and plain Python without an
     operator.
 
-    They leave torch by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of numbers creates a
-    tensor on `meta`, and the numbers are tracked on the CPU. For lists in an index, see `lists_in_index` in
-    `asker.py`.
+    Numbers pass from torch to Python by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of
+    numbers creates a tensor on `meta`, and the numbers are tracked on the CPU. For lists in an index, see
+    `lists_in_index` in `asker.py`.
     """
     item, tolist, numpy = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy
     show, make = torch.Tensor.__format__, torch.tensor

@@ -428,7 +428,7 @@ class Recorder(TorchDispatchMode, Observer):
     def _add_copy_or(
         self, operator: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost
     ) -> None:
-        """Record the kernel of an operator, which may be a copy from the host."""
+        """Record the kernel of an operator. If the operator copies from the host, record it as a copy."""
         if self.host is not None and self.host.copies_back(func, args, kwargs):
             # The last tensor argument is the source of the copy; its bytes are read and written.
             source = next(one for one in reversed(args) if isinstance(one, torch.Tensor))
@@ -437,8 +437,8 @@ class Recorder(TorchDispatchMode, Observer):
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
 
     def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the simulated CUDA stream of the kernel with this index, and the kernels of other streams
-        for which it waits.
+        """Return the simulated CUDA stream of the kernel with this index, and the indices of the kernels for
+        which it waits.
         """
         return DEFAULT_STREAM, ()
 
@@ -540,7 +540,7 @@ class Recorder(TorchDispatchMode, Observer):
         return self._step == self.steps - 1
 
     def add_kernels(self, kernels: Sequence[Kernel]) -> None:
-        """Record kernels that run again, such as those of a replayed CUDA graph."""
+        """Add kernels that run again, such as those of a replayed CUDA graph, to the trace."""
         mark = Mark(len(self.memory.events), self._step, self._phase, MarkKind.KERNEL)
         self._marks += [mark] * len(kernels)
         self.kernels += kernels

@@ -105,8 +105,8 @@ class Geometry(NamedTuple):
     def shadow(
         self, make: Callable[[], torch.Tensor], assumption: Assumption | None = None, depth: int = 0
     ) -> Shadow:
-        """Return a new `Shadow` for the storage of a tensor with this geometry. `make` computes the tensor's
-        value on the CPU at the first read.
+        """Return a new `Shadow` for the storage of a tensor with this geometry. The function `make` computes
+        the tensor's value on the CPU at the first read.
         """
         return Shadow(lambda: self.contents(make()), assumption, depth)
 

@@ -1,9 +1,9 @@
 """Shadows: the values of tensors on `meta` that follow from the batch, tracked on the CPU.
 
-The batch is synthetic, so values that follow from it are known: lengths, masks, positions, labels, grids of
-patches. A shadow represents the contents of a storage. So all views of the storage share it, and a write
-through one view is visible through all. A shadow is a deferred computation: if all operands of an operator
-have shadows, the call is stored. It runs on the CPU at the first read (`questions.py`).
+The batch is synthetic, so values computed from it are known, such as lengths, masks, positions, labels and
+grids of patches. A shadow represents the contents of a storage. So all views of the storage share it, and a
+write through one view is visible through all. A shadow is a deferred computation: if all operands of an
+operator have shadows, the call is stored. It runs on the CPU at the first read (`questions.py`).
 
 Values that depend on weights have no shadow, except integers and booleans. These are assumed (`assumed.py`),
 and values computed from them keep a reference to the assumption.
@@ -140,7 +140,9 @@ class Shadows:
                 self._forget_all(operand)
 
     def _is_plainly_unknown(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Return True if a float result has no tracked value because the first operand has none."""
+        """Return True if the result is a float tensor without tracked values because the first operand has
+        none.
+        """
         first = args[0] if args else None
         return (
             isinstance(out, torch.Tensor)

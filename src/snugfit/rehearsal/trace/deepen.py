@@ -36,8 +36,8 @@ PASSES = ("forward", "backward")
 def deepen(
     shallow: RelativeTrace, deeper: RelativeTrace, periods: int, *, compiled: bool = True
 ) -> RelativeTrace | None:
-    """Extend the traces of two small models to a model with `periods` more repetitions of the layers; return
-    it or None.
+    """Extend the traces of two small models to a model with `periods` more repetitions of the layers. Return
+    its trace or None.
 
     The deeper model has one period more than the shallow one. Return None if their traces do not differ by a
     period. In `compiled` passes, the order of consecutive frees depends on names, and is ignored.
@@ -108,8 +108,8 @@ class _Piles:
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
 
     def drop(self, number: int) -> _Placed:
-        """Remove a freed memory block from the blocks of equal size (its pile); its stack has lost it
-        already.
+        """Remove a freed memory block from the blocks of equal size (its pile); it is already removed from
+        its stack.
         """
         pile = _pile_of(self._allocs[number])
         blocks = self.piles[pile]
@@ -266,7 +266,8 @@ class _Written:
         those of equal size.
 
         It counts from the end at which the position is the same at any depth. In a pile that never grows, the
-        shallow model's block may be arbitrary. There a program's buffer reuses the place that was freed last.
+        shallow model's block may be arbitrary. In such a pile, a compiled program's buffer reuses the place
+        that was freed last.
         """
         younger, older, *size = grown.numbers
         blocks = self._piles[like.pile._replace(nbytes=size[0]) if size else like.pile]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """The number of layers of a model whose number of layers can be changed, and its config keys."""
+    """Number of layers of a model, and the config keys by which this number can be changed."""
 
     keys: tuple[str, ...]
     """Config keys that count the layers."""

@@ -53,8 +53,8 @@ class _Insertion(NamedTuple):
 
 
 def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> list[Grown] | None:
-    """Extrapolate the sequences of two small models to a model with `periods` more repetitions of the layers;
-    return it or None.
+    """Extrapolate the sequences of two small models to a model with `periods` more repetitions of the layers.
+    Return its sequence or None.
 
     The deeper model has one period more than the shallow one. Return None if an insertion does not repeat the
     entries before it.
@@ -111,10 +111,10 @@ def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] |
 
 
 def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, most: int) -> int:
-    """Return the number of entries of `right` that are inserted here, or 0.
+    """Return the number of entries of `right` that are inserted at this position, or 0.
 
-    They repeat the entries before them. If several lengths are possible, the one with the longest agreement
-    behind it is returned.
+    They repeat the entries before them. If several lengths are possible, it is the one after which the most
+    entries match.
     """
     best = longest = 0
     for length in range(1, min(most, at) + 1):
@@ -130,7 +130,7 @@ def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, m
 def _middle(right: Sequence[int], start: int, at: int, length: int) -> int:
     """Return the middle of the possible positions of repeated entries in a sequence.
 
-    Entries at the ends of the repetition may have equal keys and other numbers.
+    Entries at the ends of the repetition may have equal keys but different numbers.
     """
     earliest = at
     # A repetition may be shifted as long as the entries at both ends are equal.

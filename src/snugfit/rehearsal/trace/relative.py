@@ -53,8 +53,8 @@ class Alloc(NamedTuple):
 
     @property
     def stack(self) -> Alloc:
-        """Key of the stack that the memory block is on: size, operator, module and other properties that its
-        blocks have in common.
+        """Key of the memory block's stack: size, operator, module and other properties that all blocks of a
+        stack share.
         """
         return _stack_of(self)
 
@@ -81,7 +81,7 @@ class Free(NamedTuple):
 
 
 class StreamWait(NamedTuple):
-    """A wait: the next kernel's stream waits for these kernels of other streams (`Kernel.after`)."""
+    """Wait of the next kernel's stream for kernels of other streams (`Kernel.after`)."""
 
     after: tuple[Place, ...]
 

@@ -1,7 +1,7 @@
 """The trace: every allocation, free and kernel of a recorded run, in order, each with its origin.
 
-A trace is plain data. `blocks` are the allocations, in order. `events` contains allocations and frees. There
-`i + 1` allocates block `i`, `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never
+A trace is plain data. `blocks` are the allocations, in order. `events` contains allocations and frees: `i +
+1` allocates block `i`, and `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never
 freed. `marks` are positions between two events, such as the start of a phase. All predicted bytes follow from
 these three lists.
 """
@@ -355,7 +355,7 @@ class Trace:
 
     @property
     def syncs(self) -> int:
-        """Number of times the last step of a trace waits for the device."""
+        """Number of times that the host waits for the device in the last step of a trace."""
         return len(self.waits)
 
     def live(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Base class of AdamW variants with an update of their own, and the parts that they share."""
+"""Base class of AdamW variants with a separate update, and functions that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Values and calls as Python text, for exported scripts; strings have double quotes, as formatters like."""
+"""Convert values and calls to Python text for exported scripts. Strings have double quotes, as code
+formatters write them.
+"""
 
 from __future__ import annotations
 
