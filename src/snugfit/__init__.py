@@ -84,7 +84,9 @@ _HOMES = {
     "train": "frontends.own",
     "Trained": "training.run.trained",
 }
-"""Modules of the core by public name. Features have their own (`Feature.public_names`)."""
+"""Modules of the core by the public name that each defines. Features have their own names
+(`Feature.public_names`).
+"""
 
 _SHOWN = ("cli", "comparison", "features", "measurement", "planning", "prediction", "results")
 """Packages whose functions return results with their own text form, which `report` defines."""
@@ -94,7 +96,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted({*_HOMES, *_of_features()} - {"__version__"}, key=str.casefold)
     home = f"snugfit.{_HOMES[name]}" if name in _HOMES else ""
-    # No feature has a name of this form, and the import system reads several.
+    # Features have no such names, but the import system reads several of them.
     home = home or ("" if name.startswith("__") else _of_features().get(name, ""))
     if not home:
         raise AttributeError(f"module 'snugfit' has no attribute {name!r}")

@@ -14,7 +14,9 @@ INTERRUPTED = 130
 
 
 def _end(*_: object) -> None:
-    """Print that the command was interrupted, and end the process. It handles Ctrl-C during imports."""
+    """Print that the command was interrupted, and end the process. This signal handler is active during
+    imports.
+    """
     os.write(2, b"snugfit: interrupted\n")
     os._exit(INTERRUPTED)
 

@@ -47,17 +47,20 @@ PUT_OFF = frozenset(
         "triton.runtime.jit",
     }
 )
-"""Names whose import is deferred, by module."""
+"""Names of modules whose import is deferred."""
 
 IMPORTERS = ("transformers.", "peft.", "torch.utils.flop_counter")
 """Prefixes of modules that import placeholders instead of the real modules."""
 
 SYMBOLIC = frozenset({"sympy", "torch.fx.experimental.symbolic_shapes", "torch.utils._sympy.functions"})
-"""Modules about symbolic shapes, whose names other modules import within functions only."""
+"""Modules about symbolic shapes (tensor sizes as variables). Other modules import their names only within
+functions.
+"""
 
 OF_PLAIN_SIZES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations")
-"""Prefixes of modules that call functions about symbolic shapes with plain integers. The module `torch` is
-one too."""
+"""Prefixes of modules that pass plain integers to functions about symbolic shapes. The module `torch` does so
+too.
+"""
 
 COMPILER, SETTINGS = "torch._dynamo", "torch._dynamo.config"
 
@@ -76,7 +79,7 @@ OF_PLAIN_NUMBERS: Mapping[str, Callable[..., object]] = {
     "sym_eq": operator.eq,
     "sym_or": lambda *truths: any(truths),
 }
-"""Replacements of functions about symbolic shapes, valid for plain integers, by their names."""
+"""Replacements of functions about symbolic shapes, by function name. They are valid for plain integers."""
 
 USERS = frozenset({"torch._compile", "torch.compiler", "torch.optim.optimizer"})
 """Modules in which `import torch._dynamo` is skipped: their functions use it through `torch`."""
@@ -85,14 +88,14 @@ REGISTERING = ("allow_in_graph", "assume_constant_result")
 """Names of the compiler's decorators that register a function and return it."""
 
 RUNS_AS_IT_IS = "__dynamo_disable"
-"""Name of the attribute in which torch caches a function's form that is excluded from compilation."""
+"""Name of a function's attribute in which torch caches its variant that is excluded from compilation."""
 
 
 LISTING, READS_LIST = "transformers.utils.import_utils", "fetch__all__"
 """Module and function that search all 2,000 source files of transformers for their lists `__all__`.
 
-The function examines every line, which takes a sixth of a CPU second. A list ends its file, so the
-replacement passes only the text from the last list on.
+The function examines every line, which takes a sixth of a CPU second. The list is the end of its file. So the
+replacement gives the function only the text from the last `__all__` on.
 """
 
 
@@ -137,8 +140,8 @@ class _PutOffModule(ModuleType):
 
 class _AsItIs:
     """Wrapper of a function that torch's compiler must skip, used until the compiler is imported. It has only
-    a weak reference to the function, because the function refers to this object. A strong one would form a
-    cycle that delays the release of memory.
+    a weak reference to the function, because the function refers to this object. A strong reference would
+    form a cycle that delays the release of memory.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -162,7 +165,9 @@ class _StandInSettings:
     """
 
     error_on_nested_fx_trace = True
-    """Setting that checkpointing reads at each call; only graphs of a tracer depend on it."""
+    """Setting of the compiler that checkpointing reads at each call. It has an effect only while `torch.fx`
+    traces a model.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(SETTINGS), name)
@@ -183,8 +188,8 @@ class _StandInCompiler:
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **_: Any) -> Any:
         """Return a function that is excluded from compilation, in the place of `torch._dynamo.disable`.
 
-        A decorator gets one that imports the compiler at its first call. `torch._compile` passes
-        `wrapping=False`, and gets one that only calls `fn`.
+        For a decorator, the function imports the compiler at its first call. `torch._compile` passes
+        `wrapping=False`; its function only calls `fn`.
         """
         from torch._compile import _disable_dynamo
 
@@ -239,7 +244,7 @@ class _Deferral:
         self._compiler = _StandInCompiler()
 
     def begin(self) -> None:
-        """Start the deferral, unless transformers' models are imported already."""
+        """Replace Python's import functions, unless transformers' models are imported already."""
         if self.active or "transformers.modeling_utils" in sys.modules or COMPILER in sys.modules:
             return
         import torch
@@ -384,7 +389,7 @@ _DEFERRAL = _Deferral()
 
 
 def defer_imports() -> None:
-    """Start the deferral, unless the process has imported a model of transformers."""
+    """Start to defer imports of rare modules, unless the process has imported a model of transformers."""
     _DEFERRAL.begin()
 
 
@@ -396,7 +401,7 @@ def are_put_off() -> bool:
 
 
 def complete_imports() -> None:
-    """Import the deferred modules now."""
+    """Import the deferred modules now, and end the deferral."""
     if _DEFERRAL.active:
         _DEFERRAL.complete()
 

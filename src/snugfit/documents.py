@@ -1,9 +1,9 @@
 """Documents between processes and on disk: JSON files that are complete or absent.
 
-A document is written to a temporary file in the same folder, flushed to the disk, then renamed. A reader sees
-the old document or the new one, never half of one. Reading accepts only a plain file of at most a few MiB.
-Its content must be strict JSON (no NaN, no Infinity, no number beyond a double) with an object at the top.
-Nothing is ever unpickled.
+A document is written to a temporary file in the same folder, flushed to the disk, then renamed. A reader gets
+the old document or the new one, never an incomplete one. Reading accepts only a plain file of at most a few
+MiB. Its content must be strict JSON (no NaN, no Infinity, no number beyond a double) with an object at the
+top. Nothing is ever unpickled.
 
 A command's answer may be a document too. Libraries print to stdout when they are imported (DeepSpeed), so
 `only_documents_on_stdout` redirects all other output to stderr.
@@ -40,7 +40,8 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 _STDOUT: ContextVar[TextIO | None] = ContextVar("_STDOUT", default=None)
-"""The stream to which a command prints its document while other output goes to stderr; None otherwise."""
+"""Text stream to which a command prints its JSON document while other output goes to stderr; None otherwise.
+"""
 
 
 class BadDocument(Exception):
@@ -168,10 +169,10 @@ class JsonDocument(JsonFields):
     """Base class of results that commands print as JSON."""
 
     what: ClassVar[str]
-    """Name of the document."""
+    """Kind of the document, such as `plan`: the value of its JSON key `what`."""
 
     schema: ClassVar[int] = 1
-    """Version of the document's form. It rises when a key changes its meaning or goes."""
+    """Version of the document's keys. It rises when a key is removed or changes its meaning."""
 
     def derived_keys(self) -> dict[str, Any]:
         """Return the computed keys of the document with their values, which are added to the fields or
@@ -234,7 +235,7 @@ def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
 
 _hints_of = functools.cache(
     get_type_hints
-)  # it compiles each annotation, and a plan has thousands of objects
+)  # the function compiles each annotation, and a plan has thousands of objects
 
 
 def _decode(kind: Any, value: Any) -> Any:

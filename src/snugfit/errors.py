@@ -27,8 +27,9 @@ import sys
 from collections.abc import Iterable, Sequence
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Regular expression of control characters that a terminal would interpret, or that turn the direction of
-reading; tabs and new lines are not among them."""
+"""Regular expression of control characters that a terminal would interpret, or that reverse the direction of
+the text. Tabs and new lines are excluded.
+"""
 
 
 def escape_controls(text: str) -> str:
@@ -94,9 +95,10 @@ class MeasurementError(SnugfitError):
 
 
 NEAR_MISS = 0.75
-"""Least similarity at which a word is taken for a typing mistake (1 is equal).
+"""Smallest similarity (1 for equal words) at which an unknown word counts as a typing mistake for a known
+one.
 
-`linaer` is 0.83 like `linear`, and `liger` 0.6 like `eager`.
+The similarity of `linaer` and `linear` is 0.83, and that of `liger` and `eager` 0.6.
 """
 
 
@@ -111,7 +113,7 @@ def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = 
 
 
 def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = NEAR_MISS) -> str:
-    """Return ` Did you mean a or b?`, or an empty string when no legal word is near."""
+    """Return ` Did you mean a or b?`, or an empty string if no allowed word is similar."""
     matches = nearest(word, legal, cutoff=cutoff)
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
 
@@ -120,8 +122,8 @@ def lacks_package(name: str, error: BaseException) -> str | None:
     """Return a message that `name` needs the package that could not be imported, or None for any other error.
 
     The cause is a failed import or transformers' `requires_backends`. An installed package that cannot be
-    imported is another error too. A file of it is missing or does not load, or its caller does not support
-    its version.
+    imported counts as another error. One of its files may be missing, or its caller may not support its
+    version.
     """
     if not isinstance(error, ImportError):
         return None

@@ -43,7 +43,7 @@ INTERFACE = 1
 
 
 class FeatureError(SnugfitError):
-    """Error for a feature that breaks a rule of the interface; its author reads the message."""
+    """Error for a feature that breaks a rule of the interface; the message is for the feature's author."""
 
 
 @dataclass(frozen=True)

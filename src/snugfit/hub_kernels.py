@@ -39,7 +39,7 @@ def no_hub_kernels() -> Iterator[None]:
 
 
 _IMPORTED: set[Hashable] = set()
-"""Keys of the imports that already ran within `only_errors`."""
+"""Keys of the imports that already ran in this process within `only_errors`."""
 
 
 @contextlib.contextmanager

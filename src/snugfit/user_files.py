@@ -1,10 +1,4 @@
-"""Reading of files that a user wrote, within limits. Their text, YAML or JSON can neither name code nor grow
-without bound.
-
-A configuration file is small, nests a little and repeats no key. A file beyond these limits is refused with a
-message before any object is built from it. Refused are tags (they can name code), deep nesting, a repeated
-key, and more than a mebibyte. Anchors and aliases are refused too: a few lines of them unfold to gigabytes.
-"""
+"""Read files that a user wrote, within limits of size and depth. Their text or YAML cannot name code."""
 
 from __future__ import annotations
 
@@ -48,13 +42,13 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
 
 
 def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str = "") -> None:
-    """Raise `UsageError` for a path that is no regular file of at most `largest` bytes; `what` names the kind
-    of file.
+    """Raise `UsageError` for a path that is no regular file of at most `largest` bytes; `what` is the noun
+    for the file in the message.
 
     `hint` is the remedy for a larger file.
     """
     if not path.exists():
-        # The folder may be missing too, and then it has no names.
+        # A missing folder has no names to suggest.
         near = did_you_mean(path.name, map(attrgetter("name"), path.parent.glob("*")))
         raise UsageError(f"{path}: no such {what}.{near} Give the path of an existing file.")
     if not path.is_file():
@@ -141,7 +135,7 @@ def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader
         raise UsageError(f"{where}{line}: {_in_words(error)}.") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{where}: not valid YAML ({one_line(error)}). Correct the file.") from None
-    except ValueError as error:  # a scalar that looks like a date or a number and is none
+    except ValueError as error:  # a scalar in the form of a date or a number that is invalid
         raise UsageError(f"{where}: {error}.") from None
 
 

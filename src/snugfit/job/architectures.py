@@ -1,9 +1,9 @@
 """Architectures of the installed transformers and their heads, without importing it.
 
-A job is refused early, before anything heavy is imported, when its architecture has no such head. The truth
-is transformers' own tables of names, but importing them imports torch, which takes two seconds. They are
-literals, so they are read as such: the source files are parsed, nothing in them runs. `tests/test_model.py`
-compares the parsed tables with the imported ones.
+A job whose architecture has no such head is refused before a large package is imported. transformers has
+tables of these names, but importing them imports torch, which takes two seconds. The tables are literals, so
+the source files are parsed and not run. `tests/test_model.py` compares the parsed tables with the imported
+ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADS: Mapping[str, tuple[str, str]] = {
     "masked-lm": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "seq2seq-lm": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
 }
-"""For each task of the core: transformers' auto class, and its table of model types."""
+"""transformers' auto class and table of model types, for each task of the core."""
 
 
 @cache
@@ -62,7 +62,7 @@ def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
     possible = tasks_of(model_type)
     named = [task for task in possible if class_names(task, model_type).intersection(architectures)]
     if len(named) > 1:
-        # BART's class serves masked and seq2seq language models: the pretraining objective is excluded.
+        # BART's class is for masked and seq2seq language models. Its pretraining task is excluded.
         named.remove("masked-lm")
     chosen = named or possible
     return chosen[0] if len(chosen) == 1 else None
@@ -73,7 +73,7 @@ def class_of(task: str, config: Any) -> Any:
     import transformers
 
     # The private table maps a config's class to the model's class without building either.
-    with only_errors(once=(task, type(config))):  # its code may import torchao
+    with only_errors(once=(task, type(config))):  # the class's module may import torchao
         classes = getattr(transformers, heads()[task][0])._model_mapping[type(config)]
     # Some architectures have several classes for a task; transformers takes the first by default.
     return classes[0] if isinstance(classes, tuple) else classes
@@ -121,7 +121,7 @@ def _texts(node: ast.expr | None) -> frozenset[str]:
 
 
 def _names_in(statement: ast.stmt) -> set[str]:
-    """Return the names that a top-level statement of Python source assigns, or calls a method of."""
+    """Return the names that a top-level statement of Python source assigns, or whose methods it calls."""
     if isinstance(statement, ast.Assign):
         return {target.id for target in statement.targets if isinstance(target, ast.Name)}
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -138,7 +138,7 @@ def _syntax_tree(file: str) -> ast.Module:
 
 def source(file: str) -> str:
     """Return the text of a source file of the installed transformers, without an import. Raises `ModelError`
-    where it is not installed.
+    if it is not installed.
     """
     spec = find_spec("transformers")
     # The package's file is found without importing the package.

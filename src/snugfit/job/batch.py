@@ -1,8 +1,8 @@
 """Synthetic batches, as the Hugging Face guide makes them: random token ids in [100, 30000), random labels.
 
-The task decides the tensors of a batch. The job and the architecture decide their sizes. Memory and time
-depend on shapes and dtypes only, so random content is as good as text. Everything is made on the CPU, as a
-data loader would.
+The task determines the tensors of a batch. The job and the architecture determine their sizes. Memory and
+time depend on shapes and dtypes only, so random content is as good as text. All tensors are created on the
+CPU, as by a data loader.
 
 Shapes: B samples, S sequence length, T target length.
 
@@ -17,8 +17,9 @@ Shapes: B samples, S sequence length, T target length.
 Other inputs are those of features (`inputs.py`).
 
 With padding, the last part of every sequence is padding. There `attention_mask` is 0 and ids are the pad
-token. Labels of tokens are -100, which losses leave out. The mask is passed only with padding.
-Encoder-decoder classifiers (BART, T5) look for the end token, so each of their sequences ends in one.
+token. Labels of these tokens are -100, which losses ignore. The mask is passed only with padding.
+Encoder-decoder classifiers (BART, T5) read the hidden state of the end token, so each of their sequences ends
+with it.
 """
 
 from __future__ import annotations
@@ -39,17 +40,22 @@ if TYPE_CHECKING:
 Batch = dict[str, "torch.Tensor"]
 
 LOWEST_ID, HIGHEST_ID = 100, 30_000
-"""Range of random token ids in Hugging Face's guide; special tokens of most vocabularies lie below it."""
+"""Range of random token ids, as in Hugging Face's guide. The special tokens of most vocabularies are below
+it.
+"""
 
 IGNORED = -100
-"""The label -100, which torch's cross-entropy ignores."""
+"""Label that torch's cross-entropy ignores."""
 
 FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-"""Fill values by input that lengthen a shorter micro-batch. All tensors of another input must have equal
-lengths."""
+"""Values with which a shorter micro-batch is lengthened, by the input's name. Other inputs must have equal
+lengths in all micro-batches.
+"""
 
 REAL_VALUES = "_snugfit_real_values"
-"""Name of an attribute of a simulated batch's tensor: a function that returns a real tensor's values."""
+"""Name of an attribute of a simulated batch's tensor. Its value is a function that returns a real tensor's
+values.
+"""
 
 
 def synthetic(job: Job, samples: int, *, seed: int = 0) -> Batch:
@@ -62,7 +68,7 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
 
     Items are samples for classification of sequences and images. For tasks with a label per token they are
     labels other than -100. Decoders count after the shift by one, since the first token is never predicted. A
-    module from Python is taken to average over samples.
+    module from Python is assumed to average over samples.
     """
     if job.task is Task.CUSTOM:
         return job.model.layout(job.batch_size).count(batch)
@@ -109,10 +115,10 @@ class SyntheticDataset:
         if not 0 <= index < self.samples:
             raise IndexError(index)
         if self._layout is not None:
-            # Samples repeat the example in turn.
+            # The samples of the example are repeated in turn.
             sample = index % self._layout.samples
             return self._layout.part(self._example, sample, sample + 1)
-        # A seed per sample, so that workers produce the same samples and none is stored.
+        # Each sample has its own seed, so that all workers create the same samples and none is stored.
         batch = self._shapes.batch(1, self.seed * self.samples + index)
         return {name: value[0] for name, value in batch.items()}
 
@@ -158,7 +164,7 @@ class BatchShapes:
     end_token: int | None = None
     """Token that ends every sequence, for classifiers that read its hidden state; None for other models."""
     other: SampleInputs | None = None
-    """Non-token inputs of a feature; None for a model of tokens."""
+    """Inputs of a feature that are not tokens, such as images; None for a model of tokens."""
 
     @classmethod
     def of(cls, job: Job) -> BatchShapes:
@@ -184,8 +190,8 @@ class BatchShapes:
     def batch(self, samples: int, seed: int) -> Batch:
         """Return random inputs and labels of B = `samples` rows, on the CPU."""
         if self.job.task is Task.CUSTOM:
-            # A user's batch may have tensors that no random numbers can replace, so it is made of the
-            # example.
+            # A user's batch may have tensors that no random numbers can replace, so it consists of the
+            # example's samples.
             dataset = SyntheticDataset(self.job, samples)
             return self.job.model.layout(self.job.batch_size).join([dataset[row] for row in range(samples)])
         import torch
@@ -205,7 +211,7 @@ class BatchShapes:
             return self.other.inputs(self, samples, generator)
         ids = self.ids(samples, self.job.sequence_length, generator)
         padding = self.padding_of(ids)
-        if self.end_token is not None:  # once a sequence, or the classifier refuses the batch
+        if self.end_token is not None:  # once per sequence, or the classifier raises an error
             # A random end token elsewhere would be a second one.
             ids[ids == self.end_token] = (self.end_token + 1) % self.vocabulary
             ids[:, padding.start - 1] = self.end_token
@@ -225,7 +231,7 @@ class BatchShapes:
         if self.other is not None and (own := self.other.labels(self, inputs)) is not None:
             return own
         if has_classes(job.task) and job.task is not Task.TOKEN_CLASSIFICATION:
-            if job.labels == 1:  # transformers takes one label for a regression
+            if job.labels == 1:  # transformers treats one label as a regression
                 return torch.rand(samples, generator=generator, device="cpu")
             return torch.randint(job.labels, (samples,), generator=generator, device="cpu")
         if job.task is Task.CAUSAL_LM:
@@ -242,10 +248,12 @@ class BatchShapes:
         return labels
 
     def ids(self, samples: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Return random token ids of shape (B, `length`), int64, in the model's vocabulary."""
+        """Return random token ids of shape (B = `samples`, `length`) and dtype int64, in the model's
+        vocabulary.
+        """
         import torch
 
-        high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes its characters, and has none
+        high = min(HIGHEST_ID, self.vocabulary or HIGHEST_ID)  # CANINE hashes characters: no vocabulary
         # A tiny vocabulary has no room for special tokens below the range.
         low = LOWEST_ID if high > LOWEST_ID else high // 2
         return torch.randint(low, high, (samples, length), generator=generator, device="cpu")
@@ -255,6 +263,6 @@ class BatchShapes:
         all.
         """
         length = ids.shape[1]
-        # At least one token stays, since losses over nothing are NaN.
+        # At least one token is not padded, since a mean over no tokens is NaN.
         padded = min(round(self.job.padding * length), length - 1)
         return slice(length - padded, length)

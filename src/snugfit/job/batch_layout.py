@@ -17,20 +17,22 @@ from typing import Any, NamedTuple, Self
 from snugfit.errors import JobError
 
 BatchDims = Mapping[str, int | None]
-"""Dimension of the samples by the name of a tensor; None for a tensor that each micro-batch gets whole."""
+"""Type of a map from a tensor's name to its dimension of samples. None marks a tensor that each micro-batch
+gets whole.
+"""
 
 
 ONE_A_SAMPLE = ("labels", "input_ids")
-"""Names of tensors whose first dimension is the samples' in every model of transformers."""
+"""Names of tensors whose first dimension is that of samples in every model of transformers."""
 
 
 class SampleRows(NamedTuple):
-    """The dimension along which a tensor's samples are, and the number of rows of each sample."""
+    """Dimension along which a tensor's samples follow each other, and number of rows of each sample."""
 
     dimension: int
     """Index of the dimension along which samples follow each other."""
     per_sample: int
-    """Rows of that dimension that belong to one sample."""
+    """Number of consecutive indices of that dimension that belong to one sample."""
 
 
 def leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -59,10 +61,10 @@ class BatchLayout:
     """Sample dimension of each tensor, for all batches with the same tensors as one example batch."""
 
     samples: int
-    """Number of samples in the example; 1 where no tensor has any."""
+    """Number of samples in the example batch; 1 if no tensor has a dimension of samples."""
 
     rows: Mapping[str, SampleRows]
-    """Rows of each tensor that contains samples, by its name."""
+    """Dimension of samples of each tensor that has one, by the tensor's name."""
 
     unclear: Mapping[str, int]
     """Length of each tensor for which it is unclear if it contains samples, by name."""
@@ -76,15 +78,16 @@ class BatchLayout:
 
         Raises `JobError` for a name or a dimension that the example does not have.
         """
-        # Other values have no rows, so they always go along whole.
+        # Other values have no rows, so each micro-batch gets them whole.
         named, tensors = named or {}, {name: value for name, value in leaves(example) if _has_rows(value)}
-        # An entry of `batch_dims` decides for its tensor; None means that it is never cut.
+        # An entry of `batch_dims` determines the dimension of its tensor; None means that it is never split.
         dimensions = {name: _dimension(tensors, name, at) for name, at in named.items() if at is not None}
         sizes = {name: _length(value, 0) for name, value in tensors.items() if name not in named}
         named_sizes = {name: _length(tensors[name], at) for name, at in dimensions.items()}
         count = _count(sizes, named_sizes, samples)
         for name, size in named_sizes.items():
-            # A multiple of the samples has several rows for each (the patches of a picture).
+            # A tensor whose length is a multiple of the samples has several rows for each (the patches of an
+            # image).
             if size % count:
                 raise JobError(
                     f"batch_dims names dimension {named[name]} of {name!r}, which has {size} rows "
@@ -96,7 +99,7 @@ class BatchLayout:
         return cls(
             samples=count,
             rows=rows | {name: SampleRows(0, 1) for name in holds},
-            # Unclear tensors are passed whole while no cut or repetition is needed, and refused otherwise.
+            # Unclear tensors are passed whole. If the batch must be split or repeated, they are refused.
             unclear={name: size for name, size in sizes.items() if name not in holds},
         )
 
@@ -139,8 +142,8 @@ class BatchLayout:
         return map_leaves(samples[0], concatenate)
 
     def refuse_unclear(self, purpose: str, cure: str = "") -> None:
-        """Raise `JobError` for an example batch where it is unclear which tensors contain samples. The
-        message shows the argument that names them.
+        """Raise `JobError` for an example batch whose tensors with samples are unclear. The message shows the
+        argument that names them.
         """
         if not self.unclear:
             return
@@ -159,13 +162,14 @@ class BatchLayout:
 
 def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | None) -> int:
     """Return the number of samples in an example batch: from named dimensions, a size common to all tensors,
-    or labels and ids.
+    or labels and token ids.
     """
     lengths = set(named.values()) or set(sizes.values())
-    # The shortest named dimension, or the only length there is.
+    # The number of samples is the shortest named dimension, or the only length.
     if named or len(lengths) == 1:
         return max(1, min(lengths))
-    # Labels or token ids give the number of samples, else the job does if a tensor is as long as its batch.
+    # Labels or token ids determine the number of samples. Otherwise the job does, if a tensor is as long as
+    # its batch.
     known = next((sizes[name] for name in ONE_A_SAMPLE if name in sizes), samples)
     return known if known and known in lengths else 1
 

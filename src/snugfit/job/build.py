@@ -1,8 +1,8 @@
 """Construction of a job's real model: transformers' own class, built from the values of its config.
 
-The model is built under the ambient `torch.device`. On `meta` it has shapes and no data, on a GPU random
-weights or those of a folder. A failure inside transformers is reported as its usual cause: a config that the
-installed version cannot use. The message names the offending key.
+The model is built under the ambient `torch.device`. On `meta` it has shapes and no data. On a GPU it has
+random weights or those of a folder. An exception inside transformers becomes an error about its usual cause:
+a config that the installed version cannot use. The message names the offending key.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Construction:
     """Builder of a job's transformers model. A feature may replace it, for example to quantize weights."""
 
     dtype: str
-    """The dtype of weights, by torch's name."""
+    """Dtype of the model's weights, by torch's name."""
 
     autocast: str | None
-    """The dtype of autocast regions in which the model is to run."""
+    """Dtype of the autocast regions in which the model will run; None without autocast."""
 
     @property
     def loaded_dtype(self) -> str:
@@ -110,8 +110,8 @@ def instantiate(
         if attention != "sdpa":
             message = f"{job.model.name} cannot use the attention {attention!r}: {one_line(error, 1000)}"
             raise RecipeError(message) from None
-    # transformers chooses the same by default: some architectures (Gemma 2) have no
-    # scaled_dot_product_attention. `model.config._attn_implementation` names the model's choice.
+    # transformers makes the same choice by default, since some architectures (Gemma 2) have no
+    # scaled_dot_product_attention. `model.config._attn_implementation` is the model's choice.
     return build("eager")
 
 
@@ -129,7 +129,7 @@ def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]
 
     from transformers import modeling_utils as models
 
-    # transformers' own check imports the package and looks for a GPU.
+    # transformers' own check would import the package and require a GPU.
     def can_dispatch(model: Any, *_: Any, **__: Any) -> bool:
         if not model._supports_flash_attn:
             raise ValueError(f"attn_implementation: transformers has none for {type(model).__name__}")
@@ -161,7 +161,7 @@ def _from_facts(
         )
     if weights is None:
         return construction.build(lambda: _from_config(job, auto_class, config, asked))
-    # The same model without data, for the names of frozen weights and further loading arguments.
+    # The same model without data is built for the names of frozen weights and further loading arguments.
     with torch.device("meta"):
         built = _from_config(job, auto_class, config, asked)
     try:
@@ -193,7 +193,7 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
     a checkpoint.
 
     FLAN-T5, T5 1.1 and mT5 were trained with a head of their own: their configs have `tie_word_embeddings:
-    false`. transformers 5 ties the head all the same (`configuration_t5.py`). It unties the head when it
+    false`. transformers 5 nevertheless ties the head (`configuration_t5.py`). It unties the head when it
     loads weights and finds two different ones (`tie_weights`), and that is the model that people fine-tune.
     """
     import torch
@@ -227,7 +227,7 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
     """
     import torch
 
-    # In bfloat16 only the strictly fp32 weights stay, since it has fp32's range.
+    # In bfloat16, which has fp32's range, only the weights that are strictly fp32 stay in fp32.
     suffixes = {torch.float16: ("", "_strict"), torch.bfloat16: ("_strict",)}.get(dtype, ())
     names = (f"_keep_in_fp32_modules{suffix}" for suffix in suffixes)
     parts = [part for name in names for part in getattr(model, name, None) or ()]
@@ -240,8 +240,8 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 def _blame_config(model: Model, error: Exception) -> NoReturn:
     """Raise `ModelError` that names the model's config, on which a constructor of transformers failed.
 
-    An out-of-memory error, a subclass of `RuntimeError`, passes unchanged. So does any error of snugfit's own
-    code, which a simulation runs while a model is built.
+    An out-of-memory error, a subclass of `RuntimeError`, passes unchanged. Errors of snugfit's own code,
+    which a simulation runs while a model is built, pass unchanged too.
     """
     # Subclasses are errors of the device, such as torch's out of memory.
     narrower = isinstance(error, RuntimeError) and type(error) is not RuntimeError
@@ -276,7 +276,7 @@ def _is_from(package: str, error: Exception) -> bool:
 
 
 def _key_of(value: object, config: Mapping[str, Any]) -> str | None:
-    """Return the config key, or the dotted path to it, whose value is this text; None when there is none."""
+    """Return the config key, or the dotted path to it, whose value is this text; None if there is none."""
     for key, content in config.items():
         if isinstance(content, dict) and (inner := _key_of(value, content)):
             return f"{key}.{inner}"

@@ -1,8 +1,8 @@
 """Deep copies of modules from Python, on the ambient device, without references to the original.
 
-Deepcopy leaves functions as they are. A function that closes over a module would run the original from the
-copy. Examples are TRL's fused loss in the place of `forward`, a hook, or an attribute such as `self.call =
-lambda x: self.block(x)`. So such a function is rebuilt, with the copy in the original's place.
+Deepcopy leaves functions as they are. In the copy, a closure over a module would run the original module.
+Examples are TRL's fused loss in the place of `forward`, a hook, or an attribute such as `self.call = lambda
+x: self.block(x)`. So such a function is created again, with the copy in place of the original.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _with_own_functions(module: nn.Module, clone: nn.Module) -> nn.Module:
     clones: dict[int, Any] = {id(original): copied for original, copied in pairs}
     for _, copied in pairs:
         attributes = copied.__dict__
-        # Hooks are in dictionaries of the module, and patched methods in its own attributes.
+        # Hooks are in dictionaries of the module, and replaced methods are its own attributes.
         for container in (attributes, *(value for value in attributes.values() if isinstance(value, dict))):
             for name, value in list(container.items()):
                 if _reaches(value, clones, set()):
@@ -68,7 +68,7 @@ def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
     """Return True if `value`, a function or a list of them, refers to a module of the original model."""
     if id(value) in clones or id(value) in visited:
         return id(value) in clones
-    # Functions may refer to each other in a circle.
+    # Functions may refer to each other in a cycle.
     visited.add(id(value))
     return any(_reaches(part, clones, visited) for part in _parts(value))
 
@@ -76,7 +76,7 @@ def _reaches(value: Any, clones: dict[int, Any], visited: set[int]) -> bool:
 def _rebind(value: Any, clones: dict[int, Any]) -> Any:
     """Return `value` with modules replaced by their clones; `value` itself if it refers to none.
 
-    `clones` are the copies of modules, functions and the cells of closures, by the originals' identities.
+    `clones` are the copies of modules, functions and the cells of closures, by the id of the original.
     """
     if id(value) in clones:
         return clones[id(value)]
@@ -93,7 +93,7 @@ def _rebind(value: Any, clones: dict[int, Any]) -> Any:
     function = FunctionType(
         value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
     )
-    clones[id(value)] = function  # which may call itself
+    clones[id(value)] = function  # the function may call itself
     function.__kwdefaults__ = value.__kwdefaults__
     # Attributes of the function, such as `__wrapped__`, stay.
     function.__dict__.update(value.__dict__)

@@ -5,7 +5,7 @@ A config.json is untrusted input, and transformers trusts it. A key may name cod
 the file, its text, its facts. (Facts are the values that determine the model.)
 
 The facts leave out settings of a recipe (attention and expert kernels) and names that change no byte (labels,
-versions, paths). The checkpoint's dtype is in them once, under "dtype".
+versions, paths). They have the checkpoint's dtype once, under "dtype".
 
 Anchors: CVE-2026-4372 (`_attn_implementation_internal` led to code from the hub), CVE-2026-5241 (a nested
 config switched remote code on).
@@ -29,8 +29,8 @@ LARGEST_FILE = 4 << 20
 DEEPEST = 32
 MOST_LAYERS = 1_000
 """Largest accepted number of layers: that of DeepNet, the deepest published transformer (arXiv:2203.00555).
-The allocator replays each operator of each layer: a prediction of this depth takes half a minute, and a plan
-takes minutes.
+The allocator replays each operator of each layer. So a prediction of this depth takes half a minute, and a
+plan takes minutes.
 """
 
 LARGEST_SIZE = 1 << 24
@@ -38,13 +38,13 @@ LARGEST_SIZE = 1 << 24
 BASES = frozenset({
     "rope_theta", "global_rope_theta", "local_rope_theta", "rope_local_base_freq", "rotary_emb_base",
 })  # fmt: skip
-"""Keys that are bases of rotary positions: numbers above 0."""
+"""Config keys of the bases of rotary position embeddings. Their values must be above 0."""
 
 LAYERS = frozenset({
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_encoder_layers",
     "encoder_layers", "decoder_layers",
 })  # fmt: skip
-"""Keys that count layers, over all architectures."""
+"""Config keys that count layers, over all architectures."""
 
 SIZES = frozenset({
     "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "embed_dim", "intermediate_size",
@@ -54,10 +54,10 @@ SIZES = frozenset({
     "max_position_embeddings", "n_positions", "n_ctx", "max_source_positions",
     "max_target_positions", "num_mel_bins", "image_size", "patch_size", "num_channels",
 })  # fmt: skip
-"""Keys that are sizes or counts of at least 1."""
+"""Config keys of sizes or counts, whose values must be at least 1."""
 
 PARTS = frozenset({"type_vocab_size", "num_local_experts", "num_experts", "num_experts_per_tok"})
-"""Keys of a config that count parts which a model may do without: 0 is valid."""
+"""Config keys that count optional parts of a model. Their values may be 0."""
 
 HEADS_OF = (
     ("num_attention_heads", "hidden_size"),
@@ -66,8 +66,9 @@ HEADS_OF = (
     ("decoder_attention_heads", "d_model"),
     ("n_heads", "dim"),
 )
-"""Keys of head counts, each with the key of the width that it divides if the config has no width of one
-head."""
+"""Config keys of head counts, each with the key of the width that the count divides. The check applies to
+configs without a width of one head.
+"""
 
 HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels", "qk_nope_head_dim", "attention_head_size")
 
@@ -79,13 +80,14 @@ DTYPES = frozenset({
 
 # transformers ignores `auto_map` without trust_remote_code. Answers report both keys (`ignored_keys`).
 IGNORED_KEYS = ("auto_map", "quantization_config")
-"""Keys without an effect on the model, which answers report as ignored."""
+"""Config keys that do not change the model. Answers report them as ignored."""
 
 # An infinite number is `Infinity` in Python's JSON; this form keeps the facts strict JSON.
 FLOAT_TAG = "__float__"
 INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-"""The key under which transformers writes infinite numbers, which JSON does not have, as an object with one
-name."""
+"""Numbers that JSON does not have, by their names. transformers writes such a number as an object with one
+key and this name.
+"""
 
 NAMES_ONLY = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id",
@@ -195,12 +197,12 @@ def _tag_infinite(value: Any) -> Any:
 
 
 def _complaints(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each fault in a model's config.json, and in configs nested in it. The most
-    dangerous fault is first.
+    """Yield an error message for each invalid value in a model's config.json, and in configs nested in it.
+    The most dangerous one is first.
     """
     yield from _outside_code(config)
     for key in sorted(LAYERS & config.keys()):
-        # A size of 10**12 would fail much later, without its cause.
+        # Otherwise a size of 10**12 would fail much later, with an error that does not name it.
         yield from _out_of_range(key, config[key], MOST_LAYERS)
     for key in sorted(SIZES & config.keys()):
         yield from _out_of_range(key, config[key], LARGEST_SIZE)
@@ -248,7 +250,7 @@ def _out_of_range(key: str, value: Any, limit: int, *, lowest: int = 1) -> Itera
     for number in value if isinstance(value, list) else (value,):
         if number is None:
             continue
-        # 1200.0 is a whole number too: transformers writes it.
+        # 1200.0 counts as a whole number, since transformers writes such numbers.
         if not _is_whole(number) or not lowest <= number <= limit:
             yield f'"{key}" is {_show(value)}; allowed are whole numbers from {lowest} to {limit:,}.'
             return
@@ -271,7 +273,7 @@ def _is_whole(number: Any) -> bool:
 
 
 def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
-    # With a width of its own, the heads need not divide the model's width.
+    # If the config has a width of one head, the number of heads need not divide the model's width.
     if any(config.get(key) for key in HEAD_WIDTHS):
         return
     for heads_key, width_key in HEADS_OF:
@@ -284,17 +286,18 @@ def _uneven_heads(config: Mapping[str, Any]) -> Iterator[str]:
 def _takes_uneven_heads(model_type: object, heads_key: str, width_key: str) -> bool:
     """Return True if attention heads of this architecture may have another width than hidden size / heads.
 
-    Some have a width of their own when the config names none (GLM's 128). The default sizes of others do not
-    divide (GLM-4.5's 96 heads in 4096, of which the rest is cut). Imports transformers.
+    Some have a width of their own when the config names none (GLM's 128). In others, the default hidden size
+    is no multiple of the heads (GLM-4.5: 4096 and 96), and the remainder is cut. The function imports
+    transformers.
     """
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
         return False
     try:
-        # The defaults of the class show if its heads divide the width.
+        # The class's default config shows if its heads divide the width.
         default = CONFIG_MAPPING[model_type]()
-    except Exception:  # a class that cannot be made without sizes, and so has no width of its own
+    except Exception:  # a class without defaults for its sizes has no width of one head
         return False
     if any(isinstance(getattr(default, key, None), int) for key in HEAD_WIDTHS):
         return True
@@ -328,8 +331,8 @@ def _configs(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> Facts:
-    """Return a model's config without dtypes, settings that a recipe decides, and names that do not change a
-    size.
+    """Return a model's config without dtypes, without settings that a recipe determines, and without names
+    that do not change a size.
     """
     return {
         key: _sizes_of(value) if isinstance(value, dict) else value
@@ -339,7 +342,7 @@ def _sizes_of(config: Mapping[str, Any]) -> Facts:
 
 
 def _chooses_kernels(key: str) -> bool:
-    # Keys that begin so name implementations, internal ones included (CVE-2026-4372).
+    # Keys with these prefixes select implementations, internal ones included (CVE-2026-4372).
     return key.startswith(("_attn", "_experts")) or key in ("attn_implementation", "experts_implementation")
 
 

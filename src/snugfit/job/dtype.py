@@ -16,22 +16,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes in which weights can be loaded. The first is the default."""
+"""Dtypes in which a model's weights can be loaded. The first is the default."""
 
 KEYS = ("dtype", "torch_dtype")
-"""Keys of a config that name its dtype. The second is the older name."""
+"""Config keys that name the dtype of a model's weights. The second is the older one."""
 
 SHORT_NAMES = {
     "half": "float16", "float": "float32", "double": "float64", "bf16": "bfloat16", "fp16": "float16",
     "fp32": "float32",
 }  # fmt: skip
-"""Further names of dtypes that people write, such as `half`, with torch's own."""
+"""torch's names of dtypes, by further names that people write, such as `half`."""
 
 STORED_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""safetensors' names of dtypes, with torch's names of those that weights can have."""
+"""torch's names of the dtypes that weights can have, by safetensors' names."""
 
 LOST_BELOW = {"bfloat16": "1/256", "float16": "1/2048"}
-"""Share of a weight below which adding an update to it changes nothing, by the 16-bit dtype of both.
+"""Ratio of update to weight below which adding the update does not change the weight, by the 16-bit dtype of
+both.
 
 The dtypes have 8 and 11 significant bits. Micikevicius et al. (arXiv 1710.03740, section 3.1) therefore keep
 a copy of the weights in fp32 under mixed precision.
@@ -45,7 +46,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def config_dtype(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that a config.json names; None where it names none.
+    """Return the dtype that a config.json names; None if it names none.
 
     The config of a model with several parts may name it only in its text model.
     """
@@ -74,8 +75,8 @@ def file_dtype(file: Path) -> str | None:
 
 
 def main_dtype(module: nn.Module) -> str | None:
-    """Return the dtype of most of a module's floating-point weights; None where it has none. Weights of a
-    lazy module have no size yet.
+    """Return the dtype of most of a module's floating-point weights; None if it has none. Weights of a lazy
+    module have no size yet.
     """
     from torch.nn.parameter import is_lazy
 
@@ -91,17 +92,17 @@ def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     """Cast the floating-point weights of a module in place, and return it.
 
     Adapters of a model that peft has adapted stay as they are. peft makes them fp32 next to weights of 16
-    bits too (`autocast_adapter_dtype`), and its layers cast their inputs. Copies of whole modules that train
-    (`modules_to_save`) are cast like the modules that they replace, since nothing casts inputs for them. The
+    bits too (`autocast_adapter_dtype`), and its layers cast their inputs. Trained copies of whole modules
+    (`modules_to_save`) are cast like the modules that they replace, since no code casts their inputs. The
     frequencies of transformers' rotary embeddings stay fp32, as in a model that is built in 16 bits. With 8
-    bits, they would turn queries and keys by other angles.
+    significant bits, they would rotate queries and keys by other angles.
     """
     import torch
 
     adapters = _adapter_weights(module)
     frequencies = {
         id(buffer)
-        # With 8 bits, rotary frequencies would turn queries and keys by other angles.
+        # With 8 significant bits, rotary frequencies would rotate queries and keys by other angles.
         for part in module.modules()
         if type(part).__module__.startswith("transformers.")
         for name, buffer in part.named_buffers(recurse=False)
@@ -109,7 +110,7 @@ def cast_weights(module: nn.Module, dtype: str) -> nn.Module:
     }
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        # peft keeps adapters in fp32 next to 16-bit weights, and its layers cast their inputs.
+        # peft keeps adapters in fp32 next to 16-bit weights. Their layers cast the inputs.
         is_adapter = tensor.requires_grad and id(tensor) in adapters
         stays = is_adapter or not tensor.is_floating_point() or id(tensor) in frequencies
         return tensor if stays else tensor.to(getattr(torch, dtype))
@@ -125,7 +126,8 @@ def _adapter_weights(module: nn.Module) -> set[int]:
         getattr(layer, name, None)
         for layer in module.modules()
         for name in (*getattr(layer, "adapter_layer_names", ()), "prompt_encoder")
-        # Nothing casts inputs for whole copies (`modules_to_save`), so they follow the model.
+        # No code casts inputs for modules that are trained as copies (`modules_to_save`), so they have the
+        # model's dtype.
         if name != "modules_to_save"
     ]
     dicts = [part for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict)]

@@ -19,20 +19,24 @@ from snugfit.job.names import presets_like, same_sizes, unquantized_name
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 4096
 ONE_MODEL = 0.9
-"""Least similarity of a name to a known one, up to 1, at which an error suggests the known one."""
+"""Smallest similarity (1 for equal names) at which an error suggests a known model in place of an unknown
+name.
+"""
 HUB_SECONDS = 4.0
-"""Seconds that the hub may take to answer."""
+"""Seconds that the Hugging Face hub may take to answer."""
 
 
 class ModelFacts(NamedTuple):
     """A model's config values with the model's name, and the source of the values, such as a preset."""
 
     name: str
-    """The full name of the model, with its owner."""
+    """Full name of the model, with its owner."""
     origin: str
-    """`preset`, `path` or `hub cache`. A config that was fetched from the hub is in that cache too."""
+    """Source of the config: `preset`, `path` or `hub cache`. A config that was fetched from the hub is in
+    that cache too.
+    """
     facts: dict[str, Any]
-    """The checked config, as a dict of JSON values."""
+    """Checked config as a dict of JSON values."""
 
 
 def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelFacts:
@@ -45,12 +49,12 @@ def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> Model
         raise ModelError(f"{name[:80]!r} is not the name of a model. {_ALLOWED}")
     if name.endswith(".py"):
         raise ModelError(f"{name} is a Python file, not a model. {_ALLOWED}")
-    # Text written as a path is one, even if nothing is there: the error then names the path.
+    # Text in the form of a path is a path, even if no file is there. The error then names the path.
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
     full_name = preset_named(name)
     if full_name:
-        # The name of a preset and of a folder here would be two models.
+        # A name that a preset and a folder share would be ambiguous.
         _refuse_two_meanings(name, full_name)
         return ModelFacts(full_name, "preset", read_preset(full_name))
     if os.path.lexists(name):
@@ -110,7 +114,7 @@ def _refuse_two_meanings(name: str, full_name: str) -> None:
 def _config_file(path: str) -> Path:
     """Return the config.json at `path`: itself, or the one in the folder.
 
-    Raises `ModelError` when there is neither.
+    Raises `ModelError` if there is neither.
     """
     if not os.path.isdir(path):
         if _is_missing(path):
@@ -165,7 +169,7 @@ def _unknown_model(name: str, why: str) -> ModelError:
     swapped = [preset for preset in names if sorted(preset.lower()) == sorted(name.lower())]
     guess = did_you_mean(name, names, cutoff=ONE_MODEL) or did_you_mean(name, swapped)
     longer = [preset for preset in names if preset.lower().startswith(f"{name.lower()}-")]
-    if not guess and longer:  # of BERT's presets the uncased are those that most people use
+    if not guess and longer:  # most people use the uncased ones of BERT's presets
         longer.sort(key=lambda preset: ("uncased" not in preset, len(preset)))
         guess = f" Did you mean {' or '.join(map(repr, longer[:3]))}?"
     return ModelError(
@@ -201,7 +205,7 @@ def _cached_config(name: str) -> Path | None:
 
 
 def cached_file(name: str, file: str) -> Path | None:
-    """Return a file of a hub model that was downloaded before; open no socket.
+    """Return the path of a file of a hub model in the local cache, or None. It opens no socket.
 
     Raises `ValueError` for a name that is no hub id.
     """
@@ -229,7 +233,7 @@ def _download_config(name: str, *, online: bool) -> Path:
         cause = "HF_HUB_OFFLINE forbids" if online else "--offline forbids"
         raise _unknown_model(name, f"{cause} to ask the hub")
     try:
-        executor = ThreadPoolExecutor(1)  # no library bounds the time that a name server may take
+        executor = ThreadPoolExecutor(1)  # no library limits the time of a name server
         try:
             return Path(executor.submit(_fetch_config, name).result(HUB_SECONDS))
         finally:

@@ -4,11 +4,11 @@
 total of nvidia-smi is `nvml_total_bytes`, and the driver's reserve `driver_reserved_bytes`. The rest for
 processes is torch's total, `memory_bytes`.
 
-Names are matched loosely. Vendor words, case, spaces and punctuation do not count; `a100-80gb` means the
-model A100 with 80 GB.
+Names are matched loosely. Vendor words, case, spaces and punctuation are ignored; `a100-80gb` means the model
+A100 with 80 GB.
 
-A name that fits no entry is refused with the nearest ones. No figure is ever guessed: an unknown one is None,
-and `doubts` names each estimate.
+A name that matches no entry is refused, with the most similar names. No figure is guessed: an unknown one is
+None, and `doubts` lists each estimate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _VENDOR_WORDS = frozenset(
 COMMON = (
     "RTX4090", "H100-SXM", "A100-SXM-80", "V100-SXM2-16", "T4", "L40S", "A100-SXM-40", "H200-SXM", "A10",
 )  # fmt: skip
-"""Candidates for an ambiguous GPU name or a memory size, the most common in training machines first."""
+"""Keys of the GPUs that are tried for an ambiguous GPU name or a memory size. The most common in training
+machines come first.
+"""
 
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,3})\s*(?:g|gb|gib)(?![a-z0-9])")
 _FORM = re.compile(r"(?<![a-z])(sxm|pcie|nvl)\d?(?![a-z0-9])")
@@ -58,40 +60,40 @@ class Gpu(JsonFields):
     """`SXM`, `PCIe` or `NVL`, for models that come in several."""
 
     marketed_gb: int | None
-    """The memory in the product's name or data sheet, in GB."""
+    """Memory in GB according to the product's name or data sheet."""
 
     architecture: str
-    """`Hopper`, `CDNA3` and the like."""
+    """Architecture of the GPU, such as `Hopper` or `CDNA3`."""
 
     chip: str | None
-    """The name of the die: `GH100`."""
+    """Name of the GPU's die, such as `GH100`."""
 
     platform: str
     """torch's name for the platform: `cuda`, `rocm`, `xpu` or `mps`."""
 
     compute_capability: tuple[int, int] | None
-    """CUDA compute capability, (9, 0) for Hopper; None on other platforms."""
+    """CUDA compute capability, such as (9, 0) for Hopper; None on other platforms."""
 
     target: str | None
-    """Name of the compilation target on other platforms: `gfx942`."""
+    """Name of the compilation target on other platforms than CUDA, such as `gfx942`."""
 
     release_year: int | None
-    """The year in which it was released."""
+    """Year in which the GPU was released."""
 
     sm_count: int | None
-    """Streaming multiprocessors, or compute units, or cores, as the vendor counts."""
+    """Number of streaming multiprocessors, compute units or cores, as the vendor counts them."""
 
     nvml_total_bytes: int | None
     """Total memory in bytes according to nvidia-smi, with a current driver."""
 
     memory_bytes: int | None
-    """Bytes available to processes: torch's total."""
+    """Bytes of GPU memory that processes can use, as torch reports."""
 
     driver_reserved_bytes: int | None
-    """Bytes that the driver reserves for itself."""
+    """Bytes of GPU memory that the driver reserves for itself."""
 
     memory_type: str | None
-    """`HBM3e`, `GDDR6` and the like."""
+    """Type of the GPU's memory, such as `HBM3e` or `GDDR6`."""
 
     bandwidth: int | None
     """Memory bandwidth in bytes per second, by data sheet."""
@@ -100,13 +102,13 @@ class Gpu(JsonFields):
     """Bytes of the second-level cache."""
 
     boost_clock_hz: int | None
-    """The boost clock of the data sheet."""
+    """Boost clock of the data sheet, in Hz."""
 
     peak_dense: Mapping[str, int] = field(default_factory=dict)
-    """Operations per second without sparsity, by `fp32 tf32 fp16 fp16_accumulate_fp16 bf16 fp8 int8`."""
+    """Peak operations per second without sparsity, by `fp32 tf32 fp16 fp16_accumulate_fp16 bf16 fp8 int8`."""
 
     bf16_native: bool
-    """True if hardware computes bfloat16; False where it is emulated."""
+    """True if hardware computes bfloat16; False if it is emulated."""
 
     tf32: bool
     """True if float32 matrix products can run as TensorFloat-32."""
@@ -124,11 +126,12 @@ class Gpu(JsonFields):
     """Connection to other GPUs: `type`, `bytes_per_second` in one direction."""
 
     power_watts: float | None
-    """The thermal design power in watts."""
+    """Thermal design power, in watts."""
 
     context_bytes: int | None
-    """Bytes of a CUDA context: of a process with one tiny tensor on the GPU and a current torch; None if not
-    measured."""
+    """GPU bytes of a process with one tiny tensor and a current torch: those of the CUDA context. None if not
+    measured.
+    """
 
     libraries_bytes: int | None
     """Bytes that a first forward pass adds to the context for kernels and libraries; None if not measured."""
@@ -137,20 +140,21 @@ class Gpu(JsonFields):
     """Device and software of the measurement of `context_bytes` and `libraries_bytes`."""
 
     backward_bytes: int | None = None
-    """Bytes that a first backward pass, which runs in a thread of its own, adds to the context; None if not
-    measured."""
+    """Bytes that a first backward pass adds to the context, since it runs in a separate thread; None if not
+    measured.
+    """
 
     cudnn_bytes: int | None = None
     """Bytes that cuDNN (its attention, convolutions) adds to the context; None if not measured."""
 
     achieved: Mapping[str, Any] = field(default_factory=dict)
-    """Published rates that others measured on this GPU, each with its source."""
+    """Published speeds that others measured on this GPU, each with its source."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Sources of the figures, by subject."""
+    """Sources of the figures of this GPU, by subject."""
 
     doubts: tuple[str, ...] = ()
-    """Warnings about figures that are estimates, unverified or vary."""
+    """Warnings about figures that are estimated, unverified or variable."""
 
     notes: tuple[str, ...] = ()
     """Further sentences about this GPU for the user."""
@@ -179,7 +183,8 @@ def find_gpu(text: Gpu | str, *, exact: bool = False) -> Gpu:
     candidates = find_gpus(text)
     common = sorted((gpu for gpu in candidates if gpu.key in COMMON), key=lambda gpu: COMMON.index(gpu.key))
     if len(candidates) == 1 or (common and not exact):
-        # Entries that differ in memory (`a100`, `v100`): the common card, which `choice_of` describes.
+        # If entries differ in memory (`a100`, `v100`), the common card is returned, which `choice_of`
+        # describes.
         return (common or candidates)[0]
     raise GpuError(f"{text!r} can be {_list(candidates)}. Give the full name, or add the memory.")
 
@@ -208,7 +213,7 @@ def find_gpus(text: str) -> list[Gpu]:
     """Return the GPU models that `text` can mean, such as three for 'h100'. Raises `GpuError` for none."""
     if not isinstance(text, str):
         raise GpuError(f"The name of a GPU must be text, such as 'h200', not {text!r}.")
-    # A complete name goes before a loose match, which may fit several entries.
+    # A complete name has priority over a loose match, which may match several entries.
     exact = [gpu for gpu in all_gpus() if _normalize(text) in _exact_names(gpu)]
     if candidates := exact or _prefer_sxm(_matches(text)):
         return candidates
@@ -266,7 +271,7 @@ def _exact_names(gpu: Gpu) -> set[str]:
 def _model_names(gpu: Gpu) -> set[str]:
     """Return a GPU's model name with and without its family: `4090`, `a6000`."""
     model = _normalize(gpu.model)
-    # People leave out `rtx`; a professional card keeps its letter (`a6000`).
+    # People omit `rtx`; a professional card keeps its letter (`a6000`).
     return {model, model.removeprefix("rtx")} if re.fullmatch(r"rtx(a?\d{4}).*", model) else {model}
 
 

@@ -17,26 +17,26 @@ class AddedTask:
     """A task, such as image classification, that a feature adds."""
 
     name: str
-    """The task's value in `Task`."""
+    """Name of the task: its value in `Task`."""
 
     head: tuple[str, str]
-    """The task's model heads, in the form of `HEADS` in `architectures.py`."""
+    """Auto class and model types of the task, in the form of `HEADS` in `architectures.py`."""
 
     elsewhere: str = ""
-    """The task's name on the hub, if that is another."""
+    """Name of the task on the Hugging Face hub; empty if it is the same."""
 
 
 class ModelInputs:
     """Interface for one type of non-token inputs of a model, such as pictures or sound."""
 
     task: ClassVar[str] = ""
-    """The added task whose models all take these inputs; empty without one."""
+    """Name of the added task whose models all take these inputs; empty without one."""
 
     has_classes: ClassVar[bool] = False
-    """True if the labels of these tasks are classes."""
+    """True if the labels of the task are classes."""
 
     has_target: ClassVar[bool] = False
-    """True if the labels are tokens of a target, which has a length of its own."""
+    """True if the labels of the task are the tokens of a target sequence with its own length."""
 
     def serves(self, task: str, architecture: str) -> bool:
         """Return True if a model of this architecture takes these inputs in this task."""

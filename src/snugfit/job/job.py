@@ -1,7 +1,7 @@
 """The job: the training task, independent of the recipe that runs it.
 
 No recipe may change its fields: the model, the task, the lengths and the padding, the global batch, clipping,
-the decaying parameters. The GPU is no part of it: one job, many GPUs. A recipe may cut the global batch into
+the decaying parameters. The GPU is not a part of the job. A recipe may cut the global batch into
 micro-batches, but their sum is the job's batch, always.
 """
 
@@ -26,7 +26,9 @@ from snugfit.job.phases import AddedPhase, PhaseWords, added_phases, words_by_ph
 LARGEST_BATCH = 1 << 20
 LARGEST_LENGTH = 1 << 24
 MOST_LABELS = 1 << 18
-"""Largest number of labels: transformers writes each name several times, and public label sets have fewer."""
+"""Largest accepted number of labels. transformers writes each label's name several times, and public label
+sets have fewer labels.
+"""
 
 OF_UPDATES = ("clip", "decay_groups", "learning_rate")
 """Fields of a job that only an optimizer step reads."""
@@ -45,15 +47,15 @@ _TASKS_ELSEWHERE = {
     "text2text-generation": "seq2seq-lm",
     **{one.elsewhere: one.name for one in added_tasks() if one.elsewhere},
 }
-"""Names of tasks in the hub's pipelines and in peft, with ours."""
+"""Names of tasks of a job, by their names in the hub's pipelines and in peft."""
 
 
 CUSTOM = "custom"
-"""The task of an `nn.Module` of the user's own, from Python, with an example batch."""
+"""Name of the task of a user's own `nn.Module`, which is given in Python with an example batch."""
 
 
 class TaskBase(StrEnum):
-    """Task of a model, that is, the output of its head, named after transformers' heads."""
+    """Task of a model (output of its head), named after transformers' heads."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -124,64 +126,71 @@ class Job:
     """A training task: model, task, lengths, global batch, clipping, decay groups."""
 
     model: Model
-    """The architecture, from a preset, a config, a directory, the hub's cache, or Python."""
+    """Architecture of the model, from a preset, a config, a directory, the hub's cache, or Python."""
 
     task: Task = ""  # type: ignore[assignment]  # becomes a Task
-    """The model's head, which decides the shapes of a batch. The default is the one that the architecture
-    names.
+    """Task for which the model has a head. It determines the shapes of a batch. The default is the task of
+    the architecture in the config.
     """
 
     phase: Phase = Phase.TRAIN
-    """`train` takes optimizer steps; `evaluate` runs the forward pass without gradients."""
+    """Use of the model: `train` takes optimizer steps; `evaluate` runs the forward pass without gradients."""
 
     phase_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Settings of a phase that a feature adds, by name; empty for training and evaluation."""
+    """Settings, by name, of a phase that a feature adds; empty for training and evaluation."""
 
     batch_size: int = 4
-    """The global batch of one optimizer step, in samples. A recipe may split it, but never changes its
-    size."""
+    """Number of samples in one optimizer step (global batch size). A recipe may split the batch, but never
+    changes its size.
+    """
 
     sequence_length: int = 512
-    """Tokens of one input sequence (encoder side); not used by images and speech."""
+    """Number of tokens in one input sequence (encoder side); not used by images and speech."""
 
     target_length: int = 128
-    """Tokens of one target sequence, for models with a decoder of their own (T5, Whisper)."""
+    """Number of tokens in one target sequence, for models with a separate decoder (T5, Whisper)."""
 
     padding: float = 0.0
-    """Fraction of each sequence that is padding, in [0, 1); at 0 no attention mask is passed."""
+    """Fraction of each sequence that is padding, in [0, 1). If it is 0, no attention mask is passed."""
 
     labels: int = 2
-    """Classes of a classification head."""
+    """Number of classes of a classification head."""
 
     clip: float | None = None
-    """Largest global gradient norm. None leaves it to the loop: the plain and the accelerate loop do not
-    clip, the HF Trainer clips at 1.0. 0 never clips."""
+    """Largest global gradient norm. With None the loop decides: the plain and the accelerate loop do not
+    clip, the HF Trainer clips at 1.0. With 0 no loop clips.
+    """
 
     decay_groups: bool = False
-    """True when biases and norms are excluded from weight decay: two parameter groups instead of one."""
+    """True if biases and norms are excluded from weight decay, by two parameter groups in place of one."""
 
     learning_rate: float = 5e-5
-    """The optimizer's learning rate. It changes no byte, but a run needs one."""
+    """Learning rate of the optimizer. It changes no predicted bytes, but a training run needs it."""
 
     build_on: str = "device"
-    """`device`: the model is built where it trains. `host`: built on the CPU, then moved."""
+    """Place where the model is constructed: `device`, on which it trains, or `host` (the CPU), from which it
+    is moved.
+    """
 
     dtype: str = "auto"
-    """The dtype in which the weights are loaded: `float32`, `bfloat16` or `float16`.
+    """Dtype in which the weights are loaded: `float32`, `bfloat16` or `float16`.
 
-    `auto`, or None, is the model's own, as transformers loads it, and `float32` where the model names none.
+    `auto`, or None, is the dtype of the model's config, as transformers loads it. If the config has none, it
+    is `float32`.
     """
 
     mixes_samples: str = field(default="", compare=False, repr=False)
-    """Reason why the loss is not a mean over samples, found with data; empty without one. `mixing_of` also
-    examines the model."""
+    """Reason, found with example data, why the loss is not a mean over samples; empty without one.
+    `mixing_of` also examines the model.
+    """
 
     unclear_cut: str = field(default="", compare=False, repr=False)
-    """Reason why data could not show that the batch may be cut; empty if it could, or without data."""
+    """Reason why example data could not show that a batch may be split; empty if it could, or without data.
+    """
 
     routing: str = "balanced"
-    """Assumption of predictions about the choices of routers, which depend on weights. `balanced` sends
-    tokens evenly to experts, `worst` all to the same ones.
+    """Assumption about the experts that a router chooses, since the choice depends on weights. `balanced`
+    sends tokens evenly to experts, `worst` all to the same ones.
     """
 
     def __post_init__(self) -> None:
@@ -189,7 +198,7 @@ class Job:
         if self.task == "":
             # The class is frozen, so text becomes an enum around its own assignment.
             object.__setattr__(self, "task", _task_of(self.model))
-        if not isinstance(self.task, Task):  # a plain string is what people write
+        if not isinstance(self.task, Task):  # people write plain strings
             object.__setattr__(self, "task", Task.parse(self.task))
         if not isinstance(self.phase, Phase):
             object.__setattr__(self, "phase", Phase.parse(self.phase))
@@ -255,7 +264,7 @@ class Job:
         if has_sequence(self.task):
             return self.batch_size * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
-        # A user's example may have token ids; its own sizes then count.
+        # If a user's example has token ids, their sizes count.
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0
 
     def transformers_config(self) -> Any:
@@ -294,7 +303,7 @@ class Job:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """Return the job from the JSON object of `to_json`. Raises `JobError` when the model existed only in
+        """Return the job from the JSON object of `to_json`. Raises `JobError` if the model existed only in
         Python.
         """
         if not isinstance(document, dict):
@@ -312,7 +321,7 @@ class Job:
                 "This job was written by another version of snugfit. Unknown keys: "
                 f"{', '.join(sorted(unknown))}. Read it with that version."
             )
-        earlier = {"dtype": "float32"}  # before jobs had a dtype, weights were made in this one
+        earlier = {"dtype": "float32"}  # the dtype of weights before jobs had this key
         return cls(**{**earlier, **document, "model": Model.from_json(document["model"])})
 
 
@@ -363,7 +372,7 @@ def _loaded_dtype(asked: object, model: Model) -> str:
     for another one than a module's weights have.
     """
     name = dtype_name("auto" if asked is None else asked)
-    # A module has its dtype already, so another one is a contradiction.
+    # A module already has a dtype, so another one in the job is a contradiction.
     if model.module is not None:
         if name not in ("auto", model.dtype):
             raise JobError(
@@ -383,11 +392,11 @@ def _loaded_dtype(asked: object, model: Model) -> str:
 def refuse_lengths(job: Job, config: Mapping[str, Any]) -> None:
     """Raise `JobError` when a sequence of the job is longer than the positions of its model.
 
-    The keys of `config` decide first. If they are too short, the architecture's complete config decides,
-    since old files leave out defaults of their class. That imports transformers.
+    The keys of `config` are read first. If their limit is too short, the architecture's complete config is
+    read, since old files omit defaults of their class. That imports transformers.
     """
     lengths = (job.task, job.sequence_length, job.target_length)
-    # Most configs name their positions, and need no import of transformers.
+    # Most configs have the length of their position table, and need no import of transformers.
     if length_problem(config, *lengths) is None:
         return
     if problem := length_problem(job.config_to_read().to_dict(), *lengths):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 KINDS = ("PREFIX_TUNING", "CARTRIDGE")
 """peft's names (`PeftType`) of the adapters whose `PeftModel.get_prompt` returns a key-value cache. peft
-refuses them only if checkpointing is on when they are added."""
+refuses them only if activation checkpointing is active when they are added.
+"""
 
 
 def dropped_prefix(job: Job) -> Iterator[str]:

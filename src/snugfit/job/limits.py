@@ -1,7 +1,7 @@
 """The longest sequence that an architecture accepts, from its config.
 
-Learned (or tabulated) positions end: token `max_position_embeddings` has no row. Rotary, relative and ALiBi
-positions have no end. For those `max_position_embeddings` is only the length of the training.
+Learned (or tabulated) positions are limited: token `max_position_embeddings` has no row. Rotary, relative and
+ALiBi positions are not. For those, `max_position_embeddings` is only the sequence length in pretraining.
 """
 
 from __future__ import annotations
@@ -12,28 +12,31 @@ from typing import Any
 from snugfit.job.inputs import has_sequence, has_target
 
 Limit = tuple[str, int]
-"""A config key and the longest sequence it allows."""
+"""Type of a limit of the sequence length: the config key, and the longest sequence in tokens."""
 
 OFFSET_BY_PADDING = frozenset({
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod",
     "data2vec-text", "longformer", "mpnet", "ibert", "luke", "esm",
 })  # fmt: skip
-"""Model types whose positions begin after the padding token's id, so that the first rows of the table are
-unused."""
+"""Model types whose position ids begin after the padding token's id. The first rows of their position table
+are unused.
+"""
 
 WITHOUT_TABLE = frozenset({
     "m2m_100", "nllb-moe", "xglm", "fsmt", "speech_to_text", "jamba", "zamba", "nemotron_h",
 })  # fmt: skip
-"""Architectures whose table of sine positions grows with the sequence, or that have no positions at all."""
+"""Model types without a fixed table of positions: sine positions grow with the sequence, or there are no
+positions.
+"""
 
 
 def length_problem(
     config: Mapping[str, Any], task: str, sequence_length: int, target_length: int
 ) -> str | None:
-    """Return a sentence about a length, in tokens, that exceeds the positions of this config; None if all
-    lengths are valid.
+    """Return a sentence about a length, in tokens, that exceeds this config's number of positions; None if
+    all lengths are valid.
     """
-    # The text model of several parts has the positions of tokens.
+    # In a model of several parts, the text model has the positions of tokens.
     text = config.get("text_config") or config
     if has_sequence(task):
         limit = input_limit(text)
@@ -74,13 +77,13 @@ def target_limit(config: Mapping[str, Any]) -> Limit | None:
         rows = config.get(key)
         if isinstance(rows, int | float) and rows > 0:
             return key, int(rows)
-    # Most models have one table for both.
+    # Most models have one position table for inputs and targets.
     return input_limit(config)
 
 
 def _endless(config: Mapping[str, Any]) -> bool:
-    """Return True if the model computes positions for any sequence length, and so has no longest one."""
-    # Rotary positions, by `rope_parameters` and the keys of older files.
+    """Return True if the model computes positions for any sequence length, so that no length is too long."""
+    # These prefixes mark rotary positions: `rope_parameters` and keys of older configs.
     computed = ("rope_", "global_rope_", "rotary_pct", "rotary_emb_")
     rotary = any(key.startswith(computed) for key in config)
     # T5's relative positions have no table.

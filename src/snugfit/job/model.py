@@ -1,8 +1,8 @@
 """The model of a job: an architecture as an immutable value. `build.py` creates an `nn.Module` from it.
 
 A model consists of its facts, the sizes and switches of a config.json, as canonical JSON text. It can
-therefore be predicted anywhere, without the files of its origin. Or it is a module of the user's own, from
-Python, with an example batch. Such a model exists in one process only.
+therefore be predicted anywhere, without the files of its origin. Alternatively, it is a user's own module
+from Python with an example batch. Such a model exists in one process only.
 
 `Model.find` tries a path, a preset, an existing folder, the hub's cache, a preset of the same sizes
 (`names.py`), and the hub. HF_HUB_OFFLINE=1 and `online=False` forbid the hub, and no socket is opened.
@@ -37,29 +37,31 @@ class Model:
     """Name of the model on the hub, its path, or its class."""
 
     origin: str
-    """`preset`, `path`, `hub cache`, `config` for keys given in Python, or `python` for a module.
+    """Source of the model: `preset`, `path`, `hub cache`, `config` for keys given in Python, or `python` for
+    a module.
 
     A config that was fetched from the hub is in the hub's cache too.
     """
 
     facts: str = field(default="{}", repr=False)
-    """The checked config as canonical JSON text; `{}` for a module from Python."""
+    """Checked config as canonical JSON text; `{}` for a module from Python."""
 
     module: nn.Module | None = None
-    """The user's own module; None for models that are built from facts."""
+    """User's own module; None for models that are constructed from a config (`facts`)."""
 
     dtype: str | None = None
-    """The dtype of the checkpoint's weights, or of those of `module`, by torch's name; None if it is unknown.
+    """Dtype of the checkpoint's weights, or of the weights of `module`, by torch's name; None if it is
+    unknown.
     """
 
     resized: bool = field(default=False, compare=False, repr=False)
-    """True if the embedding has another number of rows than in the checkpoint."""
+    """True if the embedding has more or fewer rows than the checkpoint's."""
 
     example: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
-    """A batch that `module` takes as keyword arguments."""
+    """Example batch, which `module` takes as keyword arguments; None without `module`."""
 
     batch_dims: BatchDims | None = field(default=None, compare=False, repr=False)
-    """Dimension of the samples by the name of a tensor of the example; None for one without any."""
+    """Dimension of samples by the name of a tensor in `example`; None if the user gave no names."""
 
     @classmethod
     def find(
@@ -86,7 +88,7 @@ class Model:
     def from_config(cls, facts: Mapping[str, Any], *, name: str, origin: str = "config") -> Self:
         """Return the model of this config.json's values, which must have passed `check_facts`."""
         sizes = {key: value for key, value in facts.items() if key != "dtype"}
-        # Sorted keys make equal facts equal texts, so that models compare and hash by them.
+        # With sorted keys, equal facts are equal texts, by which models compare and hash.
         return cls(
             name=name, origin=origin, facts=json.dumps(sizes, sort_keys=True), dtype=facts.get("dtype")
         )
@@ -154,7 +156,9 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """The number of layers in the model's deepest stack, by the config; 0 where it does not give one."""
+        """The number of layers in the model's deepest stack, by the config; 0 if the config does not give
+        one.
+        """
         stated = {} if self.module is not None else self.config
         return max((stated[key] for key in LAYERS if isinstance(stated.get(key), int)), default=0)
 
@@ -205,7 +209,7 @@ class Model:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the model from the JSON object of `to_json`.
 
-        Raises `JobError` when it existed only in Python, `ModelError` for any other document.
+        Raises `JobError` if it existed only in Python, and `ModelError` for any other document.
         """
         if not isinstance(document, Mapping):
             raise ModelError(
@@ -250,7 +254,7 @@ class Model:
         for inputs in model_inputs():
             inputs.complete(config)
         in_tokens = inputs_of(task, self.architecture) is None
-        # Synthetic targets have a length of their own, which a decoder without an encoder cannot take.
+        # Synthetic targets have a separate length, which a decoder without an encoder does not support.
         if task == "seq2seq-lm" and not config.is_encoder_decoder and in_tokens:
             raise JobError(
                 f"{self.name} ({self.architecture}) has no decoder of its own. Synthetic batches have "
@@ -282,7 +286,7 @@ def first_end_token(config: Any) -> int | None:
 def _name_a_start_token(config: Any) -> None:
     """Set the pad token as the decoder's start token, as in T5's documentation; configs of its kind omit it.
 
-    No byte depends on the choice of the token.
+    The choice of the token changes no predicted bytes.
     """
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
@@ -294,8 +298,8 @@ def _name_a_pad_token(config: Any) -> None:
     """Set the pad token, by which decoders find a sequence's last token. Without one they take batches of 1
     only.
 
-    Users of GPT-2 or Llama as a classifier do the same. The end token pads, or token 0 where the vocabulary
-    of a small config does not include it.
+    Users of GPT-2 or Llama as a classifier do the same. The pad token is the end token, or token 0 if the
+    vocabulary of a small config does not include that.
     """
     if getattr(config, "pad_token_id", None) is None:
         first, rows = first_end_token(config), getattr(config, "vocab_size", 0)

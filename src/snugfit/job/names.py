@@ -16,21 +16,24 @@ _TUNED = re.compile(
     r"^meta-(?=llama)|-(coder|math)(?=-)|-(instruct|it|base|chat|pt|thinking)(?=-v\d|-hf|-\d{4}|$)",
     re.IGNORECASE,
 )
-"""Parts of a name, such as `Instruct`, that do not change the model's sizes. Examples:
+"""Parts of a model's name, such as `Instruct`, that do not change its sizes. Examples:
 Mistral-7B-Instruct-v0.3, gemma-2-2b-it, Mistral-Nemo-Base-2407, Qwen2.5-Coder-7B; Meta-Llama-3.1-8B is
-Llama-3.1-8B's first name."""
+Llama-3.1-8B's first name.
+"""
 
 _QUANTIZED = re.compile(
     r"-(?:(?:unsloth-)?bnb-[48]bit|gptq|awq|aqlm|gguf|fp8|nvfp4|mxfp4|w[48]a\d+|int[48]|[48]bit)(?:-.*)?$",
     re.IGNORECASE,
 )
-"""Endings of names that mark quantized weights."""
+"""Endings of model names that mark quantized weights."""
 
 MIRRORS = ("unsloth", "NousResearch")
-"""Owners who publish others' models under the same names."""
+"""Owners on the Hugging Face hub who publish others' models under the same names."""
 
 CONVERTED = re.compile(r"unsloth/phi-", re.IGNORECASE)
-"""Models of mirrors whose layers may differ from the original's: a Llama or a Mistral made of a Phi."""
+"""Pattern of the mirrored models whose layers may differ from the original's, such as a Phi converted to a
+Llama or Mistral.
+"""
 
 SAME_SIZES = {
     "allenai/Olmo-3-7B-Instruct": "allenai/Olmo-3-1025-7B",
@@ -51,15 +54,16 @@ SAME_SIZES = {
     "unsloth/gemma-2-9b": "google/gemma-2-9b-it",
     "unsloth/gemma-2-27b": "google/gemma-2-27b-it",
 }
-"""Names of models by the preset that has their sizes and dtype, if the names do not show it. unsloth's Gemma
-2 is in bfloat16, as Google's tuned ones are and its base models are not."""
+"""Presets with the sizes and dtype of a model, by the model's name. Names that show their preset are omitted.
+unsloth's Gemma 2 is in bfloat16, as Google's tuned ones are and its base models are not.
+"""
 
 
 def same_sizes(name: str, presets: Iterable[str]) -> str | None:
-    """Return the preset with the sizes of the model `name`; None when none is known.
+    """Return the preset with the sizes of the model `name`; None if there is none.
 
-    A preset of exactly this name goes before one of the name without `Instruct` or `Base`: a tuned model's
-    dtype may differ.
+    A preset of exactly this name has priority over one without `Instruct` or `Base`: a tuned model's dtype
+    may differ.
     """
     # Layers of such a mirror may be those of another architecture.
     if CONVERTED.match(name):

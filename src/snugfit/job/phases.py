@@ -14,20 +14,20 @@ from snugfit.feature_folders import feature_objects
 
 
 class PhaseWords(NamedTuple):
-    """Words of reports on jobs of a phase."""
+    """Words for a phase (use of a model), with which reports on its jobs are written."""
 
     verb: str
-    """Verb before the model, as in `can train this`."""
+    """Verb for the phase, before the model's name, as in `can train this`."""
     turn: str
-    """Noun for a repetition, whose seconds are predicted, such as `step`."""
+    """Noun for one repetition with predicted seconds, such as `step`."""
     turns: str
     """Plural of that noun, such as `steps`."""
     item: str = "samples"
-    """Noun for the parts of a batch."""
+    """Plural noun for the elements of a batch."""
     rate: str = "samples"
-    """Noun of the throughput in a table that has only one."""
+    """Plural noun of the throughput in a table with one throughput."""
     savings: str = "weights of fewer bits"
-    """Ways to save memory, for an error."""
+    """Noun for further ways to save memory, in an error message."""
 
 
 class AddedPhase:
@@ -36,29 +36,32 @@ class AddedPhase:
     """
 
     name: ClassVar[str]
-    """The phase's value in `Phase`."""
+    """Name of the phase: its value in `Phase`."""
 
     title: ClassVar[str]
-    """The word for the phase in the head of a report, such as `evaluation`."""
+    """Noun for the phase in the heading of a report, such as `evaluation`."""
 
     words: ClassVar[PhaseWords] = PhaseWords("run", "step", "steps")
     """Words of reports on jobs of this phase."""
 
     note: ClassVar[str] = ""
-    """A sentence for reports on such a job."""
+    """Sentence that reports on such jobs add; empty for none."""
 
     setting_types: ClassVar[Mapping[str, type]] = {}
-    """Types of the phase's settings by name, which are keys of a job file."""
+    """Types of the phase's settings by name. The names are keys of a job file."""
 
     slots: ClassVar[frozenset[str]] = frozenset()
-    """Slots of recipes that no other phase uses, by name."""
+    """Names of the recipe's slots (choices) that no other phase uses."""
 
     unused: ClassVar[frozenset[str]] = frozenset()
-    """Slots of recipes that this phase does not use, beside those of training alone."""
+    """Names of the recipe's slots (choices) that this phase does not use, in addition to those that only
+    training uses.
+    """
 
     sizes: ClassVar[Mapping[str, tuple[str, int]]] = {}
-    """Sizes that `--largest` may search in addition to the core's: a field of `Job` or a setting, and its
-    upper limit."""
+    """Sizes that `--largest` may search in addition to the core's. Each is a field of `Job` or a setting,
+    with its upper limit.
+    """
 
     def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the complete settings of a job in this phase. Raises `JobError` for unusable ones."""

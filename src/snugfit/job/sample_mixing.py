@@ -8,11 +8,11 @@ losses are no such mean:
 - a loss over the batch compares each sample with the others (CLIP, SimCLR, in-batch negatives). Or it takes
   statistics of all (Barlow Twins, the balance of experts).
 
-A model of transformers with one of our tasks has a loss of samples or tokens, so its layers decide. A module
-from Python is run on `meta` with two numbers of samples. A tensor that grows with their square contains
-pairs. A product or a mean over the samples that is no single number is a statistic. Frontends with data
-compare gradients themselves (`frontends/cut_loss.py`). They find the other cases, and record them in the job
-(`Job.mixes_samples`).
+With a task of snugfit, a model of transformers has a loss over samples or tokens. So only its layers may mix
+samples. A module from Python is run on `meta` with two numbers of samples. A tensor that grows with their
+square contains pairs. A product or a mean over the samples that is no single number is a statistic. Frontends
+with data compare gradients themselves (`frontends/cut_loss.py`). They detect the other cases, and record them
+in the job (`Job.mixes_samples`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
 
 SAMPLES = (6, 10)
-"""Numbers of samples in the two batches that a module is run with: their ratio is not a whole number."""
+"""Numbers of samples in the two batches with which a module is tested. Their ratio is not a whole number."""
 
 STATISTICS = ("mm", "addmm", "bmm", "mean", "sum", "var", "var_mean", "std", "std_mean")
-"""Operators that can reduce over the samples of a batch; batch norms are found as layers."""
+"""Operators that may reduce over the samples of a batch. Batch norms are found as layers instead."""
 
 
 OF_OTHERS = re.compile(r"sub_configs|backbone|from \.\.\w")
-"""Markers in the text of a model's source file: it has other models inside, or inherits from another
-architecture."""
+"""Pattern of a model's source file that contains other models, or inherits from another architecture."""
 
 
 class Mixing(NamedTuple):
@@ -51,10 +50,10 @@ class Mixing(NamedTuple):
     """
 
     reason: str = ""
-    """Reason why the loss is not a mean over samples; empty without one."""
+    """Reason why the loss is not a mean over samples; empty if none was found."""
 
     unknown: str = ""
-    """Reason why the dependence of samples could not be determined; empty if it was."""
+    """Reason why the effect of samples on each other could not be determined; empty if it was."""
 
 
 _OF_FACTS: dict[tuple[str, str, int], str] = {}
@@ -72,7 +71,7 @@ def mixing_of(job: Job) -> Mixing:
     module = job.model.module
     if module is None:
         return Mixing(reason=_of_architecture(job))
-    # Running a module takes seconds, so the evidence is stored as long as the module is alive.
+    # Running a module takes seconds, so the result is cached as long as the module is alive.
     if module not in _OF_MODULES:
         _OF_MODULES[module] = _of_module(module, job.model)
     return _OF_MODULES[module]
@@ -101,7 +100,7 @@ def norm_layers_of_job(job: Job) -> str:
     config = job.transformers_config()
     composed = getattr(config, "sub_configs", None) or getattr(config, "backbone_config", None)
     code = sys.modules[class_of(job.task, config).__module__]
-    # Models made of others may have batch norms in files that this one does not show.
+    # Models that contain others may have batch norms in files that this one does not show.
     if not composed and "BatchNorm" not in inspect.getsource(code):
         return ""
     with torch.device("meta"):
@@ -111,7 +110,7 @@ def norm_layers_of_job(job: Job) -> str:
 def is_plain_by_source(model: Model, task: str) -> bool:
     """Return True if the transformers source files of a model contain no batch norm and no nested model.
 
-    The files are read as text. The result is False if the text leaves it open.
+    The files are read as text. The result is False if the text is inconclusive.
     """
     folder = model.architecture.replace("-", "_")
     try:
@@ -135,7 +134,7 @@ def norm_layers(module: nn.Module) -> str:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    # A frozen batch norm uses stored statistics, and mixes nothing.
+    # A frozen batch norm uses stored statistics and does not mix samples.
     layers = [layer for layer in layers if layer.training or not module.training]
     if not layers:
         return ""
@@ -187,7 +186,7 @@ def _shapes(module: nn.Module, batch: dict[str, Any]) -> list[_OperatorCall]:
             self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
         ) -> Any:
             if function is torch.ops.aten._local_scalar_dense.default:  # for `if` and `.item()`
-                # A condition is true and a number is 0: which branch runs is not known without data.
+                # A condition is true and a number is 0, since the branch that runs depends on data.
                 return arguments[0].dtype is torch.bool
             output = function(*arguments, **(keywords or {}))
             inputs = [value.numel() for value in tree_leaves(arguments) if torch.is_tensor(value)]
@@ -211,13 +210,13 @@ def _mixing_operator(few: list[_OperatorCall], many: list[_OperatorCall]) -> str
     if [call.name for call in few] != [call.name for call in many]:
         return ""
     for one, other in zip(few, many, strict=True):
-        # A linear size grows by the ratio at most; 1 % is a tolerance.
+        # The size of a linear operator grows by this ratio at most; 1 % is a tolerance.
         if other.output > one.output * growth * 1.01:
             return (
                 f"{one.name} makes a tensor that grows with the square of the samples: it compares "
                 "each with each"
             )
-        # A single number is a loss; a mean over all samples of more numbers is a statistic.
+        # A single number is a loss. A mean of several numbers over all samples is a statistic.
         is_statistic = one.name in STATISTICS and one.output == other.output > 1
         if is_statistic and other.largest_input > one.largest_input:
             return f"{one.name} sums over the samples of the batch before the loss"

@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 ADAPTER = "adapter_config.json"
-"""The file that peft writes next to an adapter's weights."""
+"""Name of the file that peft writes next to an adapter's weights."""
 
 LARGEST_INDEX = 64 << 20
-"""Largest size of an index of weights, in bytes; the index of a model of 2,000 layers has two million."""
+"""Largest accepted size in bytes of an index of weight files. The index of a model with 2,000 layers has two
+million.
+"""
 
 
 def find_weights(name: str | os.PathLike[str]) -> Path:
     """Return the folder of safetensors called `name`: a folder, or a hub id of the local cache.
 
-    Raises `ModelError` when there is none, or when one of its files may not be read.
+    Raises `ModelError` if there is none, or if one of its files may not be read.
     """
     folder = Path(os.path.expanduser(os.fspath(name)))
     if not folder.is_dir():
@@ -53,7 +55,7 @@ def find_weights(name: str | os.PathLike[str]) -> Path:
                 f"{folder}: {file.name} is named by {INDEX} and is a link to {file.resolve()}, outside the "
                 "folder. An index may only name files in its own folder. Put the file there."
             )
-    # transformers adds an adapter from the same folder without a word.
+    # transformers loads an adapter from the same folder without a message.
     if (folder / ADAPTER).exists():
         raise ModelError(
             f"{folder} has {ADAPTER} next to a model's weights. transformers would load that adapter into "
@@ -118,7 +120,7 @@ def _conversion(folder: Path) -> str:
 def _is_of(folder: Path, file: Path) -> bool:
     """Return True if `file` is in `folder`, also after links are resolved.
 
-    In the hub's cache, where a snapshot's files are links, the folder of its model counts.
+    In the hub's cache, where a snapshot's files are links, `folder` is extended to the folder of the model.
     """
     own = folder.resolve()
     # Files of a snapshot are links into the model's blobs, two folders up.
@@ -147,7 +149,7 @@ def _shards(index: Path) -> list[str]:
     shards = list(document["weight_map"].values())
     for shard in shards:
         if (
-            # A name is never a path.
+            # The file name of a shard must not be a path.
             not isinstance(shard, str)
             or not shard
             or shard != os.path.basename(shard)
@@ -176,10 +178,10 @@ class LoadedWeights:
     """The differences between a loaded model and the weights in its folder."""
 
     new: Sequence[str]
-    """Weights of a new head, absent from the folder and drawn at random."""
+    """Names of the weights of a new head. The folder does not have them, so they are drawn at random."""
 
     unused: Sequence[str]
-    """Tensors of the folder that the model does not use."""
+    """Names of the folder's tensors that the model does not use."""
 
     def lines(self, folder: Path) -> Iterator[str]:
         """Yield a sentence on each difference between the loaded model and the folder of its weights."""
@@ -193,7 +195,7 @@ class LoadedWeights:
 def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWeights:
     """Return the differences between `model` and its folder, from transformers' loading report `info`.
 
-    Raises `ModelError` when weights outside a new head are missing, or have another shape.
+    Raises `ModelError` if weights outside a new head are missing, or have another shape.
     """
     if wrong := sorted(info["mismatched_keys"]):
         name, saved, due = wrong[0]
@@ -231,7 +233,7 @@ def _new_heads(model: Any, missing: set[str]) -> set[str]:
     present = {name.rpartition(".")[0] for name in model.state_dict() if name not in without}
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
     prefix = f"{model.base_model_prefix}." if base is not None else ""
-    # Children with layers or embeddings are the base; heads have neither.
+    # The child modules with layers or embeddings are the base model; heads have neither.
     stacks = {
         name
         for name, child in (model if base is None else base).named_children()

@@ -29,7 +29,9 @@ Keep = Recipe | str | Mapping[Slot, Technique] | None
 Free = str | Iterable[Slot | str]
 
 OF_START = (Slot.ADAPTERS, Slot.PRECISION, Slot.OPTIMIZER)
-"""Slots in which a plan keeps the techniques of the user's own recipe (`start`), unless they are freed."""
+"""Slots (choices of a recipe) in which a plan keeps the user's technique from `start`, unless the user frees
+them.
+"""
 
 ASKED, OWN = "kept as you asked", "kept from your own recipe"
 
@@ -45,13 +47,15 @@ class Kept:
     other kernels)."""
 
     asked: frozenset[Slot] = frozenset()
-    """Fixed slots that the user named; the others of `slots` are fixed as in the user's own recipe."""
+    """Fixed slots that the user named. The other slots of `slots` are fixed because the user's own recipe has
+    them.
+    """
 
     start: Recipe | None = None
     """The user's own recipe, which the plan tries to improve; None without one."""
 
     several_gpus: bool = False
-    """True for a search over GPUs that train together."""
+    """True if the plan is for several GPUs that train one model together."""
 
     def why(self, slot: Slot) -> str:
         """Return the reason why a slot (a choice of the recipe) is fixed, and the option that frees it; empty

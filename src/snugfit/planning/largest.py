@@ -28,7 +28,7 @@ FIELDS = {"batch": ("batch_size", LARGEST_BATCH), "sequence-length": ("sequence_
 
 
 class LargestFit(NamedTuple):
-    """The largest batch size or sequence length that fits, with its prediction."""
+    """Largest batch size or sequence length with which a job fits, and the prediction for it."""
 
     size: int
     prediction: Prediction

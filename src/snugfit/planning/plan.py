@@ -18,13 +18,15 @@ from snugfit.techniques.recipe import Recipe
 OBJECTIVES = ("speed", "memory", "cost")
 
 NEARLY_AS_SMALL = 0.03
-"""Share by which the recipe that is shown when nothing fits may be larger than the smallest (chosen).
-Slightly fewer bytes are not worth half the speed."""
+"""Share by which the recipe shown when nothing fits may need more bytes than the smallest recipe (chosen).
+Slightly fewer bytes are not worth half the speed.
+"""
 
 SLOWEST = 5
-"""Largest seconds per step of a listed recipe, in multiples of the best recipe's (chosen). The smallest
-recipes recompute every layer and use many micro-batches. Without this limit, the search for them took a third
-of a plan's time."""
+"""Largest seconds per step of a listed recipe, as a multiple of the best recipe's seconds (chosen). The
+smallest recipes recompute every layer and use many micro-batches. Without this limit, the search for them
+took a third of a plan's time.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Choice:
     """Bytes of CUDA's context and libraries, outside the allocator."""
 
     step_seconds: float
-    """Seconds of a step, after the first ones."""
+    """Seconds of a step after the first ones (steps without start-up work)."""
 
     samples_per_second: float
     """Global batch size divided by `step_seconds`."""
@@ -91,7 +93,7 @@ class Exclusion:
     """A technique that the search excluded, and the reason."""
 
     what: str
-    """Technique or recipe as text, such as `lora(r=8)`."""
+    """Excluded technique or recipe as text, such as `lora(r=8)`."""
 
     why: str
     """Reason for the exclusion, as text that helps the user to change it."""
@@ -117,23 +119,24 @@ class KeptSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the user's recipe in one slot (such as the optimizer), and its effect on bytes and
-    seconds."""
+    """Change of the user's recipe in one slot (such as the optimizer), with the bytes and seconds per step
+    that result.
+    """
 
     slot: str
     """The slot's name, such as `optimizer`."""
 
     theirs: str
-    """The user's technique in this slot."""
+    """Technique of the user's recipe in this slot."""
 
     ours: str
-    """The plan's technique in this slot."""
+    """Technique of the plan's recipe in this slot."""
 
     needed_bytes: int | None = None
     """Bytes needed by the user's recipe with this change alone; None if that recipe is invalid."""
 
     step_seconds: float | None = None
-    """Seconds of a step of the user's recipe with this change alone."""
+    """Seconds of a step of the user's recipe with this change alone; None if that recipe is invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +178,13 @@ class Reason:
     """
 
     needed_bytes: int | None = None
-    """Bytes needed by the recipe with `against` in place of `chosen`; None if it cannot run."""
+    """GPU bytes needed by the recipe with `against` in place of `chosen`; None if it cannot run."""
 
     step_seconds: float | None = None
-    """Seconds of a step of the recipe with `against`."""
+    """Seconds of a step of the recipe with `against` in place of `chosen`."""
 
     once_seconds: float | None = None
-    """Seconds of start-up of the recipe with `against`."""
+    """Seconds of start-up of the recipe with `against` in place of `chosen`."""
 
     why_not: str = ""
     """Reason why the recipe with `against` cannot run."""
@@ -190,7 +193,7 @@ class Reason:
     """Reason why the slot was not searched, and the option that frees it. `against` is then empty."""
 
     because: str = ""
-    """Cause of the difference in seconds between both recipes; empty if unknown."""
+    """Cause of the difference in seconds per step between both recipes; empty if unknown."""
 
     is_estimated: bool = False
     """True if the recipe with `against` was not compiled. Its bytes and seconds are then estimated from lower
@@ -209,7 +212,7 @@ class Counts:
     precision and data loader do not change a trace."""
 
     footprints: int
-    """Number of different lower bounds of needed bytes."""
+    """Number of different lower bounds of needed bytes among the recipes."""
 
     passes: int
     """Number of different forward and backward passes that were simulated, on few layers if the model allows
@@ -260,7 +263,7 @@ class Plan(JsonDocument, Tabular):
     """Length of the training run in steps, over which the start-up is spread; None if it was not given."""
 
     front: tuple[Choice, ...]
-    """Pareto front: no other recipe is both as fast and as small. The fastest comes first.
+    """Pareto front of the recipes: no other recipe is both as fast and as small. The fastest comes first.
 
     JSON and pages list the recipes that fit first. A recipe smaller than a faster one by less than 3 % or 160
     MiB may be missing; the best recipe never is. Recipes slower than `SLOWEST` times the best are missing
@@ -278,32 +281,39 @@ class Plan(JsonDocument, Tabular):
     one."""
 
     reasons: tuple[Reason, ...] = ()
-    """Reasons for each technique of the best recipe (or of the one shown if nothing fits), by slot."""
+    """Reasons for each technique of the best recipe, by slot. If nothing fits, they are for the recipe shown
+    instead.
+    """
 
     kept: tuple[KeptSlot, ...] = ()
     """Slots (choices of a recipe, such as precision) that the search left unchanged."""
 
     start: Start | None = None
-    """The recipe from which the user started, with the plan's changes; None without one."""
+    """The user's recipe that the plan improves, and the plan's changes to it; None without one."""
 
     cures: tuple[str, ...] = ()
-    """Sentences on changes with which a recipe would fit; empty if one fits."""
+    """Sentences on changes of job or GPU with which a recipe would fit; empty if one fits."""
 
     ways_out: WaysOut | None = None
-    """The smallest changes with which the nearest miss would fit; None if a recipe fits, or if they were not
-    computed."""
+    """Smallest changes that make the recipe closest to fitting fit. None if a recipe fits, or if they were
+    not computed.
+    """
 
     refused: tuple[Exclusion, ...] = ()
-    """Techniques that the search excluded, with the reasons."""
+    """Techniques that the search excluded, each with the reason for its exclusion."""
 
     counts: Counts
     """Numbers of recipes that the search considered and simulated."""
 
     verified: bool | None = None
-    """True if a full simulation of the best recipe (or the nearest miss) gave the same bytes."""
+    """True if a full simulation gave the same bytes. It simulates the best recipe, or the one closest to
+    fitting.
+    """
 
     timing: Pace | None = None
-    """Bottleneck of the best recipe (or the nearest miss); None if the GPU's rates are unknown."""
+    """Bottleneck of the best recipe's step, or of the recipe closest to fitting; None if the GPU's rates are
+    unknown.
+    """
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that computed the plan."""
@@ -399,5 +409,5 @@ class Plan(JsonDocument, Tabular):
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the plan that `to_json` wrote. Raises `UsageError` for any other document."""
         plan = super().from_json(document)
-        # The document lists fitting recipes first; a front begins with the fastest, which may not fit.
+        # The JSON document lists fitting recipes first. The front begins with the fastest, which may not fit.
         return replace(plan, front=tuple(sorted(plan.front, key=plan.fitting)))

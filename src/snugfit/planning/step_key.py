@@ -25,26 +25,27 @@ from snugfit.techniques.wish import wishes
 class StepKey(NamedTuple):
     """Cache key of a step: the fields of a Setup that determine its trace, its allocator and its seconds.
 
-    The order makes shared parts a common prefix. The first part identifies forward and backward of any
-    micro-batch size. The first two add the size, and the first three identify the trace.
+    Keys with shared parts have a common prefix. The first part identifies forward and backward for any
+    micro-batch size. The first two include the size, and the first three identify the trace.
     """
 
     passes: tuple[Hashable, ...]
-    """Fields that determine forward and backward of a micro-batch, regardless of its size."""
+    """Values of the fields that determine forward and backward of a micro-batch, regardless of its size."""
     micro_batches: tuple[Hashable, ...]
-    """Number of micro-batches, and thus their size."""
+    """Number of micro-batches in a step, which determines their size."""
     update: tuple[Hashable, ...]
-    """Fields that determine the optimizer's step."""
+    """Values of the fields that determine the optimizer update."""
     matmul: tuple[Hashable, ...]
     """Precision of fp32 matrix products (TF32 or IEEE). It changes seconds, but neither allocations nor the
     list of kernels."""
     loader: tuple[Hashable, ...]
     """Settings of the data loader. They change seconds only."""
     launches: tuple[Hashable, ...]
-    """Way of launching kernels, one by one or as CUDA graphs. In forward and backward it changes only seconds
-    and the memory pool."""
+    """Values of the fields that determine if kernels are launched one by one or as CUDA graphs. In forward
+    and backward it changes only seconds and the memory pool.
+    """
     allocator: tuple[Hashable, ...]
-    """Expandable segments of the allocator. They change reserved bytes only."""
+    """Use of the allocator's expandable segments, which changes reserved bytes only."""
 
 
 TOUCHES: Mapping[str, tuple[str, ...]] = {
@@ -61,21 +62,21 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
     "expandable_segments": ("allocator",),
     **{wish.name: wish.touches for wish in wishes()},
 }
-"""Parts of a step that each field of a Setup changes."""
+"""Names of the parts of a step (`StepKey`) that each field of the training settings (`Setup`) changes."""
 
 UNKNOWN = ("passes", "update")
-"""Parts of a step that a field without a row in `TOUCHES` counts as changing."""
+"""Names of the parts of a step that a field without an entry in `TOUCHES` is assumed to change."""
 
 WITHOUT_EFFECT = {(OptimizerWish, "trainer_name"), (LoaderWish, "pinned")}
-"""Fields of a Setup's values (class, field) without effect on a predicted step."""
+"""Fields of setting classes, as (class, field), that do not change a predicted step."""
 
 SIMPLE = {str, int, float, bool, type(None)}
-"""Types of values that a key contains unchanged."""
+"""Types of setting values that become part of a cache key unchanged."""
 
 _PLAIN = Setup()
 
 REMEMBERED_WISHES = 10_000
-"""Number of values of Setup fields whose keys are cached; more than occur in one search."""
+"""Largest number of values of `Setup` fields whose keys are cached. One search has fewer."""
 
 
 def step_key(setup: Setup) -> StepKey:
@@ -99,7 +100,7 @@ def program_key(setup: Setup) -> Hashable:
     """Return the fields of a Setup that determine its compiled layers; None if it compiles none."""
     if setup.lowering is None:
         return None
-    # Recomputed layers and chunks of logits run the same programs.
+    # Recomputed layers and chunked logits run the same compiled programs.
     return _values(setup.without_savings(), "passes"), _values(setup, "micro_batches")
 
 
@@ -156,7 +157,7 @@ def launches_otherwise(setup: Setup) -> bool:
 def differ_in_launches(setup: Setup, other: Setup) -> bool:
     """Return True if the Setups differ in the way of launching kernels, and in nothing else."""
     names = _names_by_part(setup)["launches"]
-    # Chained: they differ, and are equal once these fields are exchanged.
+    # A chained comparison: the Setups differ, and are equal once these fields are exchanged.
     return setup != other == setup.with_fields(**{name: getattr(other, name) for name in names})
 
 
@@ -200,7 +201,7 @@ def _hashable(value: Any) -> Hashable:
     return known[1]
 
 
-_WISHES: dict[int, tuple[Any, Hashable]] = {}  # by id; the entry holds the wish, so its id stays unique
+_WISHES: dict[int, tuple[Any, Hashable]] = {}  # by id; the entry keeps the value alive
 
 
 def _content(value: Any) -> Hashable:

@@ -3,16 +3,16 @@
 A port of the decisions (not the code) of `c10/cuda/CUDACachingAllocator.cpp` and `AllocatorConfig.h`, torch
 2.13, default configuration and `expandable_segments`.
 
-**Addresses.** Simulate the addresses at which the CUDA driver maps new segments of GPU memory. Their order
-decides which free block the caching allocator reuses.
+**Addresses.** `DeviceAddresses` simulates the addresses at which the CUDA driver maps new segments of GPU
+memory. Their order determines the free block that the caching allocator reuses.
 
-The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver decides
-that order when it maps segments. The order is not documented. These rules are inferred from nine recorded
-runs on H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22). Further evidence is single operators
-(`results/h200-2026-11-22/holes.json`), and runs on an H100 (2026-11-26) where a rule names them. Replayed
-with the recorded addresses, the allocator of `allocator.py` gives every block its recorded address. With
-these rules, its reserved and allocated bytes equal the recorded ones in all nine runs. In five of them it
-makes the same choice at every block.
+The caching allocator takes, among free blocks of one size, the one at the lowest address. The driver
+determines that order when it maps segments, and does not document it. These rules are inferred from nine
+recorded runs on H200s (driver 580.159.04, torch 2.11, 2026-11-20 and -22). Further evidence is single
+operators (`results/h200-2026-11-22/holes.json`), and runs on an H100 (2026-11-26), which the rules name.
+Replayed with the recorded addresses, the allocator of `allocator.py` gives every block its recorded address.
+With these rules, its reserved and allocated bytes equal the recorded ones in all nine runs. In five of them
+it makes the same choice at every block.
 
 Other mappings of the driver and of libraries only shift addresses and change no order.
 """
@@ -28,22 +28,25 @@ from typing import NamedTuple
 from snugfit.prediction.last_step import MOST_REPEATED, NONE_LATE, Frees, LastStep, begin_of_last_step, places
 from snugfit.rehearsal.trace.trace import MarkKind, Memory, Period, Trace
 
-# Sizes are rounded up to 512 B. Up to 1 MiB they belong to the small pool, above to the large one.
+# Sizes are rounded up to 512 B. Blocks up to 1 MiB are in the small pool, larger ones in the large pool.
 MINIMUM = 512
 SMALL = 1 << 20
-# A new segment has 2 MiB for the small pool, 20 MiB for sizes under 10 MiB, and above whole 2 MiB.
+# A new segment has 2 MiB in the small pool. In the large pool it has 20 MiB for blocks under 10 MiB, else a
+# multiple of 2 MiB.
 SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 LARGE_FROM = 10 << 20
 LARGE_ROUND = 2 << 20
 
 OF_GRAPHS, OF_STREAM = 2, 4
-"""Offsets of pool numbers. Pools 0 and 1 hold large and small blocks; pools 2 and 3 hold those of CUDA
-graphs. Each further CUDA stream has the next four numbers."""
+"""Offsets of the numbers of memory pools. Pools 0 and 1 have large and small blocks; pools 2 and 3 have those
+of CUDA graphs. Each further CUDA stream has four further pools.
+"""
 
 RANGE_BITS = 44
-"""Address bits of the range that each pool has with expandable segments. The range is larger than any GPU's
-memory."""
+"""Number of address bits of the range that each pool has if segments are expandable. The range is larger than
+any GPU's memory.
+"""
 
 CUBLAS_WORKSPACE = "cuBLAS workspace"
 """Operator name of a trace's block for cuBLAS's workspace. Its allocation marks the first use of cuBLAS."""
@@ -68,13 +71,13 @@ class Allocator:
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
         self.limit: int | None = None
-        """Limit of the reserved bytes, at which cached segments are released; None for no limit."""
+        """Largest reserved bytes, above which cached segments are released; None for no limit."""
         self.retries = 0
         """Number of times that the allocator released cached segments because an allocation exceeded
         `limit`."""
         self.allocated = self.reserved = self.requested = 0
         self.allocated_peak = self.reserved_peak = self.requested_peak = 0
-        # Free blocks of a pool ascend by size and address, so the first that is large enough fits best.
+        # Free blocks of a pool are sorted by size and address, so the first large enough one is the best fit.
         self._free = defaultdict[int, list[tuple[int, int, _PoolBlock]]](list)
         self.addresses = DeviceAddresses()
         self._range_end: dict[int, _PoolBlock] = {}
@@ -88,11 +91,11 @@ class Allocator:
         pool = small + OF_GRAPHS * (memory is Memory.GRAPHS) + OF_STREAM * stream
         block = self._best_fit(size, pool) or self._allocate_segment(size, pool)
         remaining = block.size - size
-        # A split needs a rest of 512 B in the small pool, and of more than 1 MiB in the large one.
+        # A block is split if its remainder has 512 B (small pool), or more than 1 MiB (large pool).
         if remaining >= MINIMUM if small or self.expandable else remaining > SMALL:
             self._split(block, size)
         block.free, block.requested = False, nbytes
-        # An unsplit block counts whole, so `allocated` is more than was requested.
+        # An unsplit block counts as a whole, so `allocated` is larger than the request.
         self.allocated += block.size
         self.requested += nbytes
         if self.allocated > self.allocated_peak:  # noqa: PLR1730 - `max` takes longer, millions of times
@@ -133,7 +136,7 @@ class Allocator:
     def state(self) -> Hashable:
         """Return the reserved bytes and free blocks of each pool, on which the allocator's next choices
         depend."""
-        # Handed-out blocks are left out: `places` compares those that a step frees.
+        # Allocated blocks are left out: `places` compares those that a step frees.
         return self.reserved, *(tuple((size, at) for size, at, _ in pool) for pool in self._free.values())
 
     def free_blocks(self) -> list[_PoolBlock]:
@@ -146,7 +149,7 @@ class Allocator:
         if index == len(pool):
             return None
         end = self._range_end.get(number)
-        # The block at the end of the range could still grow, so it is taken only if no other fits.
+        # The block at the end of the range can still grow, so it is used only if no other fits.
         if self.expandable and pool[index][2] is end and index + 1 < len(pool):
             index += 1
         return pool.pop(index)[2]
@@ -290,7 +293,7 @@ def replay(
         reserved.append(allocator.reserved)
         index += 1
     frees.finish()
-    # The last step may still reserve more if it begins with other free blocks than it leaves.
+    # The last step may reserve more if its first free blocks differ from those at its end.
     if began is not None and (allocator.state(), places(trace, live)) != began:
         last = LastStep(trace, start, live)
         if last.leaves_as_many:
@@ -309,13 +312,13 @@ def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
 
 
 class Skipped(NamedTuple):
-    """The number of events that a replay skips, because they only repeat earlier allocations and frees."""
+    """Number of events that a replay skips, because they only repeat earlier allocations and frees."""
 
     events: int
     period: int = 1
     """Number of events of one repetition, after which the allocator's state is the same as before."""
     live: dict[int, _PoolBlock] = {}  # noqa: RUF012 - never changed
-    """The allocated blocks after the skipped events, by block number."""
+    """Blocks that are allocated after the skipped events, by block number."""
 
 
 class Repeats:
@@ -325,8 +328,9 @@ class Repeats:
 
     def __init__(self, trace: Trace, single: Collection[int]) -> None:
         self.begins: dict[int, Period] = {}
-        """The repeated part of the trace, by the index of the event at which each further repetition
-        begins."""
+        """The repeated part of the trace, by the index of the event at which each of its repetitions begins,
+        except the first.
+        """
         for period in trace.periods:
             end = period.start + period.events * period.times
             if not any(period.start <= event < end for event in single):
@@ -342,10 +346,10 @@ class Repeats:
         time = (index - period.start) // period.events
         oldest = self._first_block(period)
         moved = period.blocks * time
-        # Numbers of the period's own blocks are shifted back, so that equal states compare equal.
+        # The numbers of the period's own blocks are shifted back, so that equal states are equal tuples.
         own = tuple([(number - moved, one.address) for number, one in live.items() if number >= oldest])
         known = self._known[period.start]
-        # The state was the same some times ago: the events since then repeat.
+        # The same state occurred some repetitions ago, so the events since then repeat.
         before = known.setdefault((state, own), time)
         if before == time:
             return Skipped(0)
@@ -413,7 +417,7 @@ def driver_actions(trace: Trace, addresses: DeviceAddresses) -> Mapping[int, Seq
             words[:0] = release.phase, release.kind
             release = None
         if due := [pending.pop(word) for word in words if word in pending]:
-            # Each word has one action, and its first block triggers it.
+            # Each word (phase or operator name) triggers one action, at its first block.
             actions[event] = due
         if not pending:
             break
@@ -427,9 +431,10 @@ MIB = 1 << 20
 # The driver divides address space into chunks of whole 32 MiB.
 CHUNK = 32 * MIB
 TOP = 1 << 46
-"""Address of the CUDA context's own chunk. All later segments are below it, except those in the chunk
-itself."""
-# From the start there is one chunk of 416 MiB above all later ones; the context occupies its lower 414 MiB.
+"""Address of the CUDA context's own chunk (range) of address space. All later segments are below it, except
+those in the chunk itself.
+"""
+# At first there is one chunk of 416 MiB above all later ones. The context occupies its lower 414 MiB.
 OWN_CHUNK, OWN, LOWEST = 416 * MIB, 414 * MIB, 32 * MIB
 """Sizes in bytes: the CUDA context's own chunk, its occupied part, and the part that stays empty after the
 chunk's release."""
@@ -438,14 +443,16 @@ ABOVE_OWN = (TOP + OWN, OWN_CHUNK - OWN)
 HIGHEST = (TOP + 488 * MIB, 24 * MIB)
 """Free ranges of addresses before the first allocation: (address, size in bytes). Only the order of the
 addresses matters."""
-# Two ViTs show these counts. A BERT took as much, but before its backward pass.
+# Runs of two ViTs show these counts. A BERT loaded as much code, but before its backward pass.
 CODE, FORWARD_CODE, BACKWARD_CODE = 2 * MIB, 2, 5
-"""Bytes of address space that one load of kernel code takes. The counts are the loads in the first forward
-and backward pass."""
-# A hole of 52 MiB was full then in a run on an H100 (a Whisper, 2026-11-26).
+"""Bytes of address space that one load of kernel code takes, and numbers of loads in the first forward and
+backward pass.
+"""
+# In a run of Whisper on an H100, a hole of 52 MiB was full at that moment (2026-11-26).
 CUBLAS, LIBRARIES = 64 * MIB, 192 * MIB
 """Bytes of address space that cuBLAS takes at its first use, and those of the libraries that it loads.
-Libraries take it in units of `CODE`."""
+Libraries take it in portions of `CODE` bytes.
+"""
 
 
 class DeviceAddresses:
@@ -453,8 +460,8 @@ class DeviceAddresses:
 
     def __init__(self) -> None:
         self._lowest = TOP
-        self._holes = [ABOVE_OWN, HIGHEST]  # (address, size), ascending
-        self._room = 0  # bytes left for new chunks where the context's own chunk was, above the lowest
+        self._holes = [ABOVE_OWN, HIGHEST]  # free ranges (address, size), ascending
+        self._room = 0  # bytes for new chunks in place of the context's own chunk, above its lowest
 
     def map_segment(self, size: int) -> int:
         """Return the address of a new segment of `size` bytes."""
@@ -462,15 +469,16 @@ class DeviceAddresses:
 
     def release_context(self) -> None:
         """Free the part of the CUDA context's memory chunk that later segments may use."""
-        # The code of the first kernels takes its space before the context gives up its own.
+        # The code of the first kernels takes its address space before the context releases its own.
         self._reserve_space(CODE)
-        # No segment is in the 2 MiB above, so the whole chunk is gone, and new chunks are made in its place.
+        # No segment is in the 2 MiB above, so the driver releases the whole chunk. New chunks take its place.
         if ABOVE_OWN in self._holes:
             self._holes.remove(ABOVE_OWN)
-            # Two runs on an H100 left the lowest 32 MiB of the place empty.
+            # In two runs on an H100, the lowest 32 MiB of this range stayed empty.
             self._room = OWN_CHUNK - LOWEST
         else:
-            # A segment keeps the chunk, and the released 414 MiB are a hole below it.
+            # A segment prevents the release of the chunk, so the released 414 MiB are a hole below the
+            # segment.
             bisect.insort(self._holes, (TOP, OWN))
 
     def begin_forward(self) -> None:
@@ -487,25 +495,25 @@ class DeviceAddresses:
         """Reserve cuBLAS's address space, and that of its libraries, in a chunk that the context used
         before.
         """
-        # cuBLAS takes its space from the holes, 2 MiB at a time.
+        # cuBLAS takes its address space from the holes, 2 MiB at a time.
         for _ in range(CUBLAS // CODE):
             self._reserve_space(CODE)
-        # Another run on an H100 shows the amount, with three new chunks below it.
+        # In another run on an H100, the libraries took this amount, and three new chunks were below it.
         self._room = max(0, self._room - LIBRARIES)
 
     def _reserve_space(self, size: int) -> int:
         address = self._from_hole(size)
         if address is None:
             chunk = -(-size // CHUNK) * CHUNK
-            # If no hole is large enough, a new chunk is made right below all others, and its upper rest is a
-            # hole.
+            # If no hole is large enough, a new chunk is created right below all others. Its upper remainder
+            # is a hole.
             address = self._new_chunk(chunk)
             if chunk > size:
                 bisect.insort(self._holes, (address + size, chunk - size))
         return address
 
     def _from_hole(self, size: int) -> int | None:
-        # A segment goes to the lowest hole that it fits in, at the hole's lower end.
+        # A segment is placed in the lowest hole into which it fits, at the hole's lower end.
         for index, (address, space) in enumerate(self._holes):
             if space >= size:
                 if space == size:
@@ -518,7 +526,7 @@ class DeviceAddresses:
     def _new_chunk(self, chunk: int) -> int:
         if chunk <= self._room:
             self._room -= chunk
-            # New chunks fill the context's former place downwards.
+            # New chunks fill the range of the context's own chunk downwards.
             return TOP + LOWEST + self._room
         self._lowest -= chunk
         return self._lowest

@@ -19,17 +19,17 @@ from snugfit.techniques.setup import Setup
 from snugfit.units import show_bytes
 
 LEAST_SHARE = 0.002
-"""Smallest share of a category's bytes (weights, activations, ...) at which its description names a dtype."""
+"""Smallest share of a category's bytes (weights, activations, ...) at which a report names a dtype."""
 
 POINTS = 240
-"""Number of points of the curve of bytes over time."""
+"""Number of points of the curve that shows allocated bytes during a step."""
 
 
 def anatomy(trace: Trace, peak: int, reserved: Sequence[int], job: Job, setup: Setup) -> Anatomy:
     """Return the bytes at the peak (the event with index `peak`) by category and module, the bytes over time,
     and the operators of a trace. `reserved` are the allocator's bytes after each event.
     """
-    # Without a wish for weights, they have the dtype of the job.
+    # Without a setting for weights, they have the dtype of the job.
     setup = replace(setup, weights_dtype=setup.weights_dtype or job.dtype)
     alive = [trace.blocks[index] for index in trace.alive_at(peak)]
     return Anatomy(
@@ -65,7 +65,7 @@ def _kinds(alive: Iterable[Block], setup: Setup) -> Iterable[KindLine]:
 
 
 def _dtypes(blocks: Sequence[Block]) -> str:
-    """Return the dtypes of these blocks as text, each with its bytes if there are several; "" if unknown."""
+    """Return the dtypes of these blocks as text, with their bytes if there are several; empty if unknown."""
     sizes: Counter[str] = Counter()
     for block in blocks:
         sizes[block.dtype] += block.nbytes
@@ -104,7 +104,7 @@ def _reason(kind: str, blocks: Sequence[Block], setup: Setup, dtypes: str) -> st
 
 
 def _of_activations(blocks: Iterable[Block], setup: Setup) -> str:
-    # A step of a feature's phase has no backward pass.
+    # A step of a feature's phase (such as evaluation) has no backward pass.
     if all(block.phase not in PHASES for block in blocks):
         return "results and temporaries of the layers"
     recomputed = ", or recomputed from checkpoints" if setup.checkpoint else ""
@@ -160,7 +160,7 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
 
     changes = trace.changes()
     start, live = marks[0].event, changes.cumsum()
-    # At least one event per stretch, for steps with fewer events than points.
+    # A stretch (events of one point) has at least one event, for steps with fewer events than points.
     stretch = max(1, (len(live) - start) // POINTS)
     tops = [low + int(live[low : low + stretch].argmax()) for low in range(start, len(live), stretch)]
     kinds = list(dict.fromkeys(block.kind for block in trace.blocks))

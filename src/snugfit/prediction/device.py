@@ -27,41 +27,48 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 USUAL_CONTEXT = 600 * MIB
-"""Assumed bytes of the CUDA context on an unmeasured GPU. In the table of GPUs they are between 426 and 621
-MiB for torch 2.x."""
+"""Assumed bytes of the CUDA context on an unmeasured GPU. On the measured GPUs it has between 426 and 621 MiB
+with torch 2.x.
+"""
 
 CONTEXT_ERROR = 200 * MIB
 """Possible error of `USUAL_CONTEXT` in bytes."""
 
 USUAL_LIBRARIES, USUAL_BACKWARD, USUAL_CUDNN = 63 * MIB, 64 * MIB, 16 * MIB
-"""Assumed bytes that libraries, the backward pass and cuDNN add to the context on an unmeasured GPU: an
-H200's."""
+"""Assumed bytes that libraries, the backward pass and cuDNN add to the context on an unmeasured GPU. The
+values are those of an H200.
+"""
 
 THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Resident threads of a multiprocessor, by compute capability, where they are not 2048. The source is the
-CUDA C++ Programming Guide, table of technical specifications."""
+"""Number of threads that a multiprocessor can have resident, by compute capability, if it is not 2048. The
+source is the CUDA C++ Programming Guide, table of technical specifications.
+"""
 
 SOLVER = 98 * MIB
-"""NVML bytes that cuSOLVER adds, which decomposes matrices (`torch.linalg.svd`): two runs with galore on one
-H100 (results/h100-2026-11-25)."""
+"""GPU bytes (as NVML counts) of cuSOLVER, which decomposes matrices (`torch.linalg.svd`). The source is two
+runs with GaLore on one H100 (results/h100-2026-11-25).
+"""
 
 LINK_STREAM = 70 * MIB
-"""NVML bytes that the first stream in addition to torch's own takes, on one H200 (2026-11-23)."""
+"""GPU bytes (as NVML counts) of the first stream in addition to torch's own, measured on one H200
+(2026-11-23).
+"""
 
 MAPPED_GIB, ALREADY_PINNED = 2 * MIB, GIB // 8
-"""NVML bytes that each GiB of page-locked memory adds, and page-locked bytes that exist before those of
-activations.
+"""GPU bytes (as NVML counts) for each GiB of page-locked host memory, and page-locked bytes that exist before
+those of activations.
 
-Each page of 4 KiB takes 8 bytes. Six runs on one H200 with 2 to 145 slabs of 128 MiB are predicted to the
-byte with these figures (results/h200-2026-11-23/activation-offload).
+Each host page of 4 KiB takes 8 bytes on the GPU. Six runs on one H200 with 2 to 145 slabs of 128 MiB are
+predicted to the byte with these figures (results/h200-2026-11-23/activation-offload).
 """
 
 OLDEST_CAPABILITIES = {(2, 0): ((3, 7), (3, 7)), (2, 8): ((5, 0), (7, 0)), (2, 11): ((5, 0), (7, 5))}
-"""Lowest compute capability of any build of torch, and of its default build, by the first torch release for
-which they hold.
+"""Lowest compute capabilities of any build of torch, and of its default build, by the first release that has
+them.
 
-The source is `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. 2.7 was the last with a build for CUDA
-11.8, and so with Kepler. The builds for CUDA 12.6 have Maxwell, Pascal and Volta up to 2.14.
+The source is `PyTorch CUDA Support Matrix` in pytorch's RELEASE.md. torch 2.7 was the last release with a
+build for CUDA 11.8, which supports Kepler. Builds for CUDA 12.6 support Maxwell, Pascal and Volta up to torch
+2.14.
 """
 
 
@@ -82,7 +89,7 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
             f"only. {_INSTEAD}"
         )
     oldest, _ = _oldest_capabilities()
-    # An earlier software may run on GPUs that the installed torch no longer supports.
+    # GPUs that the installed torch no longer supports may run earlier software.
     if software.name == INSTALLED and gpu.compute_capability < oldest:
         raise GpuError(
             f"The installed torch {_torch()} does not run on {gpu.name}: compute capability "
@@ -114,7 +121,9 @@ def _torch() -> str:
 
 
 def _oldest_capabilities() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the lowest compute capability of any build of the installed torch, and of its default build."""
+    """Return two lowest compute capabilities for the installed torch: that of any of its builds, and that of
+    the default build.
+    """
     major, minor = map(int, _torch().split("."))
     return OLDEST_CAPABILITIES[max(first for first in OLDEST_CAPABILITIES if first <= (major, minor))]
 
@@ -130,7 +139,7 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
     It is that of the first GPU. Its `peers` are the policies of GPUs with other choices.
     """
     policies = [policy_for(gpu, software) for gpu in gpus]
-    # Equal decisions need one simulation, so one policy of each kind suffices.
+    # GPUs with equal kernel choices need one simulation, so one policy of each kind suffices.
     by_decisions = {
         policy.decisions: policy for policy in policies if policy.may_share == policies[0].may_share
     }
@@ -139,7 +148,8 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
 
 
 GRAPHS, GRAPH, NODES_OF_A_GRAPH = 60 * MIB, 4 * MIB, 1_500
-"""NVML bytes of a step's CUDA graphs: once, and for each `NODES_OF_A_GRAPH` kernels of a graph.
+"""GPU bytes (as NVML counts) of CUDA graphs: once per process, and for every `NODES_OF_A_GRAPH` kernels of a
+graph.
 
 Eleven runs on an H200 and an H100 with torch 2.11 are all predicted exactly. They had three to six graphs of
 3 to 2,376 kernels each (2026-11-27, results/h200-2026-11-27/captured.json).
@@ -158,13 +168,13 @@ class ContextNeeds(NamedTuple):
     pinned_bytes: int
     """Bytes of page-locked host memory."""
     streams: int
-    """Streams in addition to torch's own."""
+    """Number of CUDA streams in addition to torch's own."""
     solver: bool = False
     """True if the step loads cuSOLVER."""
     feature_bytes: int = 0
-    """NVML bytes that libraries of optional features add."""
+    """GPU bytes (as NVML counts) that libraries of optional features add."""
     graphs_bytes: int = 0
-    """Bytes that the driver takes for CUDA graphs."""
+    """GPU bytes that the driver takes for CUDA graphs."""
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
@@ -192,7 +202,7 @@ def graphs_bytes(kernels: Iterable[Kernel]) -> int:
         if not kernel.played or kernel.compiled:
             continue
         graphs = played.setdefault(kernel.phase, [])
-        # `programs` marks the first kernel of a graph.
+        # A kernel with `programs` is the first of a graph.
         if kernel.programs or not graphs:
             graphs.append(0)
         graphs[-1] += 1
@@ -212,9 +222,10 @@ def context_of(gpu: Gpu | None, software: Software, trace: Trace, *, group: int 
 def context_for(
     gpu: Gpu | None, software: Software, needs: ContextNeeds, *, group: int = 0
 ) -> tuple[int, list[str]]:
-    """Return the NVML bytes of a CUDA context on this GPU for a step with these needs, and warnings about
-    their accuracy. `group` are the bytes of the process group, which are included."""
-    # The software of an earlier time gives context and libraries as one figure.
+    """Return the NVML bytes of a CUDA context on this GPU for a step with these properties (`needs`), and
+    warnings about their accuracy. `group` are the bytes of the process group, which are included.
+    """
+    # Profiles of earlier software have one figure for context and libraries.
     if software.context_bytes is not None:
         return software.context_bytes + group, []
     context = gpu.context_bytes if gpu else None
@@ -227,7 +238,7 @@ def context_for(
     total = group + sum(usual if known is None else known for known, usual, taken in parts if taken)
     total += SOLVER * needs.solver + needs.feature_bytes + needs.graphs_bytes
     if needs.pinned_bytes:
-        # A step without page-locked memory has no stream for copies either.
+        # A step without page-locked memory has no CUDA stream for copies either.
         total += LINK_STREAM * needs.streams + MAPPED_GIB * ((needs.pinned_bytes + ALREADY_PINNED) // GIB)
     if context is not None:
         return total, []
@@ -242,11 +253,12 @@ def doubts_about(gpu: Gpu | None, software: Software | None = None) -> list[str]
     """Return warnings about predicted bytes that are less certain on this GPU than on an H200, the most
     measured GPU.
 
-    One warns that torch's default build does not run on it. `software` None means the installed packages.
+    One of them is for a GPU on which torch's default build does not run. `software` None means the installed
+    packages.
     """
     if gpu is None:
         return ["No GPU was named, so kernels are chosen for compute capability 9.0. Add --gpu NAME."]
-    # An H200's capability is the reference, so nothing is less certain.
+    # An H200's compute capability is the reference, so nothing is less certain.
     if gpu.compute_capability is None or gpu.compute_capability == (9, 0):
         return []
     usual = _oldest_capabilities()[1]

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 GPUS_PER_HOST = 8
-"""GPUs of one host: the usual number in hosts for sale and for rent."""
+"""Number of GPUs of one host: the usual number in hosts for sale and for rent."""
 
 MICRO_BATCHES_IN_FULL = 2
-"""Number of micro-batches to simulate with all layers. Further ones take as many bytes as the second, unless
-a pipeline splits the layers into stages."""
+"""Number of micro-batches to simulate with all layers. Further micro-batches take as many bytes as the
+second, unless a pipeline splits the layers into stages.
+"""
 
 
 class ForeseenRank(NamedTuple):
-    """The simulated step of one rank (process), with its trace and its predicted bytes."""
+    """Simulated step of one rank (process), with its trace and its predicted bytes."""
 
     rank: int
     trace: Trace
@@ -87,7 +88,7 @@ class Exchanges:
     which never communicates."""
 
     modules: Sequence[str] = ()
-    """Python modules that a process imports before a simulation."""
+    """Python modules that a process imports before it simulates communication."""
 
     # ---- bytes ----
 
@@ -119,7 +120,7 @@ class Exchanges:
         return on_host * weight_bytes(traces[0])
 
     def weights_dtype(self, setup: Setup) -> str | None:
-        """Return the dtype in which processes hold the model's weights; None for the loaded dtype."""
+        """Return the dtype of the model's weights in each process; None for the loaded dtype."""
         return setup.weights_dtype
 
     # ---- seconds ----
@@ -164,7 +165,7 @@ class Exchanges:
         self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
     ) -> Any | None:
         """Return an object whose method `judge` predicts ranks with different work, from a model with few
-        layers. None if all ranks have the same work.
+        layers. Return None if all ranks have the same work.
         """
         return None
 
@@ -191,5 +192,5 @@ def modules_of(job: Job) -> list[str]:
 def exchanges() -> Exchanges:
     """Return the predictor of communication between processes. It is the base class if the feature for
     several GPUs is missing."""
-    # Without a feature for several processes, the base class has the figures of one.
+    # Without a feature for several processes, the base class returns the figures of one process.
     return next((make() for make in hooks("exchanges")), Exchanges())

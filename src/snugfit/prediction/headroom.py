@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
 
 USUAL_SHARE = 0.02
-"""Default headroom as a share of the GPU's memory (chosen). Reserved bytes were predicted within 1 % of
-nearly all drawn runs (docs/accuracy.md). A model's own code may keep a tensor that no simulation recorded."""
+"""Default headroom (memory that should stay free) as a share of the GPU's memory (chosen). Reserved bytes
+were predicted within 1 % for nearly all randomly drawn runs (docs/accuracy.md). A model's own code may keep a
+tensor that no simulation recorded.
+"""
 
 DISPLAY_BYTES = GIB // 2
-"""Bytes that a desktop and its windows take on a display GPU (chosen)."""
+"""Bytes of GPU memory that a desktop and its windows take if the GPU drives a display (chosen)."""
 
 _PER_CENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 
@@ -58,7 +60,7 @@ def usual_headroom(gpu: Gpu | None) -> int:
 
 
 def at_most(needed_bytes: float, gpu: Gpu) -> int:
-    """Return `needed_bytes`, but at most the memory of this GPU without its default headroom."""
+    """Return `needed_bytes`, but at most this GPU's memory minus its default headroom."""
     if gpu.memory_bytes is None:
         return int(needed_bytes)
     return min(int(needed_bytes), gpu.memory_bytes - usual_headroom(gpu))
@@ -78,7 +80,7 @@ def _as_bytes(asked: int | str, limit: int | None) -> int:
                     f"headroom: {asked!r} is a share of the memory, so name a GPU or an amount of memory."
                 )
             share = float(match[1]) / 100
-            if share >= 1:  # for any memory of other GPUs
+            if share >= 1:  # valid for any memory size of other GPUs
                 raise UsageError(f"headroom: {asked!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
             return int(share * limit)
         return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom", or_else=", or a share: 2%")

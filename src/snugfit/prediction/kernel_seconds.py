@@ -5,10 +5,10 @@ rates.
 
 **Attention** takes the time of its FLOPs, in waves of blocks of 64 queries.
 
-**Everything else** is bound by the bytes it moves, and a small one by the time that any kernel takes.
-Pointwise operators reach the bandwidth when their operands have the same layout. Operators that compute each
-element's address or cast on the way reach less, as do reductions and norms. `Rates.patterns` has their rates
-by layout and by operator.
+**All other kernels** are limited by the bytes that they move, and small ones by the seconds of the smallest
+kernel. Pointwise operators reach the full bandwidth if their operands have the same layout. Operators that
+compute each element's address or cast on the way reach less, as do reductions and norms. `Rates.patterns` has
+their rates by layout and by operator.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ TILES = (
     (64, 32, 3),
     (32, 64, 3),
 )
-"""Tile sizes of a matrix product in rows and columns, each with the index of its efficiency in
-`MatmulRate.efficiency` (-1: 1)."""
+"""Tile sizes of a matrix product, as (rows, columns, index). The index is that of the tile's efficiency in
+`MatmulRate.efficiency`; -1 is an efficiency of 1.
+"""
 
 SPLITS = (1, 2, 4, 8, 16)
-"""Numbers of parts into which a matrix product's inner dimension may be split (split-K), each with its own
-tiles."""
+"""Numbers of parts into which a matrix product's inner dimension may be split (split-K), each computed in
+separate tiles.
+"""
 
 SHORTEST_SPLIT = 256
 """Smallest length of a part of a matrix product's split inner dimension."""
@@ -72,22 +74,23 @@ ADDING_UP = 1e-6
 """Seconds of the kernel that sums the parts of a split product, in addition to its memory traffic."""
 
 QUERIES = 64
-"""Number of queries in one block of an attention kernel."""
+"""Number of queries in one thread block of an attention kernel."""
 
 PAGEABLE = 11e9
-"""Bytes per second of copies from host memory that is not page-locked.
+"""Bandwidth in bytes per second of copies to the GPU from host memory that is not page-locked.
 
 On the host of one H200, 8 to 13e9 were measured (2026-11-21), and 52e9 to 55e9 from page-locked memory.
 """
 
 CONVOLUTION = {"torch.float32": 0.5}
 LOW_CONVOLUTION = 0.22
-"""Share of the FLOP/s of a dtype's matrix products that cuDNN's convolutions reach, channels first, on one
-H200. In low precisions, 0.1 to 0.5 were measured, more for larger convolutions."""
+"""Share of a dtype's matrix-product FLOP/s that cuDNN's convolutions (channels first) reach on one H200. In
+low precisions, 0.1 to 0.5 were measured, more for larger convolutions.
+"""
 
 FEW_CHANNELS = 8
 FEW_CHANNELS_FLOPS = 0.4
-"""Share of the FLOP/s of fp32 matrix products that convolutions of an image's three channels reach, in any
+"""Share of the fp32 matrix-product FLOP/s that convolutions of an image's three channels reach, in any
 precision.
 
 On one H200, 15 to 29e12 FLOPs per second were measured.
@@ -95,7 +98,9 @@ On one H200, 15 to 29e12 FLOPs per second were measured.
 
 
 WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
-"""Operators that take no time on this device, and collectives, which occupy the link instead."""
+"""Operators that take no kernel time on this device. Collectives are among them, since they occupy the link
+instead.
+"""
 
 
 class KernelClock:
@@ -127,9 +132,9 @@ class KernelClock:
         if kernel.operator in COPIES | STAGED or kernel.operator in (COPY_IN, PREPARED):
             # An unprepared batch is in pageable memory.
             link = self.rates.link if kernel.operator != COPY_IN else min(PAGEABLE, self.rates.link)
-            # A copy's bytes count as read and written, but cross the link once.
+            # The bytes of a copy are counted as read and written, but cross the link once.
             return self.rates.start + kernel.nbytes / 2 / link
-        if not kernel.operator.startswith(GENERATED):  # names of generated kernels list their fused operators
+        if not kernel.operator.startswith(GENERATED):  # generated names list the fused operators
             if "convolution" in kernel.operator:
                 return self._convolution(kernel)
             if "attention" in kernel.operator and kernel.shapes:
@@ -138,8 +143,8 @@ class KernelClock:
         return start + kernel.nbytes / moved
 
     def _pattern(self, kernel: Kernel) -> tuple[float, float]:
-        """Return the bytes per second that this memory-bound kernel reaches, and the seconds to start it."""
-        # 16-bit operands have rates of their own where they were measured.
+        """Return the bytes per second that this memory-bound kernel reaches, and its seconds of overhead."""
+        # If attention was measured with 16-bit operands, these have separate rates.
         sixteen = " in 16 bits" if "16" in kernel.dtype else ""
         names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
         for name in (*(name for of in hooks("rate_names") for name in of(kernel)), *names):
@@ -160,15 +165,15 @@ class KernelClock:
         first, second = kernel.shapes[1:3] if kernel.operator in WITH_BIAS else kernel.shapes[:2]
         batch = math.prod(first[:-2])
         rows, inner, columns = first[-2], first[-1], second[-1]
-        # An empty product is launched, and does nothing.
+        # A matrix product with an empty dimension is launched, but computes nothing.
         if min(batch, rows, inner, columns) == 0:
             return self.rates.start
-        # The least aligned operand decides: rows are aligned to the greatest common divisor.
+        # The least aligned operand determines the speed. Its alignment is the greatest common divisor.
         share = rate.share(math.gcd(ALIGNMENT, *(length * kernel.itemsize for length in kernel.leading)))
         tiles = tile_seconds(
             rate, self.rates.multiprocessors, self.rates.bandwidth, (batch, rows, columns, inner), share
         )
-        # A product that adds to its result has a measured rate, since it reads the result too.
+        # A product that adds to its result has a separately measured rate, since it reads the result too.
         moved, _ = self._pattern(kernel) if kernel.operator.endswith("_") else (self.rates.bandwidth, 0.0)
         start = rate.start * (PLAYED if kernel.played else 1)
         return start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
@@ -185,7 +190,7 @@ class KernelClock:
     def _convolution(self, kernel: Kernel) -> float:
         rate = self._rate(kernel.dtype).flops * CONVOLUTION.get(kernel.dtype, LOW_CONVOLUTION)
         weights = kernel.shapes[2 if "backward" in kernel.operator else 1]
-        # With three colours, no precision was faster than this share of fp32's rate.
+        # For three colour channels, no precision was faster than this share of fp32's rate.
         if weights[1] < FEW_CHANNELS:
             rate = min(rate, self.rates.products["fp32"].flops * FEW_CHANNELS_FLOPS)
         return self.rates.start + max(kernel.flops / rate, kernel.nbytes / self.rates.bandwidth)
@@ -205,7 +210,7 @@ class KernelClock:
         flops, start = known[family]
         # Backward has the output's gradient in front of the query.
         query = kernel.shapes[1] if backward else kernel.shapes[0]
-        # Three dimensions are sequences in one row, without a dimension for the batch.
+        # Three dimensions contain the sequences in one row, without a batch dimension.
         if len(query) == 3:
             busy = self._busy_with_several(math.prod(query[:-1]))
         else:
@@ -217,9 +222,9 @@ class KernelClock:
 
     def _busy_with_several(self, queries: int) -> float:
         """Return the fraction of multiprocessors that are busy during attention over several sequences of
-        different lengths in one row (N, H, D). `queries` is their number in all heads. Their thread blocks do
-        not end together, so no last wave leaves some multiprocessors idle. With a last wave, RoBERTa-large's
-        attention over 8 x 288 tokens was predicted at 3.3 ms and took 2.6
+        different lengths in one row (N, H, D). `queries` is the number of queries in all heads. Their thread
+        blocks do not end together, so no last wave leaves some multiprocessors idle. With a last wave,
+        RoBERTa-large's attention over 8 x 288 tokens was predicted at 3.3 ms and took 2.6
         (`results/h200-2026-11-28/profile-roberta-padding.json`).
         """
         return min(1.0, queries / QUERIES / self.rates.multiprocessors) or 1.0
@@ -239,22 +244,22 @@ def tile_seconds(
     operands' alignment allows.
     """
     batch, rows, columns, inner = sizes
-    # cuBLAS chooses tile and split by the shape; the fastest of a few is a good choice.
+    # cuBLAS chooses tile and split by the shape. The fastest of a few candidates approximates its choice.
     best = math.inf
     for height, width, index in TILES:
         efficiency = share * (rate.efficiency[index] if index >= 0 else 1.0)
         flops = rate.flops / multiprocessors * efficiency
         tiles = batch * -(-rows // height) * -(-columns // width)
         for split in SPLITS:
-            # Splits ascend, so the first that is too fine ends the search.
+            # Numbers of parts ascend, so the first with too short parts ends the search.
             if split > 1 and (inner < SHORTEST_SPLIT * split or tiles * split > multiprocessors):
                 break
-            # A wave that is not full takes as long as a full one, so a larger product may take a third
+            # A partly filled wave takes as long as a full one, so a slightly larger product may take a third
             # longer.
             waves = -(-tiles * split // multiprocessors)
             seconds = waves * (2 * height * width * inner / split / flops + rate.wave)
             if split > 1:
-                # Further traffic: the parts in fp32, and their sum.
+                # Further memory traffic: the parts in fp32, and their sum.
                 seconds += ADDING_UP + (split + 1) * 4 * batch * rows * columns / bandwidth
             best = min(best, seconds)
     return best

@@ -1,10 +1,10 @@
 """Further replays of a trace's last step in the allocator, since later steps may still reserve more memory.
 
 A trace ends with the first step whose allocations all later steps repeat. That step splits the free blocks of
-earlier ones in its own way. The next step may then find a block in two pieces that was whole before, and
-takes a segment more. In a Llama and a Gemma 2 on an H100 these were 12 and 2 MiB in the fourth step. So the
-allocator replays the step until its initial state repeats, block by block and address by address. From there
-on nothing changes.
+earlier ones in its own way. In the next step, a block that was whole before may be in two pieces. The
+allocator then maps one more segment. A Llama and a Gemma 2 on an H100 mapped 12 and 2 MiB more in the fourth
+step. So the allocator replays the step until its initial state repeats, block by block and address by
+address. Later steps change nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet
 from snugfit.rehearsal.trace.trace import Memory, Trace
 
 MOST_REPEATED = 12
-"""Largest number of replays of the last step, for steps whose initial state never repeats."""
+"""Largest number of replays of the last step, if the allocator's state before the step never repeats."""
 
 
 NONE_LATE: Mapping[int, int] = {}
@@ -58,7 +58,7 @@ class Frees:
 
     def pass_by(self, event: int) -> None:
         """Make blocks reusable whose late free is due before the event `event`."""
-        # The heap has the earliest free first.
+        # The root of the heap is the earliest free.
         while self._dropped and self._dropped[0][0] <= event:
             self._allocator.take_back(heapq.heappop(self._dropped)[2])
 
@@ -86,7 +86,7 @@ class LastStep:
     def __init__(self, trace: Trace, start: int, live: Mapping[int, Any]) -> None:
         self._start = start
         self._live = LiveSet()
-        # Blocks from before the step keep their order, so that frees find them by position.
+        # Blocks from before the step keep their order, so that a free finds its block by position.
         before = [index + 1 for index in trace.alive_at(start - 1)]
         numbers = {number: self._live.alloc(_alloc_of(trace, number)) for number in before}
         self._moves: list[tuple[Alloc | Free, Memory, int]] = []
@@ -111,7 +111,7 @@ class LastStep:
     def begins(self) -> Hashable:
         """Return the addresses of allocated blocks that the step may free, as the state in which the step
         begins."""
-        # A set, because the order of stacks has no meaning.
+        # A set is compared, because the order of stacks has no meaning.
         blocks = self._blocks
         return frozenset(
             (stack, tuple([blocks[index].address for index in indices]))

@@ -1,6 +1,6 @@
 """Bytes of a step in host memory: offloaded activations, optimizer states, and CUDA managed memory.
 
-Managed pages are on the host or the GPU.
+Pages of managed memory are on the host or the GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel
 
 PINNING = frozenset({COPY_OUT, STAGE_OUT, PINNED_ON_HOST})
-"""Names of operators that occur only in steps with page-locked memory for offloading."""
+"""Names of trace entries that occur only in steps with page-locked host memory for offloading."""
 
 STAGING_BYTES = 2 * STAGED_BYTES
-"""Bytes of the page-locked buffers between GPU and host for weights that the host updates, and their
-gradients."""
+"""Bytes of the page-locked buffers through which the host updates weights: one for weights, one for
+gradients.
+"""
 
 
 def waiting_bytes(kernels: Iterable[Kernel]) -> int:
@@ -37,10 +38,10 @@ def waiting_bytes(kernels: Iterable[Kernel]) -> int:
     slabs, taken = Slabs(), 0
     for kernel in kernels:
         if kernel.operator == COPY_OUT:
-            # A copy's bytes count as read and written.
+            # The bytes of a copy are counted as read and written.
             slabs.take(kernel.nbytes // 2)
             taken += 1
-        # The first kernel after the forward pass: the places are free before the next micro-batch.
+        # At the first kernel after the forward pass, slots are free for the next micro-batch.
         elif kernel.phase != "forward":
             for _ in range(taken):
                 slabs.give_back()
@@ -53,7 +54,7 @@ def pinned_bytes(kernels: Iterable[Kernel]) -> int:
     kernels = tuple(kernels)
     if PINNING.isdisjoint({kernel.operator for kernel in kernels}):
         return 0
-    # A step that reports its page-locked memory counts everything.
+    # A step that reports its page-locked memory has counted all of it.
     if held := _most(kernels, PINNED_ON_HOST):
         return held
     staged = any(kernel.operator == STAGE_OUT for kernel in kernels)
@@ -63,12 +64,13 @@ def pinned_bytes(kernels: Iterable[Kernel]) -> int:
 def host_state_bytes(kernels: Iterable[Kernel]) -> int:
     """Return the pageable host bytes of weights that the host updates, and of their states.
 
-    They are the bytes that the step reports, or else two moments for each weight, of its dtype.
+    They are the bytes that the step reports. Without a report, they are two moments of the weight's dtype for
+    each weight.
     """
     kernels = tuple(kernels)
     if held := _most(kernels, HELD_ON_HOST):
         return held - pinned_bytes(kernels)
-    # Two moments of the weight's dtype: `nbytes` is twice the weight's bytes.
+    # AdamW has two moments of the weight's dtype, and `nbytes` is twice the weight's bytes.
     return sum(kernel.nbytes for kernel in kernels if kernel.operator == UPDATE_ON_HOST)
 
 

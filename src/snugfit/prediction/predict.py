@@ -40,17 +40,18 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 PROCESS_BYTES = 1500 * MIB
-"""Resident bytes of a process that has imported torch and transformers and has a CUDA context.
+"""Resident host bytes of a process that has imported torch and transformers and has a CUDA context.
 
-It was between 1,326 and 1,828 MiB in 16 drawn runs on an H200 (2026-11-20, torch 2.11).
+It was between 1,326 and 1,828 MiB in 16 randomly drawn runs on an H200 (2026-11-20, torch 2.11).
 """
 
 IMPORTED_BYTES = 930 * MIB
-"""Resident memory of a process that has imported torch and transformers and loaded no kernel, without its
-weights. The HF Trainer took 2,207 MiB with BERT-large, 1,279 of them for weights (2026-11-20)."""
+"""Resident host bytes of a process without CUDA context that has imported torch and transformers, without its
+weights. The HF Trainer took 2,207 MiB with BERT-large, 1,279 of them for weights (2026-11-20).
+"""
 
 WORKER_BYTES = 450 * MIB
-"""Resident bytes that one worker of a DataLoader does not share with its parent process."""
+"""Resident host bytes that a DataLoader's worker process does not share with its parent process."""
 
 PREFETCHED_BATCHES = 2
 """Number of batches that each loader worker prepares ahead (DataLoader's `prefetch_factor`)."""
@@ -75,16 +76,16 @@ def predict(
     trainer_class: type[Any] | None = None,
     rates: Rates | None = None,
 ) -> Prediction:
-    """Return the prediction for `job` under `recipe` on `gpu`, made without a GPU.
+    """Return the prediction for `job` under `recipe` on `gpu`, computed without a GPU.
 
     Recipe and GPU may be text. Several `gpus` of this kind share the global batch.
 
-    `memory_bytes` is the usable memory, when it is not all of the GPU's. A step that fits but leaves less of
-    it free than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's
-    memory, and more where the bytes are uncertain. `loop` is `plain`, `accelerate` or `trainer`.
-    `trainer_class` is a subclass of `transformers.Trainer` to simulate instead. `rates` (speeds of kernels)
-    are by default this GPU's. Raises `UsageError` for an impossible request, `RehearsalError` for a step that
-    cannot be simulated.
+    `memory_bytes` is the usable memory, if it is less than the GPU's. A step that fits but leaves less of it
+    free than `headroom` (bytes, or text such as `2%`) is marked as tight. The default is 2 % of the GPU's
+    memory, and more if the bytes are uncertain. `loop` is `plain`, `accelerate` or `trainer`. `trainer_class`
+    is a subclass of `transformers.Trainer` to simulate instead. `rates` (speeds of kernels) are by default
+    this GPU's. Raises `UsageError` for invalid arguments, and `RehearsalError` for a step that cannot be
+    simulated.
     """
     _refuse(job, memory_bytes)
     gpu, profile = None if gpu is None else find_gpu(gpu), find_software(software)
@@ -127,7 +128,8 @@ def _about_bytes(
     shown: ForeseenRank, peak: int, setup: Setup, available: int | None, gpu: Gpu | None, profile: Software
 ) -> Iterator[str]:
     """Yield warnings about the accuracy of the predicted bytes: assumptions of the simulation, memory at the
-    peak, this GPU."""
+    peak, and uncertain bytes of this GPU.
+    """
     missing = max(0, shown.needed_bytes - (available or shown.needed_bytes))
     alive = [shown.trace.blocks[index] for index in shown.trace.alive_at(peak)]
     yield from shown.trace.doubts
@@ -147,12 +149,12 @@ def _foresee_rank(
 ) -> ForeseenRank:
     communication = exchanges().communication_bytes(trace, ranks_of(setup))
     group = exchanges().group_bytes(setup, loop) + communication
-    # The context is no memory of the allocator's.
+    # The CUDA context is outside of the allocator.
     context, about_context = context_of(gpu, profile, trace, group=group)
     limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
     late = exchanges().late_frees(trace, gpu, setup, rates)
     after = replay(trace, expandable=setup.expandable_segments, limit=limit, late=late)
-    # Above the limit the step does not fit anyway, and the sentence would mislead.
+    # Above the limit the step does not fit anyway, and this warning would mislead.
     if limit is not None and after.retries and after.reserved_peak <= limit:
         about_context.append(RETRIED)
     return ForeseenRank(rank, trace, after, context, communication, about_context)
@@ -176,7 +178,7 @@ def _rehearse(
     trainer_class: type[Any] | None,
     rank: int,
 ) -> Trace:
-    # An import in the middle of a step may change its trace, so it happens before.
+    # An import in the middle of a step may change its trace, so it runs before.
     if _wants_more(setup) or loop != "plain":
         complete_imports()
     put_off = are_put_off()
@@ -198,7 +200,7 @@ SIMPLE = (
     "weights_dtype", "attention", "matmul", "autocast", "scale_gradients", "micro_batches", "loader",
     "optimizer", "expandable_segments", "logits", "checkpoint",
 )  # fmt: skip
-"""Fields of `Setup` whose values need no module with a deferred import."""
+"""Fields of `Setup` whose values need no module whose import is deferred (`deferred_imports.py`)."""
 
 
 def _rehearse_once(
@@ -212,7 +214,7 @@ def _rehearse_once(
 ) -> Trace:
     policy = policy_for(gpu, profile)
     older = profile.keep_gradients or profile.always_mask
-    # A user's own Trainer may count layers, and older software is not simulated from few.
+    # A user's own Trainer may count layers, and older software is not extrapolated from few layers.
     if not older and trainer_class is None:
         trace = rehearse_from_few_layers(job, setup, policy, loop=loop)
         if trace is not None:
@@ -225,7 +227,7 @@ def _rehearse_once(
         keep_gradients=profile.keep_gradients,
         always_mask=profile.always_mask,
         trainer_class=trainer_class,
-        rank=rank or None,  # stages differ by number, other ranks by their shares
+        rank=rank or None,  # stages differ by number, other ranks by the sizes of their shards
     )
 
 
@@ -241,14 +243,14 @@ def _host_bytes(job: Job, setup: Setup, shown: ForeseenRank, ranks: Sequence[For
     workers = setup.loader.workers
     training = (
         PROCESS_BYTES
-        # Each worker holds its prefetched batches in addition.
+        # Each worker also has its prefetched batches.
         + workers * (WORKER_BYTES + PREFETCHED_BATCHES * batch)
         + (2 * batch if setup.loader.pinned else 0)
         + pinned_bytes(trace.kernels)
         + host_state_bytes(trace.kernels)
     )
     weights = exchanges().weights_on_host(job, setup, [one.trace for one in ranks], loop)
-    # A model that is built on the host is there before CUDA's context, and gone before training.
+    # A model that is built on the host is in memory before CUDA's context, and freed before training.
     return max(training, IMPORTED_BYTES + weights)
 
 
@@ -257,7 +259,7 @@ def _footprint(shown: ForeseenRank, peak: int, host: int, memory: int | None) ->
     taken = context + after.reserved_peak
     managed = managed_bytes(trace.kernels)
     if memory is not None:
-        # Managed pages that do not fit on the GPU stay on the host.
+        # Managed memory pages that do not fit on the GPU stay on the host.
         managed = min(managed, max(0, memory - taken))
     return Footprint(
         requested_bytes=after.requested_peak,
@@ -304,7 +306,7 @@ def _seconds(
     doubts += tuple(sentence for further in hooks("timing_doubts") for sentence in further(setup))
     trace, workers = shown.trace, setup.loader.workers
     doubts = (*doubts, *exchanges().doubts(trace, gpu, rates))
-    # Ranks that differ wait for each other, so only the feature knows their seconds.
+    # Ranks that differ wait for each other, so only the feature can compute their seconds.
     if differing is not None:
         return differing.seconds(shown.rank, job.batch_size, rates), (), doubts
     connected = exchanges().link(gpu, rates)

@@ -1,8 +1,8 @@
 """Software profiles: a prediction is for the installed packages, or for those of an earlier time.
 
-A profile lists what differed in that software. These are the bytes of the CUDA context, gradients kept
-between steps, tensors saved by softmax, and available techniques. It never depends on a GPU's name. The same
-profile serves any GPU of the time.
+A profile lists the differences of that software. They are the CUDA context's bytes, gradients kept between
+steps, tensors saved by softmax, and available techniques. It never depends on a GPU's name. The same profile
+serves any GPU of the time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ REHEARSED_ON = (
     "torch", "transformers", "accelerate", "peft", "bitsandbytes", "triton", "liger-kernel", "deepspeed",
     "torchao",
 )  # fmt: skip
-"""Packages that change a prediction when they are installed or removed, so that stored plans depend on
-them."""
+"""Packages whose installation, version or removal changes a prediction. Stored plans are valid only for the
+same ones.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +33,18 @@ class Software:
     """A software profile: differences between the software of an earlier time and the installed packages."""
 
     name: str = INSTALLED
-    """The name that `--software` takes."""
+    """Name of the software profile, as the option `--software` takes it."""
 
     context_bytes: int | None = None
-    """NVML bytes of the CUDA context and libraries with this software; None uses the GPU's own."""
+    """GPU bytes (as NVML counts) of CUDA context and libraries with this software. None takes those of the
+    GPU's table entry.
+    """
 
     recipe: str = "plain"
     """Recipe of this software's default techniques. They replace today's defaults in a user's recipe."""
 
     optimizers: Mapping[str, str] = field(default_factory=dict)
-    """Import paths of that time's optimizers, by the paths of today's optimizers that they replace."""
+    """Import paths of that time's optimizers, by import path of the present optimizer that each replaces."""
 
     keep_gradients: bool = False
     """True if gradients were zeroed in place between steps, as with `zero_grad(set_to_none=False)`."""
@@ -50,15 +53,15 @@ class Software:
     """True if softmax saved its input for backward in addition to its output."""
 
     always_mask: bool = False
-    """True if an attention mask was built and added also without padding."""
+    """True if an attention mask was built and added to the scores even without padding."""
 
     def with_defaults(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with this software's default techniques for slots (such as attention) that the
-        user left open.
+        """Return the recipe with this software's default techniques for slots (such as attention) in which
+        the user named none.
         """
         plain = Recipe()
         for technique in Recipe.parse(self.recipe):
-            # A technique that the user named keeps its slot.
+            # A technique that the user named is not replaced.
             if recipe[technique.slot] == plain[technique.slot]:
                 recipe = recipe.with_(technique)
         return recipe
@@ -82,7 +85,7 @@ def find_software(name: str) -> Software:
         legal = [INSTALLED, *sorted(known)]
         raise UsageError(f"Unknown software {name!r}.{did_you_mean(name, legal)} Known: {', '.join(legal)}.")
     facts = json.loads(known[name].read_text())
-    # These two keys are for readers of the file.
+    # These two keys are only for people who read the file.
     fields = {key: value for key, value in facts.items() if key not in ("about", "sources")}
     return Software(name=name, **fields)
 

@@ -1,11 +1,11 @@
 """Hardware rates: the speed of kernels on one GPU, and the seconds in which its host launches them.
 
-They are achieved rates, not those of a data sheet. A large product of matrices reaches two thirds to nine
-tenths of the peak, a small one a tenth. Its shape decides (`kernel_seconds.py`). `rates.json` contains the
-measured rates, by the GPU's key. An unmeasured GPU gets the H200's rates, scaled by the two data sheets.
+They are achieved rates, not those of a data sheet. A large matrix product reaches two thirds to nine tenths
+of the peak, a small one a tenth. Its shape determines the share (`kernel_seconds.py`). `rates.json` contains
+the measured rates, by the GPU's key. An unmeasured GPU gets the H200's rates, scaled by the two data sheets.
 Published rates (`achieved` in the table of GPUs) are preferred. Predictions report this.
 
-The host has rates of its own: the seconds of a launch depend on the machine, and on other programs there.
+The host has separate rates, since the seconds of a launch depend on the machine and on other programs on it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ PRECISIONS = {
     "torch.float8_e4m3fn": FP8,
     "torch.float8_e5m2": FP8,
 }
-"""Name of a precision in a GPU's data sheet, by a kernel's dtype.
+"""Name of a kernel's precision in the GPU's data sheet, by the kernel's dtype.
 
-Products of 8-bit floats were not measured. They are assumed to reach the same share of the data sheet's rate
-as bfloat16.
+Matrix products of 8-bit floats were not measured. They are assumed to reach the same share of the data
+sheet's rate as bfloat16.
 """
 
 REFERENCE = "H200-SXM"
-"""The measured GPU whose rates, as shares of its data sheet's, are assumed for unmeasured GPUs."""
+"""Key of the measured GPU on which the rates of unmeasured GPUs are based. Both reach equal shares of their
+data sheets' rates.
+"""
 
 LARGEST_FILE = 1 << 20
 
@@ -48,19 +50,19 @@ ALIGNMENT = 16
 """Bytes to which the rows of a matrix product must be aligned for its fastest kernels."""
 
 FLASH_SHARES = {"flash": 0.55, "flash backward": 0.45}
-"""Shares of the 16-bit peak that FlashAttention-2 reaches on GPUs for whose tensor cores it was written. On
-an A100 it reaches 50 to 73 % forward and less backward (Dao 2023, arXiv 2307.08691). Hopper's tensor cores
-need other instructions. There the same kernels reach a quarter, as measured on the H200."""
+"""Shares of the 16-bit peak FLOP/s that FlashAttention-2 reaches, on GPUs with the tensor cores for which it
+was written. On an A100 it reaches 50 to 73 % forward and less backward (Dao 2023, arXiv 2307.08691). Hopper's
+tensor cores need other instructions. On an H200 the same kernels reached a quarter.
+"""
 
 FLASH_MAJORS = (8, 12)
 """Major compute capabilities of GPUs with `FLASH_SHARES`: Ampere, Ada, and Blackwell without `wgmma`."""
 
 OTHER_HOST = 0.7
-"""Launch seconds assumed for the host of an unmeasured GPU, relative to those of the H200's host (a rented
-machine).
+"""Assumed ratio of launch seconds: host of an unmeasured GPU to the H200's host (a rented machine).
 
-Chosen, not measured: at 1.0, predictions for a V100 have another order than the published measurements of the
-guide.
+The value is chosen. With 1.0, predicted steps on a V100 have another order of speed than those published in
+Hugging Face's guide.
 """
 
 
@@ -72,18 +74,19 @@ class MatmulRate:
     """FLOPs per second of the whole GPU while every multiprocessor computes a tile of 256 x 128."""
 
     start: float
-    """Seconds of a product in addition to its tiles: launch on the device, and end."""
+    """Seconds of a matrix product in addition to its tiles: launch on the device, and end."""
 
     wave: float
-    """Seconds of a wave of tiles (one per multiprocessor) in addition to its arithmetic: filling the
-    pipeline, writing the result."""
+    """Seconds of a wave of tiles (one per multiprocessor) in addition to its arithmetic. They fill the
+    pipeline and write the result.
+    """
 
     efficiency: tuple[float, float, float, float]
-    """Fraction of `flops` that tiles of 128 x 128, 128 x 64, 64 x 64 and 64 x 32 reach."""
+    """Fractions of `flops` that tiles of 128 x 128, 128 x 64, 64 x 64 and 64 x 32 reach."""
 
     unaligned: tuple[float, float, float]
-    """Fraction of `flops` that products reach when operand rows are aligned to only 2, 4 and 8 bytes, not to
-    16.
+    """Fractions of `flops` that matrix products reach if operand rows are aligned to only 2, 4 and 8 bytes,
+    not to 16.
     """
 
     def share(self, alignment: int) -> float:
@@ -96,14 +99,15 @@ class MatmulRate:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLaunchCosts:
-    """Seconds that Python and torch take on the host to launch one kernel, by class of kernel."""
+    """Seconds that Python and torch take on the host to launch one kernel, by sort of kernel."""
 
     forward: float
     """Seconds to launch a kernel of the forward pass, or of its recomputation (activation checkpointing)."""
 
     cast: float
-    """Seconds to launch a dtype cast in the forward pass or its recomputation; autocast does so without
-    Python."""
+    """Seconds to launch a dtype cast in the forward pass or its recomputation. Autocast launches casts
+    without Python.
+    """
 
     module: float
     """Seconds to call an `nn.Module`, in the forward pass or its recomputation."""
@@ -115,18 +119,19 @@ class HostLaunchCosts:
     """Seconds to begin a checkpointed region, or its recomputation, without its kernels."""
 
     view: float
-    """Seconds of an operator that launches no kernel, such as a view or `empty`, with autograd's work for
-    it."""
+    """Seconds that the host takes for an operator without a kernel, such as a view or `empty`, with
+    autograd's work for it.
+    """
 
     update: float
     """Seconds to launch a kernel of an optimizer or of gradient clipping."""
 
     python_launched: float
-    """Seconds to launch a kernel of a library from Python, as bitsandbytes does. In JSON this is
-    `foreign`."""
+    """Seconds to launch a kernel of a library from Python, as bitsandbytes does. Its JSON key is `foreign`.
+    """
 
     tensor: float
-    """Seconds for each further tensor in the lists of a foreach or fused kernel."""
+    """Seconds to launch a foreach or fused kernel, for each further tensor in its lists."""
 
     copy: float
     """Seconds to launch the copy of one tensor of a micro-batch to the device, without creating the
@@ -142,17 +147,20 @@ class HostLaunchCosts:
     """Seconds to create one byte of a batch in the training loop's own process."""
 
     step: float
-    """Seconds of each step that launch no kernel: the training loop, the learning rate scheduler."""
+    """Seconds of the host in each step that launch no kernel, for the training loop and the learning rate
+    scheduler.
+    """
 
     wait: float
-    """Overhead in seconds of each synchronisation of the host with the device, without the wait itself."""
+    """Seconds of overhead of each synchronisation of the host with the device, without the wait itself."""
 
     intercepted: float = 1.6e-05
     """Seconds in which selective checkpointing intercepts one operator in Python. Older calibrations lack
     this field.
 
     On an H200's host that was shared (2026-11-23) it took 5 to 40 microseconds, 23 in the mean of eight
-    readings. Launches took 1.45 times their rate meanwhile. The least of many turns on another host were 16.
+    readings. At the same time, launches took 1.45 times their usual seconds. On another host the shortest of
+    many repetitions took 16 microseconds.
     """
 
     product: float = 2e-05
@@ -163,25 +171,25 @@ class HostLaunchCosts:
     """
 
     function: float = 7e-05
-    """Seconds of an autograd Function of a library, forward or backward, or one of DeepSpeed's hooks around a
-    module.
+    """Seconds that the host takes for a library's autograd Function, forward or backward, or for one of
+    DeepSpeed's hooks around a module.
 
     Kernel launches in the function are not included. Older calibrations lack this field. On two H200s' hosts
     (2026-11-23 and 24) eight steps with Liger took 80 microseconds for each, against five steps without. Four
     with bitsandbytes' 4-bit weights took 60 to 75. Two of ZeRO-3 took 65 and 90 for each of its hooks
     (`features/distributed/simulate/engine.py`).
 
-    Alone, on a CPU, such a hook took 28 to 50. An autograd Function of DeepSpeed's took 25 to 75. Both ran
-    without CUDA's streams, events and ranges.
+    Alone, on a CPU, such a hook took 28 to 50 microseconds. An autograd Function of DeepSpeed's took 25 to
+    75. Both ran without CUDA's streams, events and ranges.
     """
 
     generated: float = 1.03e-5
     """Seconds in which compiled code (`torch.compile`) launches a kernel that the compiler generated.
 
-    This and the next three are fitted to ten readings on the hosts of three H200s, torch 2.11. Eight are
-    forward and backward passes of compiled layers, against the same passes uncompiled
+    This value and the next three are fitted to ten readings on the hosts of three H200s, torch 2.11. Eight
+    are forward and backward passes of compiled layers, against the same passes uncompiled
     (results/h200-2026-11-23/compiled/host.json). Two are steps of BERT that is compiled whole
-    (`features/compile/tests/data/compiled-h200.json`), whose 344 and 1,864 launches the host decides. All ten
+    (`features/compile/tests/data/compiled-h200.json`); their 344 and 1,864 launches limit the step. All ten
     are predicted within 6 %.
     """
 
@@ -190,14 +198,14 @@ class HostLaunchCosts:
     call."""
 
     program: float = 3.08e-4
-    """Seconds to call the compiled code of a forward pass: its guards, and autograd's work around it."""
+    """Seconds to call the compiled code of a forward pass, for its guards and autograd's work."""
 
     backward_program: float = 5.1e-5
     """Seconds in which autograd calls the compiled code of a backward pass."""
 
     shard_hook: float = 3.4e-4
-    """Seconds of one of FSDP2's hooks around a group of sharded weights, without its launches
-    (`SHARD_HOOKS`).
+    """Seconds of one of FSDP2's hooks around a group of sharded weights (`SHARD_HOOKS`), without the seconds
+    to launch kernels.
 
     Two run before a group's forward and backward, two after its backward pass, and one at its all-gather. The
     figure is from two H200s, against steps of the same models without FSDP2. Three models of 13, 20 and 27
@@ -206,18 +214,18 @@ class HostLaunchCosts:
     """
 
     sharded_operand: float = 1.7e-6
-    """Seconds for each sharded operand (DTensor) of an operator (`SHARDED_OPERANDS`).
+    """Seconds in which the host inspects a sharded operand (DTensor) of an operator (`SHARDED_OPERANDS`).
 
-    Updates of three models took 1.6 to 1.9 microseconds for each (same file).
+    In updates of three models it took 1.6 to 1.9 microseconds for each operand (same file).
     """
 
     part_operator: float = 5.5e-5
-    """Seconds of an operator of DTensor in forward and backward passes, without its launches
-    (`PART_OPERATORS`).
+    """Seconds of an operator of DTensor in forward and backward passes (`PART_OPERATORS`), without the
+    seconds to launch kernels.
 
     Four steps with `tensor(2)` on two H100s took 48 to 65 microseconds for each
-    (results/h100-2026-11-26/several-gpus-2.json). The other rates were those of `snugfit calibrate --gpus 2`
-    there.
+    (results/h100-2026-11-26/several-gpus-2.json). The other rates were measured there by `snugfit calibrate
+    --gpus 2`.
     """
 
     weight_apart: float = 2.5e-4
@@ -231,7 +239,7 @@ class HostLaunchCosts:
     """
 
     def slower(self, factor: float) -> HostLaunchCosts:
-        """Return the costs of a host that takes `factor` times as long for everything."""
+        """Return the launch costs of a host that takes `factor` times as long for each launch."""
         return HostLaunchCosts(**{name: seconds * factor for name, seconds in asdict(self).items()})
 
     def to_json(self) -> dict[str, float]:
@@ -255,41 +263,42 @@ class Rates(JsonFields):
     launches."""
 
     gpu: str
-    """The key of the GPU in the table."""
+    """Key of the GPU in the table of GPUs, such as `H200-SXM`."""
 
     multiprocessors: int
     """Number of streaming multiprocessors that compute at the same time."""
 
     products: Mapping[str, MatmulRate]
-    """Rates of matrix products by precision: `fp32 tf32 bf16 fp16 fp8`, those that the GPU has."""
+    """Rates of matrix products by precision: those of `fp32 tf32 bf16 fp16 fp8` that the GPU supports."""
 
     attention: Mapping[str, tuple[float, float]]
-    """FLOPs per second and seconds to start of attention, by kernel (`cudnn flash efficient`, each also `...
-    backward`).
+    """FLOPs per second and seconds of overhead of an attention kernel, by kernel (`cudnn flash efficient`,
+    each also `... backward`).
 
     `efficient half` is efficient attention in 16 bits, which no H200 chooses: timed alone on one
     (`lab/time_kernels.py`). `... with dropout` exists where that was measured.
     """
 
     bandwidth: float
-    """Bytes per second, read and written, of a large element-wise kernel."""
+    """Bandwidth of a large element-wise kernel, in bytes read and written per second."""
 
     start: float
-    """Seconds of the smallest kernel, the minimum for any kernel."""
+    """Seconds of the smallest kernel, which are the minimum for any kernel."""
 
     link: float
-    """Bytes per second to or from page-locked memory of the host.
+    """Bandwidth of copies to or from page-locked host memory, in bytes per second.
 
     An H200's is from four steps with copies both ways (`results/h200-2026-11-23/activation-offload`). They do
     not distinguish the two directions.
     """
 
     patterns: Mapping[str, tuple[float, float]]
-    """Bytes per second and seconds to start of operators that are slower than `bandwidth`, by layout or
-    operator."""
+    """Bytes per second and seconds of overhead of operators that are slower than `bandwidth`, by layout or
+    operator.
+    """
 
     host: HostLaunchCosts
-    """Seconds in which the host launches kernels."""
+    """Seconds that the host takes to launch kernels, by sort of launch."""
 
     source: str
     """Sentence on the measurement that gave the rates."""
@@ -298,10 +307,10 @@ class Rates(JsonFields):
     """False for rates that were scaled from another GPU's by the two data sheets."""
 
     gpus: int = 1
-    """Number of the host's GPUs that computed at the same time during the calibration."""
+    """Number of the host's GPUs that ran kernels at the same time during the calibration."""
 
     bus: Mapping[str, float] = field(default_factory=dict)
-    """Share of the link's bytes per second that large collectives reach, by NCCL kernel.
+    """Share of the bandwidth between GPUs that large collectives reach, by NCCL kernel.
 
     It contains only calibrated kernels (`Exchanges.link`).
     """
@@ -387,7 +396,7 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
         for precision, rate in known.products.items()
         if (flops := _products_flops(rate, precision, of, gpu)) is not None
     }
-    # Attention in 32 bits follows the fp32 peak, all other attention the 16-bit one.
+    # Attention in 32 bits is scaled by the fp32 peak, and all other attention by the 16-bit peak.
     faster = {False: _peak(gpu, "fp32") / _peak(of, "fp32"), True: _peak(gpu, "fp16") / _peak(of, "fp16")}
     wider, busier = gpu.bandwidth / of.bandwidth, _instructions(gpu) / _instructions(of)
     patterns = {
@@ -464,7 +473,7 @@ def _scale_pattern(rate: float, bandwidth: float, wider: float, busier: float) -
     and this formula gives 2.89 (`results/h100-2026-11-27/update-kernels.json`). Recorded steps of four
     models: `dev/log.md`.
     """
-    # A kernel at the bandwidth is bound by its bytes alone.
+    # Only the bytes limit a kernel that reaches the bandwidth.
     if rate >= bandwidth:
         return rate * wider
     by_bytes, by_instructions = 1 / bandwidth, 1 / rate - 1 / bandwidth

@@ -51,24 +51,25 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 SIMULATED_STEPS = 3
-"""Number of steps that the queue simulates; the seconds of the last one are the prediction."""
+"""Number of steps that the queue simulates. The predicted seconds are those of the last step."""
 
 BY_LINK_OR_HOST = COPIES | STAGED | BY_HOST | COLLECTIVES
-"""Operators that neither compute on the device nor move data in its own memory."""
+"""Operators that neither compute on the device nor move data within its memory."""
 
 UPDATE_PASSES, HOST_BANDWIDTH = 7, {4: 90e9, 2: 63e9}
-"""Bytes that AdamW on the CPU moves per byte of weights, and the CPU's bytes per second, by bytes of a
-weight.
+"""Bytes that AdamW on the CPU moves per byte of weights. The second value is the CPU's bytes per second, by a
+weight's size in bytes.
 
 AdamW reads and writes weights and both moments, and only reads gradients. With 8 threads on the host of one
 H200 (2026-11-24), 84 to 108e9 were measured in fp32 and 64e9 in bfloat16, alone. With these figures, steps of
 three models on another host are predicted within 1 %, 1 % and 12 % (`results/h200-2026-11-23/host-adamw`). In
-the third, the host decides the rest of the step too.
+the third, launches by the host limit the rest of the step too.
 """
 
 DISK_BANDWIDTH = 3e9
-"""Bytes per second of a disk with offloaded weights and states (chosen): no disk was measured. It is between
-the data sheets of NVMe disks on PCIe 3 and on PCIe 4."""
+"""Bandwidth in bytes per second of a disk with offloaded weights and states (chosen, since no disk was
+measured). It is between the data sheets of NVMe disks on PCIe 3 and on PCIe 4.
+"""
 
 CAST = "aten::_to_copy"
 
@@ -81,7 +82,7 @@ LARGEST_SMALL_COPY = 1024 * 1024
 an H200 with CUDA 13.0 (2026-11-21) 1 MiB did not wait, and 4 MiB did."""
 
 MODELS_OWN = frozenset({"forward", "backward"})
-"""Phases of training whose arithmetic counts as the model's in the MFU: forward and backward."""
+"""Phases of training whose FLOPs count for the model FLOPs utilisation (MFU)."""
 
 FEW_TENSORS = 8
 """Largest number of operands of an operator that does not take lists of tensors."""
@@ -93,8 +94,9 @@ A role from 0 up makes the device wait for a copy. The role is the number of cop
 """
 
 LINK_BOUND_ABOVE = 1.05
-"""Ratio of a step's seconds with its copies to those without, above which the link is called the bottleneck
-(chosen)."""
+"""Ratio of a step's seconds to those without copies or exchanges between GPUs, above which these are its
+bottleneck (chosen).
+"""
 
 BY_PYTHON = {
     SHARD_HOOKS: "shard_hook",
@@ -102,12 +104,14 @@ BY_PYTHON = {
     PART_OPERATORS: "part_operator",
     WEIGHTS_APART: "weight_apart",
 }
-"""Field of `HostLaunchCosts` with the seconds of an operator that the host runs `Kernel.tensors` times in
-Python."""
+"""Name of the field of `HostLaunchCosts` with the seconds of one repetition, by operator. The host repeats
+these operators `Kernel.tensors` times in Python.
+"""
 
 HOST_BOUND_BELOW = 0.85
-"""Share of a step's time in which the device computes, below which the host is called the bottleneck
-(chosen)."""
+"""Share of a step's seconds in which the device computes. Below it, reports name the host as the bottleneck
+(chosen).
+"""
 
 
 def step_seconds(
@@ -134,21 +138,21 @@ def step_seconds(
     exchanging = [s * exchange for exchange, s in zip(is_exchange, device, strict=True)]
     computing = [s - exchange for s, exchange in zip(on_device, exchanging, strict=True)]
     phases = _by_phase(kernels, computing, launches, gpu)
-    # Workers make batches while a step runs, so only a longer time than the step counts.
+    # Workers prepare batches while a step runs, so only the seconds beyond the step's count.
     loading = sum(each_once(lambda kernel: loader_seconds(kernel, costs), kernels))
     exposed = 0.0
     if communication := sum(exchanging):
         run = exchanges().run_in_streams
         length = (streams or run(*queue)).seconds
-        # The same queue without exchanges shows how much of them nothing hides.
+        # The same queue without exchanges shows how much of them no computation hides.
         exposed = max(0.0, length - run(*queue._replace(device=computing)).seconds)
     else:
         length = simulate_queue(device, launches, syncs, costs, roles)
-    # A step cannot be shorter than its batches take.
+    # A step cannot be shorter than the preparation of its batches.
     length = max(length, loading)
     busy, link = sum(computing), sum(device) - sum(on_device)
     bound = "loading" if loading == length > 0 else _bottleneck(length, busy, phases)
-    # Without its copies the step would be clearly shorter, so the link is its bound.
+    # Without its copies the step would be clearly shorter, so the link is its bottleneck.
     if link and length > LINK_BOUND_ABOVE * simulate_queue(on_device, launches, syncs, costs):
         bound = LINK
     if exposed and length > LINK_BOUND_ABOVE * (length - exposed):
@@ -206,8 +210,9 @@ class _Distinct:
 
 
 _LAST: list[_Distinct] = []
-"""Cache for the index of the last tuple of kernels, since several functions in turn process the same
-tuple."""
+"""Cache of the index of different kernels in the last tuple, since several functions process the same tuple
+in turn.
+"""
 
 
 def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[_T]:
@@ -217,7 +222,7 @@ def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[
     # A list may change, so only tuples are cached.
     if type(kernels) is not tuple:
         distinct = _Distinct(kernels)
-    # Compared by identity, since the tuple may be long.
+    # Tuples are compared by identity, since they may be long.
     elif _LAST and _LAST[0].kernels is kernels:
         distinct = _LAST[0]
     else:
@@ -264,8 +269,8 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
-    """Return each kernel's role in the simulated queue: `COMPUTES`, `TRAVELS` for a concurrent copy, or
-    the number of copies launched after the one it waits for.
+    """Return each kernel's role in the simulated queue: `COMPUTES`, or `TRAVELS` for a concurrent copy. For a
+    kernel that waits for a copy, it is the number of copies launched after that one.
     """
     return each_once(
         lambda k: TRAVELS if k.operator in COPIES else k.tensors if k.operator == AWAIT_COPY else COMPUTES,
@@ -299,21 +304,21 @@ def run_queue(
     *,
     depth: int | None = None,
 ) -> tuple[float, list[tuple[float, float]]]:
-    """Return the seconds of `simulate_queue`, and when each kernel's launch and run begin, in seconds since
-    the step's beginning. The host is at most `depth` launches ahead of the device.
+    """Return the seconds of `simulate_queue`, and the times at which each kernel's launch and run begin, in
+    seconds since the step's beginning. The host is at most `depth` launches ahead of the device.
     """
     # Parts without a wait need no test per kernel.
     stretches = _between_syncs(zip(device, launches, roles or repeat(COMPUTES)), syncs)
     now = free = link = length = last = 0.0
-    # The host is at most `depth` launches ahead, so the oldest end in the queue delays it.
+    # The host is at most `depth` launches ahead, so it waits for the oldest kernel in the queue to end.
     ends = deque([0.0] * (depth or 1), maxlen=depth)  # without a depth the first stays
     moments: list[tuple[float, float]] = []
     for remaining in reversed(range(SIMULATED_STEPS)):
         begin = now
-        copies: list[float] = []  # when each of this step is done
+        copies: list[float] = []  # end times of this step's copies
         now += host.step
         for waits, kernels in stretches:
-            # Several waits at one place cost a round trip each.
+            # Several waits at one position cost one round trip each.
             for _ in range(waits):
                 now = max(now, free) + host.wait
             for seconds, launch, role in kernels:
@@ -324,7 +329,7 @@ def run_queue(
                 if role == TRAVELS:
                     start = max(start, link)
                 elif role >= 0:
-                    # The role counts the copies that were launched later, so it indexes from the end.
+                    # The role is the number of copies that were launched later, so it indexes from the end.
                     start = max(start, copies[-1 - role])
                 if not remaining:
                     moments.append((now - begin, start - begin))
@@ -335,7 +340,7 @@ def run_queue(
                     continue
                 free = start + seconds
                 ends.append(free)
-        # The host may end after the device, and the next step begins when both have ended.
+        # The host may end after the device. The next step begins when both have ended.
         end = max(now, free)
         length, last = end - last, end
     return length, moments
@@ -357,11 +362,11 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     """Return the seconds that the host takes to launch this kernel, including code before it that launches no
     kernel.
 
-    The host waits once for copies that run together. Waiting costs as much as a launch from Python. A copy
-    costs as much as a launch in the backward pass. On the host of one H200 (2026-11-24) 1, 4 and 16 copies
-    out took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
+    The host waits once for copies that run together. Such a wait takes as long as a launch from Python. A
+    copy takes as long as a launch in the backward pass. On the host of one H200 (2026-11-24) 1, 4 and 16
+    copies to the host took 35, 102 and 187 us. Copies back took 42, 75 and 222 us.
     """
-    # Workers have already made the batch: it is only taken from their queue.
+    # Workers have already prepared the batch, so it is only taken from their queue.
     if kernel.operator == PREPARED:
         return host.prepared
     if kernel.operator == COPY_IN and kernel.phase == "load":
@@ -370,12 +375,12 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     if kernel.played and not kernel.compiled:  # no module of the model is called
         return launch
     before = host.module * kernel.modules + host.view * kernel.views + host.checkpoint * kernel.checkpoints
-    # Autograd calls a backward program, at a cost of its own.
+    # Autograd calls a compiled backward program, at a separate cost.
     in_backward = kernel.phase == "backward" and not kernel.recomputed
     program = host.backward_program if in_backward else host.program
     before += host.intercepted * kernel.intercepted + program * kernel.programs
     before += host.function * kernel.functions
-    # Tensors in shards have a cost of their own.
+    # Sharded tensors have a separate cost.
     lists = 0 if kernel.operator == SHARDED_OPERANDS else max(0, kernel.tensors - FEW_TENSORS)
     return launch + before + host.tensor * lists
 
@@ -383,7 +388,7 @@ def launch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
     """Return the seconds in which the host launches this kernel, without code before it that launches no
     kernel."""
-    if kernel.played:  # the first kernel of a graph carries its launch
+    if kernel.played:  # the first kernel includes the launch of the graph
         launch = host.python_launched if kernel.programs else 0.0
     elif kernel.compiled:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
@@ -393,7 +398,7 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = getattr(host, BY_PYTHON[kernel.operator]) * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
-        # Other markers of the host have no work.
+        # Other entries of the host have no work.
         launch = _own_bytes(kernel) / rate if kernel.operator in (WORK_ON_HOST, SWAPPED) else 0.0
     elif kernel.operator in COPIES | STAGED:
         launch = host.backward
@@ -444,7 +449,7 @@ def with_worker_batches(workers: int, kernels: Sequence[Kernel]) -> Sequence[Ker
         return kernels
     return tuple(
         kernel._replace(operator=PREPARED, tensors=workers)
-        # Only batches come from workers; other copies from the host stay as they are.
+        # Only batches come from workers. Other copies from the host are unchanged.
         if kernel.operator == COPY_IN and kernel.phase == "load"
         else kernel
         for kernel in kernels
@@ -461,7 +466,7 @@ def loader_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
 def _batch_seconds(kernel: Kernel, host: HostLaunchCosts) -> float:
     """Return the seconds in which one process reads and collates the tensor that this kernel copies.
 
-    Inputs of 16 bits are made in 32 and cast (`step/batches.py`).
+    Inputs of 16 bits are created in 32 bits and then cast (`step/batches.py`).
     """
     samples = kernel.shapes[0][0] if kernel.shapes and kernel.shapes[0] else 1
     # A copy's bytes count as read and written.

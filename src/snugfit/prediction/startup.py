@@ -5,14 +5,14 @@ start-up = imports + context + building the model + extra seconds of the first s
 Imports, the context and the first use of a kernel depend on the host, above all on its disk and processor.
 They depend little on the GPU. So one set of constants (`StartupRates`) serves all GPUs.
 
-A model is built tensor by tensor, and every weight is initialised at random. Initialisation takes almost no
-time on a GPU. On one core of the host it takes time for each number. Quantized weights and adapters change
-this little, and are ignored.
+A model is constructed tensor by tensor, and every weight is initialised at random. Initialisation takes
+almost no time on a GPU. On one core of the host, its seconds are proportional to the number of elements. The
+effect of quantized weights and adapters is small and ignored.
 
-CUDA loads a kernel when it is first used, and cuBLAS chooses one when it first meets a shape. So the first
-step loads each different kernel of the trace. Kernels differ by operator and dtype, and products by the
-magnitude of their sizes too. The same constant covers handles, the allocator's segments and the optimizer's
-states, since seven runs do not separate them.
+CUDA loads a kernel at its first use, and cuBLAS chooses one for each new shape. So the first step loads each
+different kernel of the trace. Kernels differ by operator and dtype, and matrix products by the magnitude of
+their sizes too. The constant per kernel includes library handles, the allocator's segments and the
+optimizer's states, since seven runs do not separate them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 OWN_PACKAGES = frozenset({"torch", "transformers", "snugfit"})
-"""Packages that every run imports, which cost no further time."""
+"""Packages that every run imports, so that importing them takes no additional time."""
 
 KernelSet = frozenset[Hashable]
-"""Type of a set of keys of different kernels, each of which CUDA loads at its first use."""
+"""Type of a set of keys of different kernels. CUDA loads each kernel at its first use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,13 @@ class StartupRates:
     """Seconds to initialise one element of a parameter on the host and move it to the device."""
 
     kernel: float
-    """Seconds to load a kernel at its first use."""
+    """Seconds to load a kernel's code at its first use."""
 
     worker: float
     """Seconds to start a loader's worker process."""
 
     triton: float = 0.6
-    """Seconds to compile a library's Triton kernel, which later processes find on the disk."""
+    """Seconds to compile a library's Triton kernel. Later processes read it from the disk."""
 
     pinned_byte: float = 3.3e-10
     """Seconds to page-lock one byte of host memory for offloaded activations."""
@@ -83,22 +83,22 @@ STARTUP_RATES = StartupRates(
     kernel=8e-3,
     worker=0.1,
 )
-"""The start-up seconds of a host, fitted to seven runs on the host of one H200, 2026-11-21
+"""Seconds of the parts of the start-up, fitted to seven runs on the host of one H200, 2026-11-21
 (`tests/data/once-h200.json`).
 
-The whole start-up is predicted within 8 % in the median and 16 % at the worst. For the first step these are
-17 % and 34 %. `package` (bitsandbytes), `host_number` and `worker` rest on one of the runs each. The runs
-timed importing the model's code and building together. So `tensor` is from building BERT-large and
-Llama-3.1-8B without data on another host, and the rest counts as imports. Other hosts and disks are not
-measured. A process that is the first to read torch's files waits for the disk too.
+The error of the predicted start-up is 8 % in the median and 16 % at most. For the first step it is 17 % and
+34 %. `package` (bitsandbytes), `host_number` and `worker` come from a single run each. The runs timed the
+import of the model's code and its construction together. So `tensor` comes from the construction of
+BERT-large and Llama-3.1-8B without data on another host. The rest counts as imports. Other hosts and disks
+were not measured. The first process that reads torch's files waits for the disk too.
 
-`triton`: three runs with Liger's kernels on the host of one H200. With six, none on the disk, Llama-3.2-1B's
-first step took 3.4 s longer than without. With eight, Qwen3-0.6B's took 5.8 s in all. With six that were on
-the disk it took 0.5 s longer (results/h200-2026-11-23/liger).
+`triton`: three runs with Liger's kernels on the host of one H200. With six uncached kernels, Llama-3.2-1B's
+first step took 3.4 s longer than without. With eight, Qwen3-0.6B's took 5.8 s in all. With six kernels cached
+on the disk it took 0.5 s longer (results/h200-2026-11-23/liger).
 
-`pinned_byte`: five runs with activations on the host of one H200 (2026-11-23). For each GiB that they lock,
-first steps took 0.36 to 0.86 s longer than predicted. The two largest took 0.36 s. Alone, 4 GiB took 0.35 s
-each (results/h200-2026-11-23/activation-offload).
+`pinned_byte`: five runs with offloaded activations on the host of one H200 (2026-11-23). Without this term,
+first steps took 0.36 to 0.86 s longer than predicted for each page-locked GiB. The two largest took 0.36 s.
+Page-locking 4 GiB alone took 0.35 s per GiB (results/h200-2026-11-23/activation-offload).
 """
 
 
@@ -119,7 +119,7 @@ def startup(
     layers launch.
     """
     size = model_size(job)
-    # On a GPU, drawing the weights takes no time per number.
+    # On a GPU, the initialisation of weights takes no time per element.
     drawing = rates.host_number * size.numbers if job.build_on == "host" else 0.0
     return Startup(
         imports_seconds=rates.imports + rates.package * count_packages(setup),
@@ -141,7 +141,7 @@ def count_in_programs(kernels: Iterable[Kernel], setup: Setup) -> int:
 
 
 def operator_of(kernel: Hashable) -> str:
-    """Return the operator's name from a kernel's key in a `KernelSet`; "" for other keys."""
+    """Return the operator's name from a kernel's key in a `KernelSet`; empty for other keys."""
     return str(kernel[0]) if isinstance(kernel, tuple) else ""
 
 
@@ -200,6 +200,6 @@ def _load_key(kernel: Kernel) -> Hashable:
     return (
         kernel.operator,
         kernel.dtype,
-        # cuBLAS chooses a kernel for the magnitude of the sizes.
+        # cuBLAS chooses a kernel by the magnitude of the sizes.
         tuple([tuple(map(int.bit_length, shape)) for shape in shapes]),
     )

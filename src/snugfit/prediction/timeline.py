@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 QUEUE_DEPTH = 1024
-"""Launches that a CUDA stream takes before the host waits for the oldest kernel to end.
+"""Number of launches that a CUDA stream queues before the host waits for the oldest kernel to end.
 
 NVIDIA documents no figure; about 1,000 were measured (forums.developer.nvidia.com/t/68937). The limit does
 not change a step's seconds, since 1,024 kernels occupy the device for longer than the host pauses.
@@ -35,13 +35,13 @@ class TimedKernel(NamedTuple):
     """One kernel of a step; times in seconds since the host began the step."""
 
     kernel: Kernel
-    """The kernel, as recorded in the trace."""
+    """Kernel as recorded in the trace."""
     launch: float
-    """Moment at which the host begins to launch the kernel."""
+    """Second, from the step's beginning, at which the host begins to launch the kernel."""
     launch_seconds: float
     """Seconds that the host takes to launch it."""
     start: float
-    """Moment at which the device begins to run the kernel."""
+    """Second, from the step's beginning, at which the device begins to run the kernel."""
     device_seconds: float
     """Seconds that the device takes to run it."""
 
@@ -52,7 +52,7 @@ def run_in_streams(
     """Return the simulated step of a trace with several CUDA streams, in which collectives run in parallel;
     None for one stream.
     """
-    # One stream alone needs no simulation of several.
+    # A single stream needs no simulation of several.
     if all(each_once(lambda kernel: kernel.peers == ALONE, trace.kernels)):
         return None
     return exchanges().run_in_streams(*queue_of(trace, rates, connected, workers=workers))

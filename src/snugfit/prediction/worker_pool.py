@@ -4,9 +4,9 @@ Each worker has its own copy of an object and calls its methods, one at a time. 
 so the caller chooses the worker for each call. The object stays in this process if it cannot be pickled, or
 if one process is enough. Each call then returns immediately.
 
-The processes are forks of a fork server, which has imported torch but run no operator. A fork of a process
-that has run operators is not safe. A worker and its parent share only a pipe, so nothing of the worker
-remains when it ends. It also ends with its parent, even when that is killed.
+The processes are forks of a fork server, which has imported torch but not run any operator. A fork of a
+process that has run operators is not safe. A worker and its parent share only a pipe, so nothing of the
+worker remains when it ends. It also ends with its parent, even when that is killed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ PRELOAD = ("snugfit.prediction.quiet_workers", "torch", "transformers", "snugfit
 """Modules that the fork server imports before it starts workers."""
 
 FEW_COLLECTIONS = 1_000_000, 50, 50
-"""Thresholds of Python's garbage collector (`gc.set_threshold`). Traces are millions of objects without
-cycles. Models have cycles, of some megabytes each. With a tenth of the first threshold, collections took 5 %
-of a plan's time; with Python's default, 20 % of a prediction's."""
+"""Thresholds of Python's garbage collector (`gc.set_threshold`). Traces have millions of objects without
+reference cycles. Models have cycles, of some megabytes each. With a tenth of the first threshold, garbage
+collection took 5 % of a plan's time. With Python's default it took 20 % of a prediction's time.
+"""
 
 ENDS_WITHIN = 2.0
-"""Seconds that a process has to end by itself after its last call."""
+"""Seconds that a worker process has to end by itself after its last call."""
 
 UNGUARDED = 76
-"""Exit code of a worker that would start workers itself, because it imported a user's script without a
-`__main__` guard."""
+"""Exit code of a worker process that imported a user's script without a `__main__` guard, and would start
+workers itself.
+"""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -51,7 +53,7 @@ class Question(NamedTuple):
     """A request to a worker process: the method to call on its object, with arguments."""
 
     number: int
-    """Number of the call, which its answer repeats."""
+    """Number of the call. The answer to it has the same number."""
     method: str
     arguments: tuple[Any, ...] = ()
 
@@ -68,12 +70,12 @@ class _Worker:
     """A process with its own object, which runs one method call at a time."""
 
     def __init__(self, context: Any, make: Callable[[], Any]) -> None:
-        # A pipe of its own per worker: nothing of it remains when the worker is killed.
+        # Each worker has a separate pipe, so no data of it remains if the worker is killed.
         self.connection, child_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(child_end, make), daemon=True)
         with _main_of_a_file():
             self.process.start()
-        # The child has its end; an open copy here would hide its death.
+        # Only the child needs its end. An open copy here would hide its death.
         child_end.close()
 
     def send(self, question: Question) -> None:
@@ -152,7 +154,7 @@ class WorkerPool:
         """
         busy: dict[Any, _Worker] = {}
         while True:
-            # An object in this process answers at once, without a pipe.
+            # An object in this process returns its answer at once, without a pipe.
             at_once: list[Answer] = []
             if helped and (helper := self._another()) is not None:
                 self._helpers.append(helper)
@@ -245,7 +247,8 @@ def few_collections() -> Iterator[None]:
 
 
 def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
-    """Start the fork server, which imports these modules for future workers while this process continues.
+    """Start the fork server (parent of worker processes). It imports these modules while this process
+    continues.
 
     Do nothing if the workers' object `for_what` cannot be pickled, since no worker starts then.
     """
@@ -305,7 +308,7 @@ def _is_main_a_file() -> bool:
 
 @contextmanager
 def _main_of_a_file() -> Iterator[None]:
-    """Context in which a new process imports the `__main__` script only if that is a file.
+    """Context in which a new process imports the `__main__` script only if the script is a file.
 
     The name of a script from stdin is `<stdin>`, and a process that opens such a file fails.
     """
@@ -332,7 +335,7 @@ def _context(preload: Sequence[str]) -> Any:
         os._exit(UNGUARDED)  # the parent reports the reason
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
-    if threading.current_thread() is not threading.main_thread():  # others may not change signals
+    if threading.current_thread() is not threading.main_thread():  # other threads may not change signals
         forkserver.ensure_running()
         return context
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the new process inherits
@@ -361,7 +364,7 @@ def _serve(questions: Connection, make: Callable[[], Any]) -> None:
     """Run a worker's main loop: execute method calls and send their results until the pipe is closed. Ctrl-C
     and the parent's end stop it without a message.
     """
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would load the compiler
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no compilation here, and bitsandbytes would load the compiler
     gc.set_threshold(*FEW_COLLECTIONS)
     # Workers inherit an ignored Ctrl-C from the fork server.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -17,12 +17,13 @@ from snugfit.job.config import LAYERS
 from snugfit.job.job import Job
 
 DEEP_LAYERS = 200
-"""Number of layers from which the larger stack is used (chosen)."""
+"""Number of a model's layers from which the simulation's thread gets a larger call stack (chosen)."""
 
-# The system allocates pages of a stack on first use, so a large one costs only addresses.
+# The system allocates the pages of a stack at their first use, so a large stack costs only addresses.
 STACK_BYTES = 1 << 30
-"""Size of the thread's stack in bytes of address space, enough for fifty times the 1,000 layers that a config
-may have."""
+"""Size in bytes of address space of the thread's call stack. It suffices for fifty times the 1,000 layers
+that a config may have.
+"""
 
 Answer = TypeVar("Answer")
 
@@ -47,7 +48,7 @@ def run_on_deep_stack(work: Callable[[], Answer]) -> Answer:
     # The size applies to threads that start later, so it is restored at once.
     before = threading.stack_size(STACK_BYTES)
     try:
-        # Context variables belong to a thread, so the work gets a copy of the caller's.
+        # Context variables belong to a thread, so the new thread gets a copy of the caller's.
         thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
         thread.start()
     finally:

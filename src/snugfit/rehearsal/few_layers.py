@@ -1,9 +1,10 @@
 """Simulate a model with many equal layers by two models with few layers.
 
-The two differ by one period: the smallest repeating group of layers. The events of that period are repeated
-in the trace (`trace/deepen.py`). In the plain loop, the optimizer update is simulated with all layers and
-joined. In other loops, the update is extended together with the forward and backward passes. A model compiled
-as one program gains most, because Inductor takes one or two seconds per layer.
+The two models differ by one period: the smallest repeating group of layers. The events (allocations, frees,
+kernels) of that period are repeated in the trace (`trace/deepen.py`). In the plain loop, the optimizer update
+is simulated with all layers and joined. In other loops, the update is extended together with the forward and
+backward passes. A model compiled as one program gains most, because Inductor takes one or two seconds per
+layer.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 FEWEST_PERIODS = 3
-"""Number of periods (repeating groups of layers) in the shallow model: a first, a last, and one between."""
+"""Number of periods (repeated groups of layers) in the shallow model: a first, a last, and one between."""
 
 DEEP = 28
-"""Number of layers from which a model is simulated by models with few layers.
+"""Number of layers from which a model's simulation is extrapolated from models with few layers.
 
 With fewer layers, writing the trace takes as long as the simulation. Models that are compiled as a whole have
 no such limit.
@@ -44,13 +45,13 @@ no such limit.
 WRITTEN_SHARE = 0.5
 """Seconds to write the trace of one layer, as a share of the seconds to simulate it (chosen)."""
 
-# With an odd difference, the last layer's buffers would be in the other of the two places.
+# If the distance were odd, the last layer's buffers would be at the other of the two places.
 IN_TURNS = 2
-"""Number of neighbouring layers whose buffers alternate between the same places in memory."""
+"""Number of consecutive layers whose buffers alternate between the same addresses."""
 
 
 RecordPasses = Callable[["Job", Setup, "Policy"], Part]
-"""Type of a function that simulates the forward and backward passes of a job, and returns their recording."""
+"""Type of a function that simulates the forward and backward passes of a job and returns their recording."""
 
 
 class _Shallow(NamedTuple):
@@ -76,7 +77,7 @@ def rehearse_from_few_layers(job: Job, setup: Setup, policy: Policy, *, loop: st
     passes = passes_from_few_layers(job, setup, policy)
     if passes is None:
         return None
-    # The update depends on the gradients alone, and is cheap at full depth.
+    # The update depends only on the gradients, and its simulation is cheap at full depth.
     update = rehearse_update(job, setup, policy, passes.gradients, passes.shared)
     run = splice(passes, update, micro_batches=setup.micro_batches)
     return None if run is None else run.trace()
@@ -116,7 +117,7 @@ def passes_from_few_layers(
     if depth is None:
         return None
     asked, repeats, _ = periodic_setup(setup, depth.layers)
-    # Checkpointing must repeat together with the kinds of layers.
+    # Checkpointing must repeat together with the layer types.
     period = math.lcm(depth.period, repeats)
     layers = _shallow_layers(depth.layers, period)
     is_one_program = _is_one_program(setup)
@@ -130,8 +131,9 @@ def passes_from_few_layers(
 
 
 def _repeats_layers(setup: Setup) -> bool:
-    """Return True if a simulation with few layers can represent all: no CUDA graphs are recorded, and all
-    layers are treated alike."""
+    """Return True if a simulation with few layers can represent a deep model. The settings then record no
+    CUDA graphs and treat all layers alike.
+    """
     if setup.records_graphs:
         return False
     return all(are_alike(setup) for are_alike in hooks("treats_layers_alike"))
@@ -156,10 +158,10 @@ def _rehearse(
 
 
 def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compiled: bool) -> Part | None:
-    # Warnings may contain layer numbers, and numbers of a sentence are not extended.
+    # Warnings may contain layer numbers, which cannot be extrapolated in a sentence.
     if shallow.part.trace.doubts != deeper.part.trace.doubts:
         return None
-    # A micro-batch that depends on values, or other decisions of a compiler, may differ at full depth.
+    # A micro-batch that depends on values may differ at full depth, and so may other choices of a compiler.
     if shallow.part.varies or deeper.part.varies or not _decide_alike(shallow, deeper, periods):
         return None
     gradients = grow(_trained_parameters(shallow.part), _trained_parameters(deeper.part), periods)
@@ -176,7 +178,7 @@ def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
     for the full model.
     """
     few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
-    # The same objects decide for both models: the programs are those of single layers.
+    # If both models have the same objects, their programs are those of single layers.
     if few.keys() == more.keys():
         return True
     if len(shallow.decisions) != len(deeper.decisions):

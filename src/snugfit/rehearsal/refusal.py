@@ -46,7 +46,7 @@ _KNOWN = {
         "checkpointing technique that keeps none, such as 'every_layer'."
     ),
 }
-"""Advice to the user by regular expressions for torch's error messages."""
+"""Advice to the user, by regular expressions of torch's error messages."""
 
 
 def refusal(job: Job, error: Exception) -> SnugfitError:
@@ -54,7 +54,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
     raised.
     """
     name = job.model.name
-    # The architecture's code reads a key that the config does not have: an error of the config.
+    # The architecture's code reads a key that the config does not have, so the config is wrong.
     if key := _lacking_key(error):
         return ModelError(
             f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}. Add it to '
@@ -68,8 +68,8 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 def _reason(job: Job, error: Exception) -> str:
     """Return the rest of the error message: the cause, its meaning for a real step, and a remedy."""
     cause, where, last = _first_line(error), _where(error), _frames(error)[-1]
-    # Code for a missing device raises the same types as code whose shapes depend on data, so the text
-    # decides.
+    # Code for a missing device raises the same types as code whose shapes depend on data. The message
+    # distinguishes them.
     if hint := next((text for pattern, text in _KNOWN.items() if re.search(pattern, cause)), ""):
         return f": {cause}{where}. {hint}"
     # torch raises this on `meta` for a shape or number that depends on data. A real step may still work.
@@ -109,8 +109,8 @@ def _lacking_key(error: Exception) -> str | None:
 
 
 def _what_depends(error: Exception) -> str:
-    """Return a sentence on an operator whose output shape depends on data, named as in torch's error:
-    `aten::nonzero`.
+    """Return a sentence on an operator whose output shape depends on data, with its name as in torch's error,
+    such as `aten::nonzero`.
     """
     operator = re.search(r"\b(aten::|torch\.)(\w+)", str(error).partition("\n")[0])
     return f"the shape of the output of {operator[2]} depends on its data" if operator else _first_line(error)
@@ -120,14 +120,14 @@ def _is_ours(error: Exception, last: FrameType) -> bool:
     module = module_of(last)
     if not module.startswith("snugfit."):
         return False
-    # An operator fails in C++, so the last frame is its caller. For a model's operators that is the shape
-    # cache.
+    # An operator fails in C++, so the last frame is its caller. For a model's operators, the caller is the
+    # shape cache.
     return module != _RUNS_OPERATORS and not isinstance(error, RuntimeError)
 
 
 def _where(error: Exception) -> str:
-    """Return the failing line of the model's code: the last stack frame outside of torch and snugfit,
-    or "".
+    """Return the failing line of the model's code: the last stack frame outside of torch and snugfit. It is
+    empty if there is none.
     """
     # The last such frame is the innermost line that the user can change.
     own = [stop for stop in _frames(error) if not _passes_on(module_of(stop.frame))]

@@ -75,7 +75,7 @@ def rehearse(
 ) -> Trace:
     """Return the trace of `steps` optimizer steps of this job, as they would run on the simulated device.
 
-    With `steady`, the steps from the second on are known to be equal, so two are recorded.
+    With `steady`, all steps from the second on are equal, so only two are recorded.
 
     `keep_gradients` and `always_mask` imitate older software (`Step`). `trainer_class` replaces
     `transformers.Trainer`. `rank` is the simulated process of several; `job` is the job of one process. With
@@ -110,7 +110,7 @@ def rehearse(
         step = open_it(short.job, short.setup)
         step.skips_micro_batches = short.skips
         trace, marks, varies, _ = record_step(step, policy, short.steps)
-        # A run that varies with its values, or has no steady state, is recorded again in full.
+        # A run that depends on values, or has no steady state, is recorded again in full.
         relative = RelativeTrace.of(trace, marks)
         whole = repeat(relative, steps=steps, micro_batches=short.micro_batches) if not varies else None
         if whole is not None:
@@ -141,7 +141,7 @@ def _short_run(job: Job, setup: Setup, loop: str, steps: int, *, steady: bool = 
 def _record_until_played(open_it: Callable[[], Step], policy: Policy, steps: int) -> Trace:
     """Simulate a run with CUDA graphs, and return its trace.
 
-    It has one or more steps more than `steps`, so that the last two replay every graph. The first replay
+    The run has at least one more step than `steps`, so that the last two replay every graph. The first replay
     allocates workspaces again, because the recording released them. So free blocks of the allocator differ in
     the next step (gpt2 on an H100). Some models change in their first step: transformers' classifiers set
     `problem_type`. Such a model is compiled again in the second step, and replays its graphs one step later.
@@ -195,15 +195,15 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         stack.enter_context(no_hub_kernels())  # a late import (Adafactor) may load some
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("ignore")
-        # Only this warning of the model's code belongs into the prediction.
+        # Only this warning of the model's code belongs in the prediction.
         warnings.simplefilter("always", AssumedLoss)
         notes = PolicyNotes(recorder.claim, recorder.doubt, recorder.current_phase)
         stack.enter_context(
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
-        )  # may import code that compiles itself
+        )  # the package's code may compile itself at import
         for overrides in _overrides(step.setup, policy, recorder, notes):
             stack.enter_context(overrides)
-        # A copy of the module does not show that it was compiled, so the user's own object is checked.
+        # A copy of the module does not show that it was compiled, so the user's own object is examined.
         if step.job.model.module is not None and is_compiled(step.job.model.module):
             recorder.doubt(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):
@@ -215,7 +215,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
                 step.run(steps, recorder)
         except SnugfitError:
             raise
-        except Exception as error:  # the model's own code fails on shapes, or a bug of snugfit
+        except Exception as error:  # the model's own code fails on shapes, or snugfit has a bug
             raise refusal(step.job, error) from error
         for warning in caught:
             recorder.doubt(str(warning.message))
@@ -242,8 +242,9 @@ def _recorder_class(setup: Setup) -> type[Recorder]:
 
 
 def _left_on_the_host(model: Any) -> str:
-    """Return a warning about buffers that a model's code creates on the host regardless of its device, or
-    ""."""
+    """Return a warning about buffers that a model's code creates on the host regardless of its device; empty
+    if there are none.
+    """
     left = {name: buffer.nbytes for name, buffer in model.named_buffers() if buffer.device.type == "cpu"}
     if (nbytes := sum(left.values())) < LEAST_LEFT:
         return ""
@@ -351,7 +352,9 @@ class MissingGradients:
             self._missing = {one for one in parameters if one.requires_grad and one.grad is None}
 
     def sentence(self, model: torch.nn.Module) -> str:
-        """Return a warning with the number of parameters and their modules, or "" if all have gradients."""
+        """Return a warning with the number of parameters without gradients and their modules; empty if all
+        have gradients.
+        """
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         missing = [parameter for parameter in trained if parameter in (self._missing or ())]
         if not missing:

@@ -59,7 +59,7 @@ class GradientView(NamedTuple):
     """Position and size, in elements, of one gradient in a memory block with several."""
 
     number: int
-    """Index of the parameter among those that train."""
+    """Index of the parameter among the trainable ones."""
     offset: int
     strides: tuple[int, ...]
 
@@ -79,14 +79,15 @@ class Part:
 
     trace: RelativeTrace
     gradients: tuple[int, ...]
-    """Indices of the trained parameters that have a gradient."""
+    """Indices of the trainable parameters that have a gradient."""
     varies: bool = False
-    """True if micro-batches differ because the model's code depends on tensor values, so that none represents
-    the others."""
+    """True if micro-batches differ because the model's code depends on tensor values. Then no micro-batch
+    represents the others.
+    """
     trained: tuple[str, ...] = ()
-    """Names of the trainable parameters, in order; empty for an update."""
+    """Names of the trainable parameters, in order; empty for an optimizer update."""
     shared: tuple[SharedBlock, ...] = ()
-    """Memory blocks that contain several gradients. Each other gradient has its own block."""
+    """Memory blocks that contain several gradients each. Every other gradient has a block of its own."""
 
     @property
     def gradient_blocks(self) -> int:
@@ -103,7 +104,7 @@ class Part:
 
     @property
     def waits(self) -> int:
-        """Number of times the host waits for the device in the last step."""
+        """Number of times that the host waits for the device in the last step."""
         return sum(move is MarkKind.WAIT for move in self.trace.moves)
 
     @cached_property
@@ -203,7 +204,7 @@ def _join(passes: Part, update: Part) -> Iterator[Move]:
     spliced, standalone = LiveSet(), LiveSet()  # the whole run, and the update as recorded
     build = update.split.build
     mapping = dict(zip(standalone.follow(build), spliced.follow(build), strict=True))
-    # Backward passes run in a thread of their own, so their workspaces are not those of an update.
+    # Backward passes run in a separate thread, so their workspaces are not those of an update.
     taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
     takes = update.workspaces
     for (passed, nothing), (before_update, updating) in zip(passes.cut, update.cut, strict=True):
@@ -218,7 +219,8 @@ def _join(passes: Part, update: Part) -> Iterator[Move]:
         mapping |= zip(stand_ins, real, strict=True)
         for move in updating:
             if isinstance(move, Free):
-                # A free names its block relative to the live ones, which differ once the passes are there.
+                # A free refers to its block by the position among live blocks, which changes once the passes'
+                # blocks exist.
                 yield spliced.free_of(mapping[standalone.free(move)])
                 continue
             if isinstance(move, Alloc):
@@ -236,7 +238,7 @@ def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
     An update runs on the thread of the forward pass, which has allocated its own already.
     """
     kind = str(Kind.WORKSPACES)
-    # A workspace that is freed and allocated again (recorded graphs) is not a lasting one.
+    # A workspace that is freed and allocated again (in CUDA graphs) is not permanent.
     freed = {move.stack for move in moves if type(move) is Free and move.stack.kind == kind}
     allocs = (move for move in moves if type(move) is Alloc and move.kind == kind)
     return [alloc for alloc in allocs if alloc.stack not in freed]
@@ -258,7 +260,7 @@ def split_update(moves: Sequence[Move]) -> SplitUpdate:
 
 
 UPDATING = ("clip", "update")
-"""Phases of a step after its passes."""
+"""Phases of a step after its forward and backward passes."""
 
 
 def _frees(moves: Sequence[Move]) -> Counter[Alloc]:
@@ -275,7 +277,7 @@ def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
     """Return the numbers of the gradients' memory blocks that these events would free, in order. Leave `live`
     unchanged.
     """
-    # A copy of the stacks, so that finding the gradients frees nothing.
+    # The search for gradients frees blocks, so it uses a copy of the stacks.
     trial = LiveSet()
     for stack, blocks in live.stacks.items():
         if stack.kind == Kind.GRADIENTS:

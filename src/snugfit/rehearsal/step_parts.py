@@ -29,8 +29,9 @@ class StepParts:
     """Simulate and join the parts of a step whose kernels are launched one by one."""
 
     can_be_spliced = True
-    """False if passes and update cannot be simulated separately, since updates run within the backward
-    pass."""
+    """True if passes and update can be simulated separately. False if weights are updated within the backward
+    pass.
+    """
 
     def as_written(self, setup: Setup, *, padded: bool) -> Setup:
         """Return the Setup under which forward and backward passes are simulated, on batches with or without

@@ -38,16 +38,18 @@ class Moment:
     """A point in a training step: the step, phase, module and operator that run."""
 
     phase: str
-    """`build`, `load`, `forward`, `backward`, `clip`, `update`, or a phase of a feature's step."""
+    """Phase of a step, or of the preparation: `build`, `load`, `forward`, `backward`, `clip`, `update`, or a
+    phase of a feature.
+    """
 
     module: str
-    """Dotted name of the module that ran, `` for the loop itself."""
+    """Dotted name of the module that ran; empty for the training loop itself."""
 
     operator: str
-    """The operator that ran, by torch's name."""
+    """Torch's name of the operator that ran, such as `aten::addmm`."""
 
     step: int = 1
-    """Number of the step in the run, from 1; 0 before the first."""
+    """Number of the step in the run, from 1; 0 before the first step."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with a mark that steps count from 1; objects of older versions count
@@ -59,7 +61,7 @@ class Moment:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the `Moment` (point in a step) that `to_json` of this version or an older one wrote."""
         own = {entry.name: document[entry.name] for entry in fields(cls) if entry.name in document}
-        # Older objects count steps from 0, and have no such mark.
+        # Documents of older versions count steps from 0, and have no key `counted_from`.
         own["step"] = own.get("step", 0) + 1 - document.get("counted_from", 0)
         return cls(**own)
 
@@ -73,44 +75,52 @@ class Footprint(JsonFields):
     """Peak bytes of a run, from building the model to the last step."""
 
     requested_bytes: int | None
-    """Bytes requested by tensors and kernels: `requested_bytes.all.peak` of the caching allocator."""
+    """Peak of the bytes that tensors and kernels request: `requested_bytes.all.peak` of the caching
+    allocator.
+    """
 
     allocated_bytes: int | None
-    """Bytes of the blocks handed out: rounded requests with the remainders of unsplit blocks.
-    `allocated_bytes.all.peak` of the caching allocator."""
+    """Peak of the bytes of allocated blocks: rounded requests with the remainders of unsplit blocks. It is
+    `allocated_bytes.all.peak` of the caching allocator.
+    """
 
     reserved_bytes: int | None
-    """Bytes that the caching allocator reserved on the device: `reserved_bytes.all.peak`."""
+    """Peak of the bytes that the caching allocator reserved on the device: `reserved_bytes.all.peak`."""
 
     nvml_bytes: int | None
-    """Bytes in use by this process as NVML counts them, without the driver's own reserve."""
+    """Bytes of GPU memory that NVML counts for this process, without the driver's own reserve."""
 
     context_bytes: int | None = None
     """Part of `nvml_bytes`: the CUDA context and the libraries loaded into it."""
 
     communication_bytes: int = 0
-    """Part of `nvml_bytes`: NCCL's buffers for exchanges with other GPUs. The exchanged tensors are counted
-    as kind `communication` instead."""
+    """Part of `nvml_bytes`: NCCL's buffers for exchanges with other GPUs. The exchanged tensors are not in
+    it; their kind is `communication`.
+    """
 
     managed_bytes: int = 0
     """Part of `nvml_bytes`: memory that the driver moves between host and GPU (paged optimizers), as far as
-    it fits. A step fits without it."""
+    it fits on the GPU. A step fits without it.
+    """
 
     host_bytes: int | None = None
-    """Largest resident memory of the process on the host."""
+    """Peak of the resident bytes of the process in host memory."""
 
     pinned_bytes: int | None = None
     """Part of `host_bytes`: page-locked memory for offloaded activations and for weights that the host
-    updates. It is None when a measurement cannot separate it."""
+    updates. It is None if a measurement cannot separate it.
+    """
 
     at: Moment | None = None
-    """Moment of the peak of requested bytes; None when a measurement cannot determine it."""
+    """Moment of the peak of requested bytes; None if a measurement cannot determine it."""
 
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by kind at that moment; their sum is `requested_bytes`."""
+    """Bytes by kind (such as weights or activations) at the moment of the peak; their sum is
+    `requested_bytes`.
+    """
 
     retries: int = 0
-    """Number of times that the allocator released its cached blocks to serve a request."""
+    """Number of times that the allocator released its cached blocks to satisfy a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +128,12 @@ class Timing(JsonFields):
     """Seconds of one optimizer step, measured after the first ones."""
 
     step_seconds: float
-    """Mean of the steady steps. Disturbed steps are left out, and so are the shortest and the longest
-    twentieth of the rest."""
+    """Mean seconds of the steady steps (those after the start-up). Disturbed steps are left out, and so are
+    the shortest and the longest twentieth of the rest.
+    """
 
     spread: float
-    """(90th percentile - 10th percentile) / mean of the steady steps."""
+    """Relative spread of the seconds of steady steps: (90th percentile - 10th percentile) / mean."""
 
     samples_per_second: float
     """Global batch size divided by `step_seconds`."""
@@ -131,13 +142,13 @@ class Timing(JsonFields):
     """Number of steady steps in this mean."""
 
     unstable: bool = False
-    """True when the spread is too large to trust the mean."""
+    """True if the spread of the seconds is too large to trust the mean."""
 
     seconds: tuple[float, ...] = ()
     """Seconds of each timed step."""
 
     every_seconds: float | None = None
-    """Mean that includes disturbed steps; None in results older than this field."""
+    """Mean seconds of the steady steps with the disturbed ones; None in results older than this field."""
 
     cpu_seconds: tuple[float, ...] = ()
     """CPU seconds of each timed step, summed over the threads of its process; empty in older results."""
@@ -153,22 +164,26 @@ class Startup(JsonFields):
     """Seconds from the start of the process until torch and the model's code are imported."""
 
     context_seconds: float
-    """Seconds to create the device's context and the group of several ranks; 0 for one process on a CPU."""
+    """Seconds to create the device's context, and the process group if several ranks train; 0 for one process
+    on a CPU.
+    """
 
     build_seconds: float
-    """Seconds to build model and optimizer on the device."""
+    """Seconds to construct model and optimizer on the device."""
 
     first_step_seconds: float
-    """Seconds of the first step, to its end on the device. It loads kernels and starts worker processes."""
+    """Seconds of the first step, to its end on the device. This step loads kernels and starts worker
+    processes.
+    """
 
     settling_seconds: float = 0.0
-    """Seconds of the further steps before the steady ones."""
+    """Seconds of the steps between the first one and the steady ones."""
 
     settling_steps: int = 0
-    """Number of those further steps."""
+    """Number of steps between the first one and the steady ones."""
 
     def total_seconds(self, step_seconds: float) -> float:
         """Return the seconds that the start-up adds to a run, beyond `step_seconds` for each of its steps."""
-        # The steps of the start-up are work too, so their steady length is not counted.
+        # Steps of the start-up do useful work too, so their steady seconds are subtracted.
         steps = self.first_step_seconds + self.settling_seconds - step_seconds * (1 + self.settling_steps)
         return self.imports_seconds + self.context_seconds + self.build_seconds + max(0.0, steps)

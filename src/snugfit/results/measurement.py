@@ -1,4 +1,4 @@
-"""A measurement: the bytes and seconds of one measured run, and how its process ended."""
+"""A measurement: the bytes and seconds of one measured run, and the outcome of its process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from snugfit.results.frame import Tabular
 from snugfit.techniques.recipe import Recipe
 
 LOWERED = 0.97
-"""Share of the GPU's highest clock below which a mean clock is reported (chosen)."""
+"""Share of the GPU's highest clock. Reports mention a mean clock below it (chosen)."""
 
 HIGH_DISTURBANCE = 0.2
-"""Share of disturbed checks of a CPU core above which reports mention it (chosen)."""
+"""Share of disturbed checks of a CPU core. Reports mention a larger share (chosen)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Device:
     uuid: str | None = None
     driver: str | None = None
     total_bytes: int | None = None
-    """Bytes of the device's memory, from NVML, or from torch where NVML does not answer."""
+    """Bytes of the device's memory, from NVML, or from torch if NVML is not available."""
     reserve_bytes: int | None = None
     """Bytes reserved by the driver itself; no process can use them."""
 
@@ -40,16 +40,17 @@ class GpuClock:
     """The SM clock of a GPU while steps were timed, from NVML."""
 
     mean_mhz: float
-    """The mean of all readings."""
+    """Mean of all readings of the clock, in MHz."""
     lowest_mhz: int
-    """The lowest of all readings."""
+    """Lowest of all readings of the clock, in MHz."""
     highest_mhz: int
-    """The highest clock that this GPU supports."""
+    """Highest clock that this GPU supports, in MHz."""
     readings: int
     """Number of readings of the clock."""
     reasons: Mapping[str, float] = field(default_factory=dict)
-    """NVML's reasons for a lower clock, each with its share of the readings. Keys: `power`, `heat`, `the
-    hardware`, `its settings`."""
+    """Reasons that NVML gives for a lower clock, each with its share of the readings. Keys: `power`, `heat`,
+    `the hardware`, `its settings`.
+    """
 
     @property
     def fall(self) -> str | None:
@@ -70,29 +71,32 @@ class GpuClock:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasured:
-    """The result of one rank of several; a value that a dead process did not report is None."""
+    """The result of one rank of several; a value is None if the process ended before it reported it."""
 
     rank: int
     """Number of the rank, from 0."""
     gpu_index: int | None
     """CUDA index of the rank's GPU; None on a CPU."""
     uuid: str | None
-    """UUID of the rank's GPU; None on a CPU, and where NVML does not answer."""
+    """UUID of the rank's GPU; None on a CPU, and if NVML is not available."""
     footprint: Footprint | None
-    """The rank's bytes at their peak."""
+    """Peak bytes of the rank."""
     step_seconds: float | None
-    """Mean seconds of its steady steps, as in `Timing`."""
+    """Mean seconds of the rank's steady steps, as in `Timing`."""
     contaminated: str | None = None
-    """Reason why the rank's GPU was shared with other processes; None where it was not."""
+    """Description of other processes that used the rank's GPU; None if there were none."""
     crowded: str | None = None
-    """Use of the host's cores by other processes, as in `Measurement`."""
+    """Description of other processes that used the host's cores, as in `Measurement`; None if there were
+    none.
+    """
     disturbed: float | None = None
-    """Share of the checks that found this rank's core disturbed, as in `Measurement`."""
+    """Share of the checks that found this rank's CPU core disturbed by another process, as in `Measurement`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(JsonDocument, Tabular):
-    """The result of one experiment in a process of its own."""
+    """Result of one measured run (experiment) in a separate process."""
 
     what: ClassVar = "measurement"
 
@@ -101,60 +105,69 @@ class Measurement(JsonDocument, Tabular):
     loop: str
     device: Device
     outcome: str
-    """`ok`, or the cause of death: `oom:torch`, `host-oom`, `signal:SEGV`, `timeout`, `exit:1`, `no-result`,
-    `bad-result`."""
+    """Result of the run: `ok`, or the cause of its end: `oom:torch`, `host-oom`, `signal:SEGV`, `timeout`,
+    `exit:1`, `no-result`, `bad-result`.
+    """
     footprint: Footprint | None
-    """Bytes at the peak; with several ranks, those of the rank with the largest NVML, else reserved, else
-    host bytes. `device` is its GPU."""
+    """Peak bytes. With several ranks, they are those of the rank with the largest NVML, else reserved, else
+    host bytes. `device` is its GPU.
+    """
     timing: Timing | None
-    """Seconds of the steps; with several ranks, those of the slowest."""
+    """Seconds of the steps; with several ranks, those of the slowest rank."""
     versions: Mapping[str, str]
     when: str
-    """Start of the measurement, ISO 8601 in UTC."""
+    """Start of the measurement: date and time by ISO 8601, in UTC."""
     startup: Startup | None = None
-    """The stages before the steady steps; None for a run that died, and in results older than this field."""
+    """Seconds of the stages before the steady steps; None for a run that failed, and in results older than
+    this field.
+    """
     first_context_bytes: int | None = None
-    """NVML bytes right after the first tiny tensor, before any kernel of the step was loaded."""
+    """GPU bytes (as NVML counts) right after the first tiny tensor, before any kernel of the step was loaded.
+    """
     smi_bytes: int | None = None
-    """nvidia-smi's used bytes, read at the same moment as `smi_nvml_bytes` for a comparison."""
+    """GPU bytes in use according to nvidia-smi. They are read at the same moment as `smi_nvml_bytes`, for a
+    comparison.
+    """
     smi_nvml_bytes: int | None = None
     contaminated: str | None = None
-    """Reason why the GPU was shared with other processes; None where it was not."""
+    """Description of other processes that used the GPU; None if there were none."""
     losses: tuple[float, ...] = ()
     crowded: str | None = None
-    """Sentence on other processes that used the host's cores while steps were timed and no core was free;
-    None otherwise. The seconds are then too long, even if they look stable."""
+    """Sentence on other processes that used all free cores of the host while steps were timed; None
+    otherwise. The seconds are then too long, even if they look stable.
+    """
     disturbed: float | None = None
     """Share of the checks in which another process disturbed the core that launches kernels
     (`measurement/quiet_core.py`). It is None on a CPU."""
     clock: GpuClock | None = None
-    """The GPU's clock while steps were timed; with several ranks, that of the slowest.
+    """The GPU's clock while steps were timed; with several ranks, that of the slowest rank.
 
-    It is None on a CPU, where NVML does not answer, and for less than 0.05 s of timed steps. Results older
-    than this field have None too.
+    It is None on a CPU, without NVML, and for less than 0.05 s of timed steps. Results older than this field
+    have None too.
     """
     host_loop_seconds: float | None = None
-    """Speed of the core that launches kernels, while steps ran: median seconds of a short loop of pure Python
-    on it. It is None on a CPU and in older measurements."""
+    """Median seconds of a short Python loop on the core that launches kernels, while steps ran: a measure of
+    its speed. It is None on a CPU and in older measurements.
+    """
     message: str = ""
-    """The last lines that a run wrote before it died."""
+    """Last lines that the run wrote before it failed; empty for a successful run."""
     gpus: int = 1
-    """Number of GPUs that trained together."""
+    """Number of GPUs that trained one model together."""
     ranks: tuple[RankMeasured, ...] = ()
-    """One entry for each of several ranks; empty for one process."""
+    """Measurement of each rank, if several trained; empty for one process."""
     fabric_seconds: float | None = None
-    """Seconds a step in which NCCL kernels ran on the first rank: the exchange of tensors, and the wait for
-    other ranks. Measured with torch's profiler in steps after the timed ones. It is None for one GPU, and on
-    a CPU."""
+    """Seconds per step in which NCCL kernels ran on the first rank: exchanges of tensors, and waits for other
+    ranks. torch's profiler measured them in steps after the timed ones. It is None for one GPU, and on a CPU.
+    """
     exposed_fabric_seconds: float | None = None
-    """Part of `fabric_seconds` in which no other kernel ran."""
+    """Seconds per step in which only NCCL kernels ran: a part of `fabric_seconds`."""
 
     results: Mapping[str, Any] = field(default_factory=dict)
     """Further results of an evaluation by name, such as its largest error; empty for training."""
 
     @property
     def ok(self) -> bool:
-        """True when the run ended without a fault."""
+        """True if the run ended without an error."""
         return self.outcome == "ok"
 
     @property
@@ -199,7 +212,7 @@ class Measurement(JsonDocument, Tabular):
         """Return the losses (null where one is not finite), and the seconds of an evaluation's calls, for the
         JSON document.
         """
-        # JSON has no NaN, which a diverged run's losses contain.
+        # JSON has no NaN, which the losses of a diverged run contain.
         return {"losses": finite_or_null(self.losses), "calls": self.calls}
 
     @classmethod

@@ -33,7 +33,7 @@ class TensorLine:
     """All tensors of one module, operator and dtype that are alive at the peak."""
 
     module: str
-    """Dotted name. Layers of one stack share a name: `bert.encoder.layer.*.attention`."""
+    """Dotted name of the modules. Layers of one stack share a name: `bert.encoder.layer.*.attention`."""
     operator: str
     phase: str
     kind: str
@@ -48,12 +48,12 @@ class CurvePoint:
     """Live bytes by category (weights, activations, ...) after one event (allocation or free) of a step."""
 
     position: float
-    """Share of the step's events up to this one, in [0, 1]."""
+    """Share of the step's allocations and frees up to this point, in [0, 1]."""
     phase: str
     live_bytes: int
     reserved_bytes: int
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """Live bytes by kind; their sum is `live_bytes`."""
+    """Allocated bytes by kind, such as weights or activations; their sum is `live_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,9 @@ class ModuleLine:
     """
 
     module: str
-    """Dotted name, folded as in `TensorLine`; empty for the training loop."""
+    """Dotted name of the modules, with one name for the layers of a stack as in `TensorLine`; empty for the
+    training loop.
+    """
     kind: str
     bytes: int
 
@@ -73,7 +75,7 @@ class OperatorLine:
     """Number of kernels, FLOPs and bytes of one group of operators in one phase of a step."""
 
     group: str
-    """`tensor contractions`, `statistical normalisations` or `element-wise`."""
+    """Operator group: `tensor contractions`, `statistical normalisations` or `element-wise`."""
     phase: str
     kernels: int
     flops: int
@@ -92,36 +94,40 @@ class Anatomy:
     curve: tuple[CurvePoint, ...]
     operators: tuple[OperatorLine, ...]
     syncs: int
-    """Number of waits for the device in the steady step (`.item()` and similar calls)."""
+    """Number of waits of the host for the device in a steady step (`.item()` and similar calls)."""
     modules: tuple[ModuleLine, ...] = ()
-    """All bytes at the peak, by module and kind, in descending order."""
+    """All bytes at the peak of a step, by module and kind, in descending order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPredicted:
-    """Predicted bytes of one rank, where ranks differ. Ranks of one pipeline stage are alike."""
+    """Predicted bytes of one rank (process), if ranks differ. Ranks of one pipeline stage have the same
+    bytes.
+    """
 
     rank: int
-    """The first rank of its stage."""
+    """Number of the first rank of this pipeline stage."""
     stage: int
-    """Pipeline stage of the rank, from 0; with several stages on the rank, the first."""
+    """Pipeline stage of the rank, from 0. If the rank has several stages, it is the first of them."""
     layers: int
-    """Number of layers of the rank."""
+    """Number of the model's layers that the rank computes."""
     requested_bytes: int
     """Bytes requested by the rank's tensors and kernels at the peak, as in `Footprint`."""
     allocated_bytes: int
-    """Bytes of the blocks handed out, as in `Footprint`."""
+    """Peak of the bytes of the rank's allocated blocks, as in `Footprint`."""
     reserved_bytes: int
-    """Bytes reserved by the caching allocator on the device."""
+    """Peak of the bytes that the rank's caching allocator reserves on the device."""
     nvml_bytes: int | None
-    """Bytes in use on the device; None where no context size is available."""
+    """GPU bytes (as NVML counts) in use by the rank; None if the size of the CUDA context is unknown."""
     idle_seconds: float | None = None
-    """Seconds of the step in which the rank waits for other stages; None where seconds are not predicted."""
+    """Seconds of the step in which the rank waits for other pipeline stages; None if seconds are not
+    predicted.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(JsonDocument, Tabular):
-    """The predicted bytes and seconds of a job under a recipe, and whether they fit."""
+    """Predicted bytes and seconds of a job under a recipe, and their comparison with the memory limit."""
 
     what: ClassVar = "prediction"
 
@@ -129,38 +135,46 @@ class Prediction(JsonDocument, Tabular):
     recipe: Recipe
     loop: str
     gpu: Gpu | None
-    """The model of each GPU, also where there are several."""
+    """Model of the GPU, or of each of several GPUs."""
     memory_bytes: int | None
-    """Memory limit: the GPU's memory without the driver's reserve, or the user's limit."""
+    """Limit of the memory in bytes: the GPU's memory without the driver's reserve, or the user's limit."""
     footprint: Footprint
     anatomy: Anatomy
     versions: Mapping[str, str]
-    """Versions of the packages in the simulation."""
+    """Versions of the packages with which the step was simulated."""
     doubts: tuple[str, ...] = ()
-    """Warnings about the less certain parts of this prediction."""
+    """Warnings about the less certain parts of this prediction, as sentences."""
     read_in_full: bool = True
-    """False if parts of the user's configuration that may change the answer were not read."""
+    """False if parts of the user's configuration were not read that may change the prediction."""
     timing: StepSeconds | None = None
-    """Seconds of the steady step; None without a named GPU, or without rates of it."""
+    """Seconds of the steady step (equal to all later ones); None without a GPU model, or if its rates are
+    unknown.
+    """
     headroom_bytes: int = 0
-    """Bytes of the memory that should stay free."""
+    """Bytes of the memory limit that should stay free."""
     startup: Startup | None = None
-    """The start-up; None where seconds are not predicted, and outside the plain loop."""
+    """Seconds of the start-up; None if seconds are not predicted, and for other loops than the plain one."""
     timeline: tuple[PhaseSpan, ...] = ()
-    """The work of host and device in the steady step, phase by phase; empty where seconds are not
-    predicted."""
+    """Times at which host and device work on each phase of the steady step; empty if seconds are not
+    predicted.
+    """
     gpus: int = 1
-    """Number of GPUs that train together. Bytes and kernels are those of one GPU; samples per second are of
-    all."""
+    """Number of GPUs that train one model together. Bytes and kernels are those of one GPU; samples per
+    second are those of all.
+    """
     rank: int = 0
-    """The rank of these bytes: the one that needs the most, where ranks differ."""
+    """Number of the rank with these bytes. If ranks differ, it is the one that needs the most memory."""
     ranks: tuple[RankPredicted, ...] = ()
-    """One entry for each group of ranks that differ: the first stage, the stages between, the last stage.
-    Empty where all ranks are alike."""
+    """One prediction for each pipeline stage with different work: the first stage, the stages between, the
+    last stage. Empty if all ranks have equal work.
+    """
     software: str = "installed"
-    """`installed`, or the name of an emulated software profile."""
+    """`installed`, or the name of the software profile (versions of packages) that the prediction emulates.
+    """
     ways_out: WaysOut | None = None
-    """The cheapest changes that fit; None if the step fits, or if they were not computed."""
+    """Cheapest changes of the recipe with which the step would fit; None if it fits, or if they were not
+    computed.
+    """
 
     @property
     def needed_bytes(self) -> int:
@@ -168,13 +182,13 @@ class Prediction(JsonDocument, Tabular):
         unknown, they are the allocator's reserved bytes.
         """
         footprint = self.footprint
-        # Managed pages may stay on the host, so a step fits without them.
+        # Managed memory pages may stay on the host, so a step fits without them.
         fixed = (footprint.nvml_bytes or 0) - footprint.managed_bytes
         return fixed or footprint.reserved_bytes or footprint.requested_bytes or 0
 
     @property
     def spare_bytes(self) -> int | None:
-        """Free bytes of the memory limit, negative when the step does not fit; None without a limit."""
+        """Free bytes of the memory limit, negative if the step does not fit; None without a limit."""
         return None if self.memory_bytes is None else self.memory_bytes - self.needed_bytes
 
     @property
@@ -189,7 +203,7 @@ class Prediction(JsonDocument, Tabular):
 
     @property
     def speed(self) -> StepSpeed | None:
-        """The speed of the step; None where seconds are not predicted."""
+        """Speed of the step; None if its seconds are not predicted."""
         timing = self.timing
         if timing is None:
             return None
@@ -214,8 +228,8 @@ class Prediction(JsonDocument, Tabular):
         return [asdict(line) | {"kind": str(line.kind)} for line in self.anatomy.kinds]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the computed values of the JSON document: the seconds with their speed, and whether the step
-        fits.
+        """Return the computed values of the JSON document: the seconds with their speed, and the comparison
+        with the memory limit.
         """
         timing = self.timing and self.speed and self.timing.to_json() | asdict(self.speed)
         verdict: dict[str, Any] = {"fits": self.fits, "tight": self.tight, "spare_bytes": self.spare_bytes}

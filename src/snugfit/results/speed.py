@@ -1,7 +1,7 @@
 """The speed of a step: its seconds with their spread, samples and tokens a second, and MFU.
 
 The spread is the range of nine in ten measured steps. The errors are `predicted / measured - 1`, grouped by
-the predicted bound of the step. They come from the 66 drawn steps of seed 20261124 on an H200, predicted
+the predicted bottleneck of the step. They come from the 66 drawn steps of seed 20261124 on an H200, predicted
 after its calibration (README.md and docs/accuracy.md).
 """
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 GPU_BOUND = 0.064
 HOST_BOUND = 0.204
 ANY_BOUND = 0.170
-"""Spread of predicted seconds for a step without a predicted bound, as errors."""
+"""Relative spread of predicted seconds around measured ones, for a step without a predicted bottleneck."""
 
 SCALED = 0.35
-"""Spread of predicted seconds for a GPU with rates scaled by data sheet. The guide's published speeds of a
-V100 are within it (dev/seconds.md)."""
+"""Relative spread of predicted seconds around measured ones, for a GPU with rates scaled by data sheet. The
+speeds of a V100 in Hugging Face's guide are within it (dev/seconds.md).
+"""
 
 _ERRORS = {"host": HOST_BOUND, "loading": HOST_BOUND, "": ANY_BOUND}
 
@@ -30,26 +31,27 @@ class StepSpeed:
     """The speed of a predicted step; None for each value that is not predicted."""
 
     step_seconds: float
-    """Seconds of the steady step; 0 where they are not predicted."""
+    """Seconds of the steady step (equal to all later ones); 0 if they are not predicted."""
 
     low_seconds: float | None = None
-    """Lower limit of the seconds of nine in ten measured steps; None where there is no spread."""
+    """Lower limit of the seconds of nine in ten measured steps; None if the spread is unknown."""
 
     high_seconds: float | None = None
-    """Upper limit of the seconds of nine in ten measured steps; None where there is no spread."""
+    """Upper limit of the seconds of nine in ten measured steps; None if the spread is unknown."""
 
     samples_per_second: float
     """Global batch size divided by `step_seconds`."""
 
     tokens_per_second: float | None = None
-    """Tokens, with padding; None where a batch has no tokens."""
+    """Tokens per second, with padding; None if a batch has no tokens."""
 
     mfu: float | None = None
-    """Model FLOPs utilisation (`StepSeconds.mfu`); None without a peak of the data sheet."""
+    """Model FLOPs utilisation (`StepSeconds.mfu`), from 0 to 1; None without a peak FLOP/s in the data sheet.
+    """
 
     @property
     def samples_range(self) -> tuple[float, float] | None:
-        """Samples per second at `high_seconds` and at `low_seconds`; None where there is no spread."""
+        """Samples per second at `high_seconds` and at `low_seconds`; None if the spread is unknown."""
         if self.low_seconds is None or self.high_seconds is None:
             return None
         samples = self.samples_per_second * self.step_seconds
@@ -61,8 +63,8 @@ def speed_of(
 ) -> StepSpeed:
     """Return the speed of a step of the job with `seconds` as its predicted length.
 
-    `bound` is the limit of the step (`StepSeconds.bound`; empty for none). `measured_rates` is True for a
-    measured GPU and False for scaled rates; None gives no spread.
+    `bound` is the bottleneck of the step (`StepSeconds.bound`; empty for none). `measured_rates` is True for
+    a measured GPU and False for scaled rates; None gives no spread.
     """
     error = _ERRORS.get(bound, GPU_BOUND) if measured_rates else SCALED
     known = measured_rates is not None and seconds > 0

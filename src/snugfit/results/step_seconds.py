@@ -21,19 +21,21 @@ class PhaseSeconds:
     """Seconds of one group of operators, such as matrix products, in one phase of a step."""
 
     phase: str
-    """`load`, `forward`, `backward`, `clip` or `update`."""
+    """Phase of a step: `load`, `forward`, `backward`, `clip` or `update`."""
 
     group: str
-    """The operator group, by its name in `rehearsal/record/kernels.py`."""
+    """Name of the operator group, as in `rehearsal/record/kernels.py`."""
 
     device_seconds: float
-    """Sum of the kernels' seconds on the device."""
+    """Sum of the seconds in which the device runs the kernels of this phase and group."""
 
     host_seconds: float
-    """Sum of the host's seconds to launch the kernels."""
+    """Sum of the seconds in which the host launches the kernels of this phase and group."""
 
     roofline_seconds: float
-    """Lower limit by data sheet: for each kernel the larger of arithmetic and memory traffic at its peaks."""
+    """Lower limit of the seconds by the GPU's data sheet. For each kernel it is the larger of arithmetic and
+    memory traffic at peak speed.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +46,17 @@ class PhaseSpan:
     """Resource that works: `host` or `device`."""
 
     phase: str
-    """`load`, `forward`, `backward`, `clip` or `update`."""
+    """Phase of a step: `load`, `forward`, `backward`, `clip` or `update`."""
 
     start_seconds: float
-    """Start of the launch, or of the run on the device, of the phase's first kernel."""
+    """Second of the step at which the launch, or the run on the device, of the phase's first kernel begins.
+    """
 
     end_seconds: float
-    """End of the launch, or of the run on the device, of the phase's last kernel."""
+    """Second of the step at which the launch, or the run on the device, of the phase's last kernel ends."""
 
     busy_seconds: float
-    """Part of the span in which the host or the device works rather than waits."""
+    """Seconds of the span in which the host or the device works and does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +64,13 @@ class StepSeconds(JsonFields):
     """Predicted seconds of a step, with their causes."""
 
     step_seconds: float
-    """Seconds between the ends of two steady steps."""
+    """Seconds between the ends of two steady steps (those after the start-up, all equal)."""
 
     samples_per_second: float
     """Global batch size divided by `step_seconds`."""
 
     device_seconds: float
-    """Seconds of the step in which the device works."""
+    """Seconds of the step in which the device runs kernels."""
 
     host_seconds: float
     """Seconds of the step in which the host works, without its waits for the device."""
@@ -76,34 +79,39 @@ class StepSeconds(JsonFields):
     """Seconds by phase and operator group."""
 
     bound: str
-    """The limit of the step: the cause of most of the device's idle time, or else its longest operator group.
+    """Bottleneck of the step: the cause of most of the device's idle time, or else the operator group with
+    the most seconds.
 
-    `host`: the device waits for the host to launch work. `loading`: all wait for the worker processes that
-    make batches. `link`: the device waits for activations between it and the host's memory. `communication`:
-    it waits for exchanges with other GPUs. `pipeline`: it waits for other stages of the layers.
+    `host`: the device waits for the host to launch work. `loading`: host and device wait for the worker
+    processes that prepare batches. `link`: the device waits for copies of activations to or from host memory.
+    `communication`: it waits for exchanges with other GPUs. `pipeline`: it waits for other pipeline stages.
     """
 
     measured_rates: bool
-    """True if the GPU's rates were measured; False if they were scaled from another GPU by data sheet."""
+    """True if the GPU's rates (speeds of kernels) were measured; False if they were scaled from another GPU's
+    by data sheet.
+    """
 
     peak_seconds: float = 0.0
-    """Seconds of the model's arithmetic at the data sheet's peaks. Counted are the contractions of forward
-    and backward passes, each in its precision, without recomputation. 0: no peak is available."""
+    """Seconds of the model's arithmetic at the peak FLOP/s of the data sheet; 0 if it has none. The
+    arithmetic is the contractions of forward and backward passes, each in its precision, without
+    recomputation.
+    """
 
     link_seconds: float = 0.0
-    """Seconds of transfers of activations to or from the host's memory, in parallel with the computation."""
+    """Seconds of copies of activations to or from host memory, in parallel with the computation."""
 
     communication_seconds: float = 0.0
-    """Sum of the seconds of exchanges with other GPUs, each run alone."""
+    """Sum of the seconds of exchanges with other GPUs, if each ran alone."""
 
     exposed_communication_seconds: float = 0.0
-    """Seconds of exchanges that the computation does not hide: they lengthen the step."""
+    """Seconds by which exchanges with other GPUs lengthen the step, since no computation runs in parallel."""
 
     idle_seconds: float = 0.0
     """Seconds of the step in which this GPU waits for other pipeline stages."""
 
     bubble: float = 0.0
-    """The share of all GPUs' time spent in waits for other stages, in [0, 1)."""
+    """Share of all GPUs' time in which they wait for other pipeline stages, in [0, 1)."""
 
     @property
     def scaling_efficiency(self) -> float | None:
@@ -112,7 +120,7 @@ class StepSeconds(JsonFields):
         """
         if not self.communication_seconds or not self.step_seconds:
             return None
-        # Hidden exchanges do not lengthen the step.
+        # Exchanges that run in parallel to computation do not lengthen the step.
         return 1 - self.exposed_communication_seconds / self.step_seconds
 
     @property

@@ -12,28 +12,31 @@ class WayOut:
     """A change of the recipe with which the step fits, and its predicted memory and time."""
 
     recipe: str
-    """The whole recipe in the notation of recipes."""
+    """Whole changed recipe as text, such as `bf16 + every_layer`."""
 
     changes: tuple[str, ...]
-    """Techniques that replace some of the recipe that does not fit."""
+    """Techniques that replace some of the techniques of the recipe that does not fit."""
 
     needed_bytes: int
-    """Bytes that must be free on the device."""
+    """Bytes that must be free on the GPU for the changed recipe."""
 
     spare_bytes: int
-    """Bytes of the memory that the changed recipe leaves free."""
+    """Bytes of the memory limit that the changed recipe leaves free."""
 
     step_seconds: float | None
-    """Seconds of the steady step; None if they are not predicted."""
+    """Seconds of a step of the changed recipe, after the first ones; None if they are not predicted."""
 
     slowdown: float | None
-    """Share by which the step takes longer than before; below 0 for a faster step, None without seconds."""
+    """Relative increase of the seconds per step by the changes; negative if the step becomes faster, None
+    without seconds.
+    """
 
     fidelity: str
-    """Lowest fidelity of the changes: `same`, `rounds` or `learns`."""
+    """Lowest fidelity (numerical closeness to the plain step) of the changes: `same`, `rounds` or `learns`.
+    """
 
     tight: bool = False
-    """True if the changed recipe leaves less than the headroom."""
+    """True if the changed recipe leaves less memory free than the requested headroom."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +44,19 @@ class LargerGpu:
     """The GPU model with the least memory that a recipe fits, with its predicted figures there."""
 
     gpu: str
-    """Short name of the GPU."""
+    """Short name of the GPU, such as `H200-SXM`."""
 
     memory_bytes: int
-    """Bytes available to processes."""
+    """Bytes of the GPU's memory that processes can use."""
 
     recipe: str
-    """Recipe that fits there: the given one, or else the smallest that was found."""
+    """Recipe that fits the GPU: the given one, or else the smallest that was found."""
 
     needed_bytes: int
-    """Bytes that must be free on the device."""
+    """Bytes that must be free on the GPU for this recipe."""
 
     step_seconds: float | None
-    """Seconds of the steady step; None if they are not predicted."""
+    """Seconds of a step of this recipe, after the first ones; None if they are not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,9 @@ class WaysOut(JsonFields):
     """The cheapest changes with which a step fits."""
 
     ways: tuple[WayOut, ...] = ()
-    """Changes, those of the recipe's fidelity first, then the least slowdown, then the fewest changes."""
+    """Changed recipes that fit. Those of the original fidelity come first, then the least slowdown, then the
+    fewest changes.
+    """
 
     larger_gpu: LargerGpu | None = None
-    """A larger GPU, if no change was found."""
+    """Larger GPU on which a recipe fits, if no change was found."""

@@ -48,7 +48,7 @@ T = TypeVar("T")
 FRONT_ENDS = ("plain", "accelerate", "trainer", "fit", "custom_loop", "script")
 
 CORE_HANDLERS: tuple[Handler, ...] = (
-    AttentionHandler(),  # before the weights: of a live model it may still be refused
+    AttentionHandler(),  # before the weights, since it may refuse a live model
     WeightsDtypeHandler(),
     MatmulHandler(),
     CheckpointHandler(),
@@ -66,12 +66,12 @@ HANDLERS: tuple[Handler, ...] = tuple(
         key=lambda handler: handler.stage,
     )
 )
-"""One handler for each field of `Setup`, in the order of their stages."""
+"""Handlers (one for each field of `Setup`), in the order of their stages."""
 
 REFUSED: Mapping[tuple[str, str], str] = {
     (front_end, handler.wish): reason for handler in HANDLERS for front_end, reason in handler.refused.items()
 }
-"""Fields of `Setup` that a front-end cannot implement, by front-end and field, with the reason."""
+"""Reasons why a front-end cannot implement a field of `Setup`, by (front-end, field)."""
 
 _PLAIN = Setup()
 
@@ -155,7 +155,7 @@ def is_adapted(setup: Setup) -> bool:
     adapters.
     """
     return any(
-        handler.stage < InstallStage.DISTRIBUTE  # a part of a model has the model's weights
+        handler.stage < InstallStage.DISTRIBUTE  # a part of the model has the whole model's weights
         # A handler that inherits the method replaces no model.
         and type(handler).replace_model is not Handler.replace_model
         for handler, _ in _used(setup)
@@ -163,8 +163,8 @@ def is_adapted(setup: Setup) -> bool:
 
 
 def built_on(setup: Setup, job: Job) -> Collection[str]:
-    """Return where the settings require the model to be built: `host`, `stays`, or both (`Handler.built_on`).
-    Empty for its training device.
+    """Return the places where the settings require the model to be built: `host`, `stays`, or both
+    (`Handler.built_on`). Empty for its training device.
     """
     return {handler.built_on(value, job) for handler, value in _used(setup)} - {""}
 

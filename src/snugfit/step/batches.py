@@ -3,11 +3,10 @@
 A simulation needs no workers and no pinned memory, since its batches are never copied. It reads little of
 their content either, so one sample represents all: a batch is that sample, expanded. Thus a search can
 simulate batches that would not fit on the host. A batch records the samples that it represents, and
-`REAL_VALUES` of its tensors returns their content. Every other batch comes from the loader that the Setup
-chooses.
+`REAL_VALUES` of its tensors returns their content. All other batches come from the loader of the Setup.
 
-Pictures and sound are fp32. A model with weights of another dtype takes them only in that dtype when no
-autocast casts them. So each sample is cast on the host, as users do who train in bfloat16 throughout.
+Pictures and sound are fp32. Without autocast, a model with weights of another dtype accepts them only in that
+dtype. So each sample is cast on the host, as users do who train in bfloat16 throughout.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 SAMPLES = 512
-"""Size of the synthetic dataset, as in the guide (512 sequences)."""
+"""Number of samples in the synthetic dataset, as in Hugging Face's guide."""
 
 EPOCH = 1_000
-"""Optimizer steps in an epoch of the plain loop. Each epoch starts the loader's workers again, which a
-measured step must not pay for more often than a real one. Samples are made on access."""
+"""Number of optimizer steps in an epoch of the plain loop. Each epoch starts the loader's workers again.
+Measured steps should include this as rarely as real ones. Samples are created on access.
+"""
 
 
 def dataset_size(job: Job, device: torch.device, steps: int = 1) -> int:
@@ -100,9 +100,9 @@ def collate(samples: list[Any]) -> Any:
 def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Callable[[list[Any]], Any]:
     """Return the function that joins samples into a batch.
 
-    In a simulation, it repeats the first sample without a copy. Samples of a user's example are joined as
-    they are, since their content may decide the work of a step. `always_mask` adds an attention mask of ones
-    to batches without padding.
+    In a simulation, it repeats the first sample without a copy. Samples of a user's example are joined
+    unchanged, since the work of a step may depend on their content. `always_mask` adds an attention mask of
+    ones to batches without padding.
     """
     if always_mask:
         unmasked = collator(job, device)
@@ -114,7 +114,7 @@ def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Ca
 
     def repeat_first(samples: list[Any]) -> Any:
         batch = {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
-        # Real samples are made only if a model reads their values, and once for all inputs.
+        # Real samples are created only if a model reads their values, and once for all inputs.
         few = range(min(len(samples), SAMPLES))
         real = functools.cache(lambda: collate([samples[index].real() for index in few]))
         for name, value in batch.items():
@@ -209,7 +209,7 @@ def micro_batches(
 
 
 def place(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copy the batch to the device, asynchronously if its memory is pinned. Values that are no tensors (a
+    """Copy the batch to the device, asynchronously if its memory is pinned. Values that are not tensors (a
     switch, a name) are unchanged.
     """
     import torch
@@ -240,7 +240,7 @@ def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
         full.append(
             {name: _fill_up(name, value, samples, length) for name, value in {**more, **piece}.items()}
         )
-    idle = {**full[0], "labels": full[0]["labels"].clamp(min=0)}  # a mean over nothing is no number
+    idle = {**full[0], "labels": full[0]["labels"].clamp(min=0)}  # a mean over no labels would be NaN
     full += [idle] * (count - len(full))
     return {
         name: torch.cat([piece[name] for piece in full]) if torch.is_tensor(value) else value

@@ -41,15 +41,15 @@ def build_model(
     """Return the model, built, adapted and wrapped for the Setup, on `device`. Its weights are random or
     those of the folder `weights`; `on_loaded` receives the names that the folder is missing.
 
-    A model that is built on the host and then moved makes its device tensors in the order of its modules. A
-    simulation has no host: it builds while its recorder is off, and then moves. A feature makes its own kind
-    of weights on the device.
+    If a model is built on the host and then moved, its device tensors are allocated in the order of its
+    modules. A simulation has no host: it builds while its recorder is off, and then moves. A feature's own
+    kind of weights is created on the device.
 
     Three kinds of models are built on the host and not moved here. If the host keeps the weights, the model
-    stays there until it is distributed to its processes. If it `stays`, the code that shards it moves it. If
-    it is cut into stages, it is cut on the host.
+    stays there until it is distributed to its processes. If it `stays`, the code that shards it also moves
+    it. A model for pipeline stages is split on the host.
     """
-    # Such weights are made on the device, and not moved there.
+    # Such weights are created on the device, and not copied to it.
     on_host = on_host and "construct" not in model_arguments(setup)
     places = built_on(setup, job)
     stays = stays or STAYS in places
@@ -73,16 +73,17 @@ def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoad
 
 
 def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:
-    """Return True if a build on the host would keep each process from having the whole model on its device
-    first.
+    """Return True if the model, built on the host, is sharded or split before any process has it on its
+    device.
     """
     on_host = replace(job, build_on="host")
     return STAYS not in built_on(setup, job) and STAYS in built_on(setup, on_host)
 
 
 def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:
-    """Raise `JobError` for a model whose code makes parameters on the CPU on any device (XLNet's
-    `torch.FloatTensor`). Such a model must be built on the host and moved."""
+    """Raise `JobError` for a model whose code creates parameters on the CPU regardless of the device (XLNet's
+    `torch.FloatTensor`). Such a model must be built on the host and moved.
+    """
     left = [name for name, parameter in model.named_parameters() if parameter.device.type != device.type]
     if left:
         more = f" and {len(left) - 1} more parameters" if len(left) > 1 else ""
@@ -102,7 +103,7 @@ def _host(device: torch.device) -> Iterator[None]:
         with torch.device("cpu"):
             yield
         return
-    # The recorder of a simulation is a dispatch mode, and must not see tensors of the host.
+    # The recorder of a simulation is a dispatch mode, which must not record tensors of the host.
     with _disable_current_modes(), torch.device("meta"):
         yield
 
@@ -110,9 +111,9 @@ def _host(device: torch.device) -> Iterator[None]:
 def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Move the model to the device, as `model.to(device)`.
 
-    On `meta` that would do nothing, so each tensor is made again in the order of `Module._apply`. A tied
-    weight, which `_apply` meets twice, is made once. Tensors that a feature holds next to a weight are made
-    before it.
+    On `meta` that would do nothing, so each tensor is created again in the order of `Module._apply`. A tied
+    weight, which `_apply` visits twice, is created once. Tensors that a feature stores next to a weight are
+    created before it.
     """
     import torch
 
@@ -139,7 +140,7 @@ def build_optimizer(
     """Return the optimizer over the trainable parameters, in one group or in the job's decay groups.
 
     Without a `weight_decay` the optimizer uses its own default, and 0.01 for the groups that decay. Raises
-    `UsageError` when no parameter is trainable, or when the optimizer has no weight decay but one is given.
+    `UsageError` if no parameter is trainable, or if a weight decay is given for an optimizer without one.
     """
     wish = setup.optimizer
     groups: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -162,7 +163,7 @@ def build_optimizer(
 
 
 NEVER_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""Patterns of the names of parameters without weight decay: biases and norms."""
+"""Regular expressions of the names of parameters without weight decay: biases and norms."""
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:

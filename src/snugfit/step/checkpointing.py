@@ -3,15 +3,15 @@
 All checkpoints are non-reentrant (`torch.utils.checkpoint`, `use_reentrant=False`). So hooks, keyword
 arguments and unused inputs work, and peft needs no input that requires a gradient.
 
-Single layers are recomputed by transformers' own switch where the model has one, because its users run that.
-torch's own checkpoint wrapper wraps all other layers. Among these are layers with a replaced forward pass,
-since the switch may be inside of the replacement.
+If a model has transformers' own switch, it recomputes single layers, as for transformers' users. torch's own
+checkpoint wrapper wraps all other layers. Among these are layers with a replaced forward pass, since the
+switch may be inside of the replacement.
 
 No library recomputes spans of several layers. A model calls its layers one by one, each with arguments of its
 own (a sliding layer's mask differs from its neighbour's). So the first layers of a span only record their
-call and return their input. The last layer runs all recorded calls inside one checkpoint. That is right
-exactly when every layer returns one tensor, which the model passes to the next layer unchanged. So each layer
-of a span checks that its input is the tensor that the layer before it returned. Any other model is refused.
+call and return their input. The last layer runs all recorded calls inside one checkpoint. That is correct
+only if every layer returns one tensor, which the model passes to the next layer unchanged. So each layer of a
+span checks that its input is the tensor that the layer before it returned. Any other model is refused.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import CheckpointWish
 
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
-"""Names of transformers' checkpointing switch in several versions, the newest first."""
+"""Names of the attribute with which transformers' versions switch checkpointing on, the newest first."""
 
 
 ELSEWHERE = "of_another_stage"
-"""Attribute of a placeholder module, for a layer that another pipeline stage has."""
+"""Name of an attribute of a placeholder module, which replaces a layer of another pipeline stage."""
 
 
 def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
-    """Make the chosen layers of `model` keep only their inputs, in place. Raises `RecipeError` when the model
+    """Make the chosen layers of `model` keep only their inputs, in place. Raises `RecipeError` if the model
     has no stack of layers, or its layers cannot be recomputed in groups (spans).
     """
     stacks = layer_stacks(model)
@@ -142,7 +142,7 @@ def _checkpoint_single(
             raise RecipeError(
                 f"{str(error).rstrip('.')}, says transformers. Try {roster.plain(Slot.CHECKPOINTING).name!r}."
             ) from None
-    # The switch also turns on layers that were not chosen, such as every second one.
+    # The switch also turns on layers that were not chosen, such as the others of every second layer.
     chosen = {id(layer) for layer in layers}
     own = {id(layer) for stack in layer_stacks(model) for layer in stack}
     for module in model.modules():
@@ -193,14 +193,14 @@ _CACHES: Mapping[str, Any] = {
     "past_key_value": None,
     "layer_past": None,
 }
-"""Names of layers' arguments for a cache, each with the value for no cache."""
+"""Arguments of a layer that pass a key-value cache, each with the value for no cache."""
 
 
 def without_cache(
     arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace caches of keys and values by None, since the recomputation would write them a second time. Some
-    models pass a cache by position (GPT-2) or under another name (XLM).
+    """Return a layer's arguments with None in place of key-value caches, since the recomputation would write
+    these again. Some models pass a cache by position (GPT-2) or under another name (XLM).
     """
     cache = _of_transformers("cache_utils", "Cache")
     uncached = tuple(None if isinstance(one, cache) else one for one in arguments)
@@ -230,7 +230,8 @@ def _blaming(spans: Sequence[_Span], forward: Callable[..., Any]) -> Callable[..
         except RecipeError:
             raise
         except Exception:
-            # A span with noted calls has not reached its last layer, so the model failed between its layers.
+            # A span with recorded calls has not reached its last layer, so the model failed between its
+            # layers.
             half_done = [span for span in spans if span.noted]
             for span in half_done:
                 span.noted.clear()
@@ -249,7 +250,7 @@ class _Span:
     def __init__(self, forwards: list[Callable[..., Any]], name: str) -> None:
         self.forwards, self.name = forwards, name
         self.noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.handed_on = 0  # the identity of the tensor, which is not kept alive
+        self.handed_on = 0  # id of the passed tensor, which is not kept alive
 
     def refusal(self) -> RecipeError:
         """Return the error for a model whose layers cannot be recomputed as a span."""
@@ -274,7 +275,7 @@ class _Span:
             self.noted.append(without_cache(tuple(arguments), keywords))
             if index < len(self.forwards) - 1:
                 return hidden
-            # A copy, because the recomputation needs the calls after the list is cleared.
+            # The list is copied, because the recomputation needs the calls after it is cleared.
             calls = list(self.noted)
             self.noted.clear()
             return self._run(hidden, calls)

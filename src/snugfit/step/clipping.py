@@ -1,8 +1,4 @@
-"""The norm of gradients, and gradient clipping.
-
-A process has whole weights and gradients, unless a feature shards them (`Feature.tensor_parts`). An optimizer
-that clips within its update (`clips_inside`) has `gradient_norm` and `clip_by`.
-"""
+"""Norm of the gradients, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -82,7 +78,7 @@ def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) ->
 
 def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, optimizer: Any = None) -> None:
     """Clip gradients to the norm `most`, given their current `norm`. An optimizer that clips within its
-    update only gets the two numbers; its step must be next.
+    update only receives the two numbers. Its `step` must be called next.
     """
     import torch
 

@@ -12,20 +12,22 @@ if TYPE_CHECKING:
     import torch
 
 SLAB_BYTES = 128 << 20
-"""Bytes of page-locked memory allocated at once: a power of two, since torch rounds up to one."""
+"""Bytes of page-locked host memory in one allocation (slab). They are a power of two, since torch rounds up
+to one.
+"""
 
 ALIGNMENT = 512
-"""Bytes to which the start of each extent in a slab is aligned."""
+"""Bytes to a multiple of which the start of each extent in a slab is aligned."""
 
 STAGED_BYTES = 64 << 20
-"""Bytes of weights, and of gradients, staged on the host at a time where the host updates them. The number is
-chosen: small beside any model, but a copy takes a hundred times as long as its launch.
+"""Bytes of weights, and of gradients, that are copied to the host at a time if the host updates them
+(chosen). They are few compared with a model. Their copy takes a hundred times as long as its launch.
 """
 
 MANAGED_STEP = 128 * MIB
-"""Step, in bytes, in which NVML counts managed memory on the GPU. Source: ten runs with paged optimizers on
-two H100s, with 5 MB to 3.6 GB of states. Each differs by at most 4 MiB (results/accuracy-seed2511.json,
-accuracy-seed2611.json).
+"""Granularity in bytes with which NVML counts managed memory on the GPU. Source: ten runs with paged
+optimizers on two H100s, with 5 MB to 3.6 GB of states. Each run differs from the computed bytes by at most 4
+MiB (results/accuracy-seed2511.json, accuracy-seed2611.json).
 """
 
 
@@ -118,4 +120,4 @@ class MetaLink:
     data moves."""
 
     observer: ClassVar[LinkObserver] = LinkObserver()
-    """Observer that receives each copy; a simulation sets it."""
+    """Observer that receives each copy between GPU and host. A simulation sets it."""

@@ -2,10 +2,10 @@
 
 The type is checked first, then the message, from the outermost exception inwards along its causes. Messages
 count only in exceptions of the kinds that torch and its libraries raise (RuntimeError and its subclasses).
-They count only from the beginning of a line: a file name or a user's ValueError may mention memory too.
+They count only at the beginning of a line, since a file name or a user's ValueError may mention memory too.
 
 A comment at each message names its source: `binary` is the installed library, `log` published logs or issues,
-`met` a test here. `unseen` messages are written from memory and not yet observed.
+`met` a run of the tests. `unseen` messages are written from memory and not yet observed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Iterator
 HOST_OOM = "host-oom"
 
 _LINE = r"^(?:[\w.]+(?:Error|Exception): )*"
-"""Regular expression of a message line's beginning, with names of exceptions where another exception quotes
-this one (inductor does)."""
+"""Regular expression of the beginning of a message's line. It accepts names of exceptions, since other
+exceptions (inductor's) quote this one.
+"""
 
 MESSAGES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (cause, re.compile(_LINE + pattern, re.MULTILINE))
@@ -48,7 +49,8 @@ def memory_cause(error: BaseException) -> str | None:
     """Return a word for the memory that ran out, of the device (`oom:WHO`) or of the host (`host-oom`)
     (`measurement/causes.py`); None for errors without a memory cause.
 
-    Memory is checked before mistakes: a model that fails to build for want of memory raises a config error.
+    Memory is checked before other causes, since transformers reports a lack of memory during construction as
+    a config error.
     """
     for link in _chain(error):
         cause = _by_type(link) or _by_message(link)

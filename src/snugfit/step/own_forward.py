@@ -1,7 +1,7 @@
 """A replacement of one module's forward method that does not keep the module alive.
 
-A module that holds its own bound method forms a reference cycle. Once dropped, its weights stay on the GPU
-until Python's garbage collector runs. The collector counts objects and not their size.
+A module with its own bound method as an attribute forms a reference cycle. After its last use, its weights
+stay on the GPU until Python's garbage collector runs. The collector counts objects and not their size.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class OwnForward:
 
 
 def forward_of(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the module's current forward method, in a wrapper so that the module itself can hold it without
-    a cycle.
+    """Return the module's current forward method, in a wrapper that the module can store without a reference
+    cycle.
     """
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:

@@ -5,8 +5,8 @@ run the model and take its loss, scaled to the global batch. Run backward. Then 
 clips), step the optimizer, and drop the gradients (`set_to_none=True`). fp16 goes through a GradScaler.
 
 The loss is scaled by the micro-batch's share of the counted items: samples, or tokens with a label. The host
-counts them before the batch is placed, so micro-batches equal the whole batch also with uneven padding. A
-batch that is not cut is not scaled: one kernel less, as in any tutorial.
+counts them before the batch is placed, so micro-batches equal the whole batch also with uneven padding. The
+loss of an undivided batch is not scaled, which saves a kernel.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Built:
     """The objects that a training loop has built: model, optimizer, gradient scaler and batches."""
 
     model: torch.nn.Module
-    """The model after the Setup's changes, on the device."""
+    """Model on the device, with the changes of the Setup (training settings)."""
 
     runs: torch.nn.Module
-    """The module that the loop calls: the model, or its wrapper (DDP) when several processes train it."""
+    """Module that the loop calls: the model, or its wrapper (DDP) if several processes train it."""
 
     optimizer: torch.optim.Optimizer
     """Optimizer of the trainable parameters."""
@@ -63,7 +63,7 @@ class Built:
     """Gradient scaler of fp16 training; None for other dtypes."""
 
     batches: Iterator[list[dict[str, Any]]]
-    """The host micro-batches of each step, a list per step."""
+    """Iterator over the steps' micro-batches on the host, a list for each step."""
 
     observer: Observer
     """Observer that is notified of each phase and step."""
@@ -75,7 +75,7 @@ class OptimizerLoop(Step):
     """
 
     passes: StepPasses | None = None
-    """Passes of this process's pipeline stages; None if it has all layers."""
+    """Forward and backward passes of this process's pipeline stages; None if the process has all layers."""
 
     runner: StepRunner | None = None
     """Object that runs the steps in place of the loop, such as a replay of CUDA graphs; None if the loop runs
@@ -119,12 +119,12 @@ class OptimizerLoop(Step):
                 optimizer.zero_grad(set_to_none=not self.keep_gradients)
                 after_update(self.setup, runs, index)
                 observer.step_ends(index)
-                if self.keep_losses and loss is not None:  # a replay overwrites it
+                if self.keep_losses and loss is not None:  # a replay overwrites the loss
                     losses.append(loss if self.runner is None else loss.clone())
         self.model, self.optimizer = model, optimizer
         if self.passes is not None and self.keep_losses:
             return self.passes.tell_losses(losses, steps)
-        # Only now, because reading a loss waits for the GPU.
+        # Losses are read only here, because reading one waits for the GPU.
         return [float(loss) for loss in losses]
 
     def _clip_and_update(self, built: Built) -> None:
@@ -140,7 +140,7 @@ class OptimizerLoop(Step):
         if not self.job.clip:
             return
         built.observer.phase("clip")
-        # The bound applies to the norm of the unscaled gradients.
+        # The limit applies to the norm of the unscaled gradients.
         if built.scaler is not None:
             built.scaler.unscale_(built.optimizer)
         if self.passes is not None:
@@ -158,13 +158,15 @@ class PlainStep(OptimizerLoop):
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         super().__init__(job, setup, device, keep_losses=keep_losses)
         self.items_of: Callable[[Mapping[str, Any]], float] = lambda piece: label_items(job, piece)
-        """Function that returns the number of items in a host micro-batch over which its loss is a mean."""
+        """Function that returns the number of items in a micro-batch on the host. The loss is a mean over
+        these items.
+        """
         self.rows = max(1, setup.per_piece(job.batch_size))
-        """Function that returns the number of samples in a micro-batch."""
+        """Number of samples in a micro-batch."""
         self.loss_of: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _loss
         """Function that computes the loss from a model and a micro-batch on the device."""
         self.computed: Callable[[torch.Tensor], None] = _ignore_loss
-        """Callback for the sum of the step's losses so far, called before the last backward pass, where
+        """Callback for the sum of the step's losses so far. It is called before the last backward pass, if
         losses are kept.
         """
 
@@ -257,7 +259,7 @@ class PlainStep(OptimizerLoop):
         if len(pieces) == 1:
             return [None]
         items = [self.items_of(piece) for piece in pieces]
-        # Without any counted item the weights are 0, and not 0/0.
+        # If no item counts, the weights are 0, and not 0/0.
         return [share / (sum(items) or 1) for share in items]
 
     def evaluated_model(self) -> Any:
@@ -280,7 +282,7 @@ class PlainStep(OptimizerLoop):
         values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
         # The loss is a scalar, and an exported model has none.
         largest = next(one for one in values if torch.is_tensor(one) and one.dim())
-        # An engine may leave padding out, whose outputs have no meaning.
+        # An engine may skip padding, whose outputs have no meaning.
         if (mask := batch.get("attention_mask")) is not None and largest.shape[:2] == mask.shape:
             largest = largest[mask.bool()]
         return Outputs(largest, largest.argmax(-1))

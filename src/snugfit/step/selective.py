@@ -8,8 +8,8 @@ Products with weights and fused attention are kept: they take nearly all of a la
 activations are not kept. In unfused attention they are its scores, which are large.
 
 Attention with dropout is computed again, because it draws random numbers. A reused result draws none, and
-each later dropout would have another mask than in the forward pass. Attention is kept where no later dropout
-draws any (`techniques/seeded_dropout.py`). A layer with other draws is then refused.
+each later dropout would have another mask than in the forward pass. Attention is kept if no later dropout
+draws random numbers (`techniques/seeded_dropout.py`). A layer with other draws is then refused.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ATTENTION = (
 """Names of torch's fused attention operators."""
 
 PRODUCTS = (*ATTENTION, "aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
-"""Names of operators that multiply by weights, and of fused attention."""
+"""Names of the operators that multiply by weights, and of fused attention."""
 
 EVERY_OTHER = "every_other_product"
 
 KEPT = {"attention": ATTENTION, "products": PRODUCTS, EVERY_OTHER: PRODUCTS}
-"""Names of the operators whose results are kept, by the value of the technique's setting."""
+"""Names of the operators whose results a recomputed layer keeps, by the value of the technique's setting."""
 
 
 def checkpoint_arguments(keep: str, keep_drawn: bool = False) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def selective_contexts(operators: tuple[str, ...], every_other: bool = False, re
     """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    products = {False: 0, True: 0}  # in the forward pass, and in the recomputation, for torch 2.12
+    products = {False: 0, True: 0}  # counts in forward and in the recomputation, for torch 2.12
 
     def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         name = operator.name()

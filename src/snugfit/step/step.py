@@ -1,7 +1,7 @@
 """The Step: an object with the real model class, optimizer and loop code, which runs training steps on any
 device.
 
-One Step is simulated (on tensors with shapes and no data), measured on a device, or trained. The class is the
+A Step is simulated (on tensors with shapes and no data), measured on a device, or trained. The class is the
 same each time: only its device and its observer differ. Each loop has a name:
 
 - `plain`: the loop every figure of ours refers to (`plain_loop.py`);
@@ -30,7 +30,7 @@ SKIPPED = "skipped"
 """Phase of a micro-batch whose forward and backward passes a short simulation skips."""
 
 LOOPS = ("plain", "accelerate", "trainer")
-"""Names of the training loops; `open_step.py` maps each to its subclass of `Step`."""
+"""Names of the training loops. `open_step.py` maps each to its subclass of `Step`."""
 
 
 class Observer:
@@ -65,9 +65,9 @@ class Outputs(NamedTuple):
     """Outputs of an evaluation for one batch, with which two runs of a model are compared."""
 
     values: torch.Tensor
-    """The logits, or the first output of a model without any."""
+    """Logits of the batch, or the model's first output if it has no logits."""
     ids: torch.Tensor
-    """Index of the largest value in each row, or the generated tokens."""
+    """Index of the largest logit in each row, or the generated tokens."""
 
 
 class StepPasses(Protocol):
@@ -126,7 +126,7 @@ class StepEngine(Protocol):
         """
 
     def group_bytes(self, loop: str) -> int:
-        """Return NVML bytes of the process group that the engine makes in this loop."""
+        """Return the GPU bytes (as NVML counts) of the process group that the engine creates in this loop."""
 
     def stop(self, runs: Any) -> None:
         """Remove the engine's hooks from the model; no step follows."""
@@ -138,34 +138,38 @@ class Step(ABC):
     """
 
     keep_gradients = False
-    """Zero gradients in place after a step instead of dropping them (torch's habit before 2.0)."""
+    """True to zero gradients in place after a step and not free them (the default of torch before 2.0)."""
 
     skips_micro_batches = False
-    """Skip the passes of each step's micro-batches from the third to the last but one, in the Trainer's loop.
+    """True to skip the passes of each step's micro-batches from the third to the last but one, in the
+    Trainer's loop.
 
-    A simulation inserts those of the second one in their place.
+    A simulation inserts the passes of the second micro-batch in their place.
     """
 
     trainer_class: type[Any] | None = None
-    """Subclass of `transformers.Trainer` that the Trainer's loop runs instead of it; None for `Trainer`
-    itself."""
+    """Subclass of `transformers.Trainer` that the Trainer's loop runs; None for `Trainer` itself."""
 
     trainer_arguments: Mapping[str, Any] = {}
-    """`TrainingArguments` in addition to those of the Setup, for the Trainer's loop."""
+    """`TrainingArguments` that the Trainer's loop gets in addition to those of the Setup."""
 
     rank: int | None = 0
-    """Rank of the process that a simulation runs; None for the first rank with the largest shard."""
+    """Number of the rank (process) that a simulation runs; None for the first rank with the largest shard."""
 
     always_mask = False
-    """Pass an attention mask also when nothing is padded (transformers' habit before 5.0)."""
+    """True to pass an attention mask also for batches without padding (the default of transformers before
+    5.0).
+    """
 
     def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
         self.job, self.setup, self.device, self.keep_losses = job, setup, device, keep_losses
         self.pieces = setup.micro_batches
-        """Micro-batches of a step."""
+        """Number of micro-batches in a step."""
         self.model: torch.nn.Module | None = None
         self.results: dict[str, Any] = {}
-        """Further results of a measured run by name, as JSON values, such as the size of an exported file."""
+        """Further results of a measured run by name, as JSON values. An example is the size of an exported
+        file.
+        """
         self.optimizer: torch.optim.Optimizer | None = None
 
     def kind_of(self, operator: str, module: str, dtype: str) -> str:

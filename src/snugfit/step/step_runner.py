@@ -16,16 +16,18 @@ class StepRunner(ABC):
     """
 
     updates_within = False
-    """True if weights are updated within the backward pass, and no gradients remain."""
+    """True if the backward pass itself updates the weights, so that no gradients remain."""
 
     has_begun = False
-    """True if the current step has already updated a weight within its backward pass."""
+    """True if the backward pass of the current step has already updated a weight."""
 
     norm: torch.Tensor | None = None
-    """Norm of the gradients of the last backward pass, a scalar on the device; None if it is unknown."""
+    """Norm of the gradients of the last backward pass, as a scalar tensor on the device; None if it is
+    unknown.
+    """
 
     why_not = ""
-    """Reason why steps are not replayed but run as the loop is written; empty if they are."""
+    """Reason why steps are not replayed but run by the loop's own code; empty if they are replayed."""
 
     @abstractmethod
     def run_passes(

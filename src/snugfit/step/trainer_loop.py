@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 FIRST_SKIPPED = 2
-"""Index of the first micro-batch that can be skipped. The first allocates the gradients, the second
-accumulates into them."""
+"""Index of the first micro-batch that can be skipped. The first micro-batch allocates the gradients, and the
+second accumulates into them.
+"""
 
 
 class TrainerStep(Step):
@@ -68,7 +69,7 @@ class TrainerStep(Step):
         # The arguments come first, since transformers may read them while it builds the model.
         trainer_arguments = arguments_class(self.device)(**arguments)
         model = self._model()
-        if self.keep_gradients:  # the Trainer calls it after each step, and leaves the habit to torch
+        if self.keep_gradients:  # the Trainer calls it after each step, without this argument
             model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)  # type: ignore[method-assign]
         optimizer = None if "optim" in arguments else build_optimizer(self.job, self.setup, model)
         trainer_class = observe(self.trainer_class or transformers.Trainer)
@@ -94,7 +95,7 @@ class TrainerStep(Step):
         self._finish(trainer)
         pieces = self.pieces
         losses = [float(loss) for loss in trainer.losses or ()]
-        # The Trainer divides the loss of each micro-batch, so their sum is the step's.
+        # The Trainer divides the loss of each micro-batch, so their sum is the loss of the step.
         return [sum(losses[start : start + pieces]) for start in range(0, len(losses), pieces)]
 
     def _model(self) -> torch.nn.Module:
@@ -141,10 +142,10 @@ def observe(trainer_class: type[Any]) -> type[Any]:
         losses: list[torch.Tensor] | None
         setup: Setup
         skipped_micro_batches = range(0)
-        """Indices of the micro-batches of a step whose passes are skipped."""
+        """Indices of a step's micro-batches whose forward and backward passes are skipped."""
         micro_batch_index = 0
         loss_before_skipped: Any = None
-        """The loss of a micro-batch whose successor is skipped."""
+        """Loss of the last micro-batch that ran, while its successors are skipped; None otherwise."""
 
         def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
             """Report the beginning of a step to the observer, and return its batches. The Trainer calls this
@@ -163,9 +164,10 @@ def observe(trainer_class: type[Any]) -> type[Any]:
                 self.observer.phase("forward")
                 loss = super().training_step(*arguments, **keywords)
             self.micro_batch_index += 1
-            # A reference beyond the skipped micro-batches would keep the loss for longer than the Trainer.
+            # A reference that outlives the skipped micro-batches would keep the loss alive for longer than
+            # the Trainer does.
             self.loss_before_skipped = loss if self.micro_batch_index in self.skipped_micro_batches else None
-            # Until its next callback the Trainer at most clips.
+            # Before its next callback, the Trainer only clips, if at all.
             self.observer.phase("clip")
             if self.losses is not None:
                 self.losses.append(loss.detach())

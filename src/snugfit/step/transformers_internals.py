@@ -2,12 +2,12 @@
 
 These names may change in any release. So all are in this file, and those for a user's Trainer in three files
 of its feature. `tests/test_transformers_internals.py` checks each against the installed version: it exists,
-takes our arguments, and is called where snugfit relies on it.
+accepts snugfit's arguments, and is called as snugfit expects.
 
 In a simulation both libraries run for a device that does not exist. They query the machine's device and
 refuse unsupported settings, so only their choice of a device is replaced. During set-up the device is
-reported as CUDA, so that they decide as on a GPU. Then their state's device becomes `meta`, and they place
-everything there. Afterwards their earlier state, perhaps a user's live Accelerator, is restored.
+reported as CUDA, so that they make the choices for a GPU. Then their state's device becomes `meta`, and they
+place everything there. Afterwards their earlier state, perhaps a user's live Accelerator, is restored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def placed_on(device: torch.device) -> Iterator[None]:
 
     variables = {"meta": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu"}}
     with contextlib.ExitStack() as changes:
-        # All instances of such a class share one dictionary, so an empty one means a new set-up.
+        # All instances of such a class share one dictionary. An empty one means that the state is set up
+        # again.
         for kind in (PartialState, AcceleratorState, GradientState):
             changes.enter_context(patch.dict(kind._shared_state, clear=True))
         changes.enter_context(patch.dict(os.environ, variables.get(device.type, {})))
@@ -70,7 +71,7 @@ def place_state(accelerator: Any, device: torch.device) -> None:
 
     if device.type != "meta":
         return
-    for kind in (PartialState, AcceleratorState):  # the second copies the first whenever it is made
+    for kind in (PartialState, AcceleratorState):  # the second copies the first at each construction
         kind._shared_state["device"] = device
     if accelerator.scaler is not None:
         # The scaler was made for CUDA, the device during set-up.

@@ -40,13 +40,17 @@ class Counterpart:
     """Arguments of another library that switch a technique on there."""
 
     arguments: Mapping[str, Any]
-    """Required value by dotted name, or the `Setting` that takes the value."""
+    """Argument values of the other library by dotted name. A `Setting` takes the place of a value that the
+    user chooses.
+    """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the technique that these arguments imply, where they are not among the values."""
+    """Settings of the technique that these arguments imply, if `arguments` has no `Setting` for them."""
 
     note: str = ""
-    """Difference in behaviour, shown with a translation; a counterpart with a note is never written."""
+    """Difference in behaviour between both libraries, for a message. An export never writes a counterpart
+    with a note.
+    """
 
     used: Literal["both ways", "to read", "to write"] = "both ways"
-    """Direction of use: arguments are read with it, written, or both."""
+    """Direction of a translation: to read another library's arguments, to write them, or both."""

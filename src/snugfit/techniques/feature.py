@@ -25,33 +25,33 @@ class InstallStage(IntEnum):
     """Stages of preparing a run, in order. In each, core handlers run before those of features."""
 
     BUILD = 0
-    """The model is created: its dtype and attention are arguments of its constructor."""
+    """The model is constructed: its dtype and attention are arguments of its constructor."""
     ADAPT = 1
-    """Another model replaces the first, or weights freeze, before any code reads the trainable parameters."""
+    """Another model replaces the first, or weights are frozen, before code reads trainable parameters."""
     CAST = 2
-    """Weights that train change their dtype."""
+    """Trainable weights are cast to another dtype."""
     REPLACE = 3
-    """Modules get other kernels."""
+    """Modules are changed to run other kernels."""
     HEAD = 4
     """The head and the loss are replaced."""
     COMPILE = 5
-    """Modules are compiled; a recomputed layer is compiled inside."""
+    """Modules are compiled. A recomputed layer is compiled inside its checkpoint."""
     RECOMPUTE = 6
-    """Layers are wrapped for checkpointing, once the modules they wrap are final."""
+    """Layers are wrapped for activation checkpointing, after the modules inside are final."""
     SAVE = 7
-    """Tensors that layers save for the backward pass move to other memory."""
+    """Hooks move the tensors that layers save for the backward pass to other memory."""
     DISTRIBUTE = 8
-    """The model is distributed over processes; each makes an optimizer of its own part."""
+    """The model is distributed over processes. Each process then creates an optimizer of its own part."""
     OPTIMIZE = 9
-    """The optimizer is made of the parameters that train."""
+    """The optimizer is created from the trainable parameters."""
     LOOP = 10
-    """Autocast, gradient scaling and micro-batches surround the passes."""
+    """Autocast, gradient scaling and micro-batches are added around the forward and backward passes."""
     STEP = 11
     """The whole optimizer step is wrapped, for example in a CUDA graph."""
     LOAD = 12
-    """Batches reach the device."""
+    """The data loader is configured, by which batches reach the device."""
     PROCESS = 13
-    """The process is configured."""
+    """Settings of the whole process, such as its allocator, are applied."""
 
 
 class Configuration(Protocol):
@@ -72,15 +72,15 @@ class Configuration(Protocol):
 class Feature:
     """Base class of a feature: a folder that can be deleted. Subclasses override some methods."""
 
-    name: ClassVar[str]  # the folder's, set by the registry
+    name: ClassVar[str]  # the registry sets the folder's name
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
-    """Module names by slot; each module has one technique, and the module's name is the technique's."""
+    """Module names by slot (choice of a recipe). Each module has one technique of the same name."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """Other features that a technique's module imports, by module; without them the technique is left out."""
+    """Other features that a module of a technique imports. Without them the technique is left out."""
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Names of the package `snugfit`, by the module that defines them."""
+    """Names that the package `snugfit` exports, by the module that defines them."""
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}
-    """Advice by command and option, for options of earlier versions and of other commands."""
+    """Advice for options of earlier versions or of other commands, by command and option."""
 
     def commands(self) -> Sequence[Callable[..., Any]]:
         """Return functions that become subcommands of the command line."""
@@ -139,7 +139,7 @@ class Feature:
         """Return the module that finds changes of a recipe with which a step fits."""
 
     column_roles: ClassVar[tuple[str, ...]] = ()
-    """Roles of columns in a task of this feature (`data/rows.py` has the roles of texts)."""
+    """Roles of a data set's columns in tasks of this feature; `data/rows.py` has the roles of texts."""
 
     def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
         """Return a function that reads samples from folders of classes as `Rows`; None without samples."""
@@ -163,7 +163,7 @@ class Feature:
         """Move a weight's optimizer state, read from a checkpoint, to its memory, such as the host's."""
 
     refused_optimizers: ClassVar[Mapping[str, str]] = {}
-    """Reasons against optimizers of a Trainer, by a part of their names in transformers."""
+    """Reasons why a Trainer's optimizers are not supported, by a part of their name in transformers."""
 
     def tensor_parts(self) -> Any:
         """Return the operations on sharded tensors, such as their common norm (`step/clipping.py`)."""

@@ -7,7 +7,7 @@ show the whole text with the word marked:
            ^^^^^^^^^^^
     Unknown technique 'adamw_8bits'. Did you mean 'adamw_8bit'?
 
-A word of another library (`gradient_checkpointing`) is replaced by ours, with a line on stderr.
+A word of another library (`gradient_checkpointing`) is replaced by snugfit's, with a message on stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from snugfit.techniques.setting import read_setting, setting_types, split_outsid
 from snugfit.techniques.technique import Technique
 
 LONGEST = 2000
-"""Largest number of characters of a recipe, far more than every slot with every setting takes."""
+"""Largest number of characters of a recipe, far more than a recipe with all slots and settings has."""
 
 _WORD = re.compile(r"\s*(?P<name>[^\s()=,+|]+)\s*(\((?P<settings>(?:[^()']|'[^']*')*)\)\s*)?")
 _QUOTED = re.compile(r"'[^']*'")
@@ -36,13 +36,13 @@ class Word:
     """One technique of a recipe's text, with its settings and its position in the text."""
 
     text: str
-    """The text of the whole recipe that has this word."""
+    """The text of the whole recipe that contains this word."""
 
     start: int
     """The index in `text` at which the word begins."""
 
     end: int
-    """The index at which it ends, after its parentheses."""
+    """The index in `text` at which the word ends, after its parentheses."""
 
     name: str
     """The technique's name, before the parentheses."""
@@ -63,7 +63,7 @@ class Word:
             kind = roster.find(self.name)
         except RecipeError as error:
             raise error_at(self.text, self.start, self.start + len(self.name), str(error)) from None
-        # An alias is replaced by our word, with a line on stderr.
+        # An alias is replaced by the technique's own name, with a message on stderr.
         if kind.name != self.name:
             _echo_alias(self.name, kind.name)
         given = self._settings(kind)
@@ -94,7 +94,7 @@ class Word:
                 given[name] = _read(technique, name, kinds[name], value)
             except RecipeError as error:
                 raise error_at(self.text, start, start + len(piece), str(error)) from None
-            # As in Python, no position follows a name.
+            # As in Python, no positional setting follows a named one.
             by_name = by_name or "=" in _QUOTED.sub("", piece)
         return given
 
@@ -111,7 +111,7 @@ class Word:
 
 @functools.cache
 def _echo_alias(alias: str, name: str) -> None:
-    """Print on stderr, once a process, the technique that replaces another library's name for it."""
+    """Print on stderr, once per process, the technique that replaces another library's name for it."""
     logging.getLogger("snugfit").warning("recipe: %s is called %s here", alias, name)
 
 
@@ -143,7 +143,7 @@ def parse(text: str) -> list[Word]:
                 *_around(text, position),
                 "The name of a technique is missing here. Write one, such as bf16, or remove the '+'.",
             )
-        # The match has spaces at its end, which belong to no word.
+        # The match includes spaces at its end, which are not part of the word.
         start, end = match.start("name"), match.start() + len(match[0].rstrip())
         words.append(
             Word(

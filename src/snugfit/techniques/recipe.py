@@ -5,7 +5,8 @@
 Slots without a named technique are plain, and the recipe without any name is written `plain`. Techniques are
 joined by `+` in any order and printed in the order of the slots. Settings are in parentheses, by name or by
 position. The text is parsed once into this immutable value, and `Recipe.parse(str(r)) == r` always (law 4 of
-`dev/laws.md`). An error shows the whole text, marks the word that failed, and names the nearest legal ones.
+`dev/laws.md`). An error shows the whole text, marks the word that failed, and lists the most similar valid
+ones.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PLAIN = "plain"
 """The text of the recipe in which every slot has its default."""
 
 AUTO = "auto"
-"""Word for the least recomputing and offloading that fits. A search replaces it with a technique
-(`planning/search/auto.py`) before there is a recipe.
+"""Word in a recipe for the least recomputation and offloading with which the step fits. Before the recipe is
+created, a search replaces the word with a technique (`planning/search/auto.py`).
 """
 
 AUTO_SLOTS = (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
@@ -48,7 +49,7 @@ ONLY_TRAINING = (
     Slot.OPTIMIZER,
     Slot.GRADIENTS,
 )
-"""Slots of training alone: other phases keep nothing for a backward pass and update nothing."""
+"""Slots that only training uses. Other phases keep nothing for a backward pass and update no weights."""
 
 
 def unused_slots(job: Job) -> frozenset[Slot]:
@@ -67,18 +68,19 @@ class Recipe:
     """
 
     techniques: tuple[Technique, ...] = ()
-    """One technique per slot, in the slots' order; absent slots get their defaults."""
+    """Techniques of the recipe, one per slot in the slots' order. A slot that is not given gets its default.
+    """
 
     def __post_init__(self) -> None:
         try:
             slots = tuple([technique.slot for technique in self.techniques])
         except (TypeError, AttributeError):
-            # The usual mistake is a text.
+            # The usual mistake is a text in place of techniques.
             raise RecipeError(
                 f"Recipe takes techniques, not {self.techniques!r}. From text: "
                 "Recipe.parse('bf16 + every_layer')."
             ) from None
-        # A search makes very many complete recipes, which need no filling in.
+        # A search creates very many complete recipes, which need no defaults.
         if slots == _SLOTS:
             return
         chosen: dict[Slot, Technique] = {}
@@ -87,12 +89,12 @@ class Recipe:
                 raise RecipeError(_clash(other, technique))
             chosen[technique.slot] = technique
         filled = tuple(chosen.get(slot) or roster.plain(slot) for slot in Slot)
-        # The class is frozen, so its own initialisation has to go around it.
+        # The class is frozen, so `__post_init__` cannot assign the field directly.
         object.__setattr__(self, "techniques", filled)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the recipe from its text. Raises `RecipeError` with the text and the word that failed."""
+        """Return the recipe from its text. Raises `RecipeError` with the text and the invalid word."""
         return cls(tuple(techniques_of(text).values()))
 
     from_json = parse
@@ -158,7 +160,7 @@ class Recipe:
         for technique in self:
             own = technique.warnings(job, compute_capability)
             yield from (f"{technique}: {text}" for text in (*own, *technique.warnings_beside(job, self)))
-            # A user may name a technique that no plan would choose; the reason becomes a warning.
+            # A user may name a technique that no plan would choose. The objection becomes a warning.
             if doubt := technique.planning_objection(job) or technique.uncertain(job):
                 yield f"{technique}: {doubt}."
             if technique.slot in unused_slots(job) and not technique.plain:
@@ -189,7 +191,7 @@ def _setup_of(recipe: Recipe) -> Setup:
 
 def techniques_of(text: str) -> dict[Slot, Technique]:
     """Return the techniques that `text` names, by slot (a choice such as precision); a named default is
-    included. Raises `RecipeError` with the text and the word that failed.
+    included. Raises `RecipeError` with the text and the invalid word.
     """
     if not isinstance(text, str):
         raise RecipeError(f"A recipe must be text, such as 'bf16 + every_layer', not {text!r}.")

@@ -39,7 +39,7 @@ def _read(name: str, package: str) -> Feature:
 def hooks(method: str) -> tuple[Callable[..., Any], ...]:
     """Return the bound methods of this name of all features that override it."""
     plain = getattr(Feature, method)
-    # A feature that does not override a hook costs no call.
+    # A feature that does not override a hook is skipped, so the hook costs no call.
     return tuple(
         getattr(feature, method) for feature in features() if getattr(type(feature), method) is not plain
     )

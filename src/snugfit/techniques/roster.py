@@ -2,10 +2,10 @@
 technique.
 
 A folder is a slot, a file in it is a technique, and the file's name is the word in a recipe. So a new
-technique is one new file, and no list grows with it. Features add theirs (`feature.py`). The roster checks
-each file against the few rules that the rest of the code relies on. It raises `RosterError` for the file's
-author when one is broken. Listing names imports no torch: a technique file imports it, if at all, inside
-functions.
+technique is one new file, and no list grows with it. Features add techniques of their own (`feature.py`). The
+roster checks each file against the few rules on which the rest of the code relies. If a file breaks one, it
+raises `RosterError` for the file's author. Listing names imports no torch: a technique file imports it, if at
+all, inside functions.
 
 The roster also has the words of other libraries, each with its replacement here. A word for a technique that
 snugfit has is in that technique's `elsewhere`.
@@ -39,7 +39,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
 
 class RosterError(SnugfitError):
-    """Error in a technique's file, which breaks a rule of the roster; its author reads the message."""
+    """Error in a technique's file, which breaks a rule of the roster; the message is for its author."""
 
 
 @functools.cache
@@ -74,7 +74,8 @@ def techniques() -> tuple[type[Technique], ...]:
 
 def find(word: str) -> type[Technique]:
     """Return the technique called `word`, in snugfit or in another library. Raises `RecipeError` with the
-    nearest names."""
+    most similar names.
+    """
     named = {technique.name: technique for technique in techniques()}
     aliases = {_spelling(alias): technique for technique in named.values() for alias in technique.elsewhere}
     # Own names come before words of other libraries, which may be equal.
@@ -98,7 +99,7 @@ def _with_shared_words(word: str, names: Iterable[str]) -> str:
     `8bit-adam`."""
     parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if len(part) > 2]
     shared = {name: sum(part in name for part in parts) for name in names}
-    # More shared parts first, then shorter names.
+    # Names with more shared parts come first, then shorter names.
     best = sorted((name for name in shared if shared[name]), key=lambda name: (-shared[name], len(name)))[:3]
     guess = f" Did you mean {' or '.join(map(repr, best))}?" if best else ""
     return f"{guess} snugfit techniques lists all."
@@ -122,16 +123,16 @@ class SettingLine:
     """The name, values and default of one setting of a technique, for help and documentation."""
 
     name: str
-    """Name of the field, written before the equals sign."""
+    """Name of the setting's field, which a recipe has before the equals sign."""
 
     kind: str
     """Type of the setting in words."""
 
     default: str | None
-    """Default in the notation; None when the setting must be given."""
+    """Default value in the notation of recipes; None if the setting must be given."""
 
     sentence: str
-    """The first sentence of the field's docstring."""
+    """First sentence of the field's docstring, which documentation and help print."""
 
 
 def setting_lines(technique: type[Technique]) -> tuple[SettingLine, ...]:
@@ -152,7 +153,8 @@ def _sentences(technique: type[Technique]) -> dict[str, str]:
     """Return the first sentence of each setting's docstring, by the setting's name. Raises `RosterError` for
     settings without one.
     """
-    # Checked only if the sentences are needed: reading them takes as long as reading all techniques.
+    # The check runs only if the sentences are needed, since reading them takes as long as loading all
+    # techniques.
     docs = field_docs(technique)
     said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
     if undocumented := [name for name, sentence in said.items() if not sentence]:
@@ -188,7 +190,7 @@ def _read(module: ModuleType, slot: Slot, name: str) -> type[Technique]:
 
 
 def check(technique: type[Technique], *, slot: Slot | None) -> None:
-    """Raise `RosterError` when a technique's class breaks a rule that the rest of the code relies on."""
+    """Raise `RosterError` if a technique's class breaks a rule on which the rest of the code relies."""
     _check_facts(technique, slot)
     _sentences(technique)
 
@@ -238,7 +240,7 @@ def field_docs(kind: type[Any]) -> dict[str, str]:
 
 def _class_field_docs(owner: type) -> dict[str, str]:
     """Return the string literal directly under each annotated field in this class's body."""
-    # Docstrings below fields are no attributes; only the source has them.
+    # Docstrings below fields are no attributes, so they are read from the source.
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {
@@ -261,16 +263,16 @@ class ForeignNames:
     """The table of other libraries' names, read from `foreign_names.json`."""
 
     about: str
-    """Source of the names."""
+    """Sentence on the source of the names."""
 
     same: dict[str, str]
-    """Keys of other libraries that are equivalent to a key of a job file."""
+    """Keys of other libraries' configurations, each with the equivalent key of a job file."""
 
     keys: dict[str, str]
-    """Further keys of other libraries, each with advice on its replacement in a job file."""
+    """Further keys of other libraries' configurations, each with advice on a replacement in a job file."""
 
     techniques: dict[str, str]
-    """Techniques that snugfit does not have, with the reason."""
+    """Techniques of other libraries that snugfit does not have, each with the reason."""
 
 
 @functools.cache
@@ -291,7 +293,7 @@ def advice(word: str) -> str | None:
             return advised[word.lower()]
     if word == "batch_size":
         return "it is part of the job, not of the recipe; 'micro_batches(n)' cuts the batch into n pieces."
-    # Keys with our meaning, and fields of a job, are no techniques.
+    # Keys that mean a key of the job file, and fields of a job, are no techniques.
     if names.same.get(word, word) in {field.name for field in fields(Job)}:
         return "it is part of the job, not of the recipe."
     if word in names.keys:

@@ -29,7 +29,7 @@ def may_be_seeded(model_type: object) -> bool:
     type.
     """
     seeded = any(model_type in wish.seeded_models for wish in wishes())
-    # Seeds help only with a step that draws once: elsewhere, checkpointing restores the generators.
+    # Seeds help only in a step that cannot draw again. In other steps, checkpointing restores the generators.
     return seeded and any(wish.draws_once for wish in wishes())
 
 
@@ -41,7 +41,7 @@ def try_seeds(advice: str) -> str:
     traits = {Slot.KERNELS: seeds_dropout, Slot.ENGINE: draws_once}
     names = [
         next((one.name for one in roster.techniques() if one.slot is slot and has_it(one().alone)), "")
-        # The advice names one technique per trait; without one of them it would be wrong.
+        # The advice names one technique per trait. If one is not installed, the advice would be wrong.
         for slot, has_it in traits.items()
     ]
     return advice.format(*names) if all(names) else ""

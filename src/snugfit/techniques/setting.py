@@ -1,11 +1,11 @@
 """A technique's settings: their declaration, check, text form and parsing.
 
-A setting is a field of the technique's dataclass. Its annotation is its type and its metadata its range, so
-no fact is written twice. Six kinds are enough for a recipe that a person types. They are whole numbers,
-numbers, words, several words joined by `|`, `true` or `false`, and a choice of listed values. Each may also
-be `None`, written `none`. The text of a setting is parsed to an equal value (law 4 of `dev/laws.md`). Words
-are limited to characters that the notation does not use. Patterns may have any other character but a quote,
-and are then written in quotes: `lora(targets='.*layers[.][0-9]+[.]mlp.*')`.
+A setting is a field of the technique's dataclass. The annotation is its type, and the metadata has its range.
+Six kinds are enough for a recipe that a person types. They are whole numbers, numbers, words, several words
+joined by `|`, `true` or `false`, and a choice of listed values. Each may also be `None`, written `none`. The
+text of a setting is parsed to an equal value (law 4 of `dev/laws.md`). Words are limited to characters that
+the notation does not use. Patterns may have any other character but a quote, and are then written in quotes:
+`lora(targets='.*layers[.][0-9]+[.]mlp.*')`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from snugfit.errors import RecipeError, did_you_mean
 
-# Words exclude the characters of the notation, so each setting reads back equal.
+# Words exclude the characters of the notation, so that each setting is read back unchanged.
 _WORD = re.compile(r"[A-Za-z_][\w.*-]*", re.ASCII)
 _QUOTED = re.compile(r"'[^'\s]+'")
 # 18 digits fit into 64 bits.
@@ -28,7 +28,7 @@ _WHOLE = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 Pattern = Annotated[str, "pattern"]
-"""The type of a setting that is a word or a regular expression."""
+"""Type of a setting whose value is a word or a regular expression."""
 
 
 def between(low: float, high: float, default: Any = MISSING) -> Any:
@@ -106,7 +106,7 @@ def _read_several(kind: Any, text: str) -> tuple[Any, ...]:
 
 
 def check_setting(declared: Field[Any], annotation: Any, value: Any) -> str | None:
-    """Return the fault of a setting's value as the end of a sentence, such as `must be at least 1`; None for
+    """Return the error in a setting's value as the end of a sentence, such as `must be at least 1`; None for
     a valid value.
     """
     if value is None and type(None) in _alternatives(annotation):
@@ -144,7 +144,9 @@ def _is_element(value: Any, kind: Any) -> bool:
 
 
 def _fault_of_pattern(text: str) -> str:
-    """Return the fault of a quoted pattern as a regular expression; empty for a valid one, and for a name."""
+    """Return the error in a quoted pattern as a regular expression; empty for a valid pattern, and for a
+    name.
+    """
     try:
         re.compile("" if is_word(text) else text)
     except (re.error, OverflowError, RecursionError) as error:

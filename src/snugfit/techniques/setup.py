@@ -2,8 +2,8 @@
 
 `CoreSetup` has the fields of the core, and `Setup` those of the installed features too (`feature.py`). Every
 loop implements each field or refuses it by name. No field holds code: a callable is an import path
-(`package.module:name`) with arguments. So a Setup prints, compares, and goes through JSON unchanged. Each
-field has a handler, and handlers run in the order of `feature.InstallStage`.
+(`package.module:name`) with arguments. So a Setup can be printed, compared, and written to JSON and back
+unchanged. Each field has a handler, and handlers run in the order of `feature.InstallStage`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ class OptimizerWish:
     """The optimizer setting of a `Setup`: its constructor, and its name in the HF Trainer."""
 
     factory: Call
-    """Constructor: `factory(parameters, lr=..., weight_decay=..., **arguments)` returns a
-    `torch.optim.Optimizer`."""
+    """Constructor of the optimizer: `factory(parameters, lr=..., weight_decay=..., **arguments)` returns a
+    `torch.optim.Optimizer`.
+    """
 
     prepare: Call | None = None
-    """`prepare(model, **arguments)` runs once before the factory, e.g. to keep some modules' states wide."""
+    """Function `prepare(model, **arguments)` that runs once before the factory, for example to keep some
+    modules' states in fp32.
+    """
 
     trainer_name: str | None = None
-    """`TrainingArguments.optim` for the same optimizer, or None when the HF Trainer has no name for it."""
+    """Value of `TrainingArguments.optim` for the same optimizer; None if the HF Trainer has none."""
 
     weight_decay: bool = True
     """True if the factory takes `weight_decay`."""
 
     shapes: Call | None = None
-    """Context manager factory for optimizers that call compiled code directly: `shapes(on_gpu=...)`. A
-    simulation enters it. Steps then allocate for tensors without data as they do for real tensors on that
-    device.
+    """Function `shapes(on_gpu=...)` that returns a context manager, for optimizers that call compiled code
+    directly. A simulation enters it. In the context, steps allocate for tensors without data as for real
+    tensors on that device.
     """
 
 
@@ -56,26 +59,29 @@ class CheckpointWish:
     """
 
     layers_per_span: int = 1
-    """Consecutive layers that are recomputed together; 0 cuts the stack by `spans` instead."""
+    """Number of consecutive layers (a span) that are recomputed together. With 0, `spans` determines their
+    number.
+    """
 
     spans: int | None = None
-    """Number of spans of the stack with `layers_per_span` 0. None takes round(sqrt(layers)), the optimum of
-    Chen et al. (arXiv 1604.06174, section 4.1) for equal layers.
+    """Number of spans into which a stack of layers is cut if `layers_per_span` is 0. None is
+    round(sqrt(layers)), the optimum of Chen et al. (arXiv 1604.06174, section 4.1) for equal layers.
     """
 
     every: int = 1
-    """Interval of recomputed spans, from the first; the others keep their activations."""
+    """Interval between recomputed spans, which start with the first. Other spans keep their activations."""
 
     first: int | None = None
-    """Largest number of recomputed spans, from the first of those chosen by `every`; None takes them all."""
+    """Largest number of recomputed spans, from the first of those chosen by `every`; None for no limit."""
 
     keep: str = ""
-    """Operators whose results a recomputed span keeps, by the names of `step/selective.py`; empty keeps none.
+    """Names of the operators whose results a recomputed span keeps, as in `step/selective.py`; empty for
+    none.
     """
 
     keep_drawn: bool = False
-    """True if attention with dropout is kept too. Then nothing else in a span may draw random numbers from
-    torch's generators.
+    """True if the results of attention with dropout are kept too. Other operators in a span may then draw no
+    random numbers from torch's generators.
     """
 
     def cut(self, layers: int) -> tuple[range, ...]:
@@ -94,7 +100,7 @@ class CheckpointWish:
             short, longer = divmod(layers, count)
             starts = [index * short + min(index, longer) for index in range(count + 1)]
         spans = [range(start, end) for start, end in pairwise(starts)]
-        # `first` counts the spans that `every` has chosen.
+        # `first` counts only the spans that `every` has chosen.
         return tuple(spans[:: self.every][: self.first])
 
 
@@ -112,13 +118,13 @@ class LogitsWish:
     """The setting for chunked logits: head, loss and gradient are computed for some tokens at a time."""
 
     tokens: int | None = None
-    """Tokens of a chunk; None computes them from `LOGITS_BYTES`."""
+    """Number of tokens in a chunk of logits; None computes it from `LOGITS_BYTES`."""
 
     def tokens_at_once(self, vocabulary: int, itemsize: int = 4) -> int:
         """Return the number of tokens in a chunk. Without a set number, it is the largest power of two whose
         logits, of `itemsize` bytes each, take at most `LOGITS_BYTES`.
         """
-        # The bit length minus one is the largest power of two within.
+        # One shifted by the bit length minus one is the largest power of two up to the number.
         return self.tokens or 1 << max(0, (LOGITS_BYTES // (itemsize * vocabulary)).bit_length() - 1)
 
 
@@ -127,7 +133,7 @@ class LoaderWish:
     """Settings of torch's DataLoader: workers and pinned memory."""
 
     workers: int = 0
-    """Processes that prepare batches; 0 prepares them in the training process."""
+    """Number of worker processes that prepare batches; 0 prepares them in the training process."""
 
     pinned: bool = False
     """True for batches in page-locked host memory, whose copies to the device are asynchronous."""
@@ -140,45 +146,49 @@ class CoreSetup(JsonFields):
     """
 
     weights_dtype: str | None = None
-    """build: dtype of the model's floating-point weights, by torch's name; None leaves them as they are
-    loaded (`Job.dtype`)."""
+    """Dtype of the model's floating-point weights, by torch's name; None leaves them as they are loaded
+    (`Job.dtype`).
+    """
 
     attention: str = "sdpa"
-    """build: the attention, by the values of transformers' `attn_implementation`, or the name of a
-    feature's (`step/wishes/own_attention.py`)."""
+    """Attention, by the values of transformers' `attn_implementation`, or by the name of a feature's own
+    attention (`step/wishes/own_attention.py`).
+    """
 
     matmul: str = "ieee"
-    """build: torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
+    """torch's `fp32_precision` of matrix products and convolutions: `ieee` or `tf32`."""
 
     logits: LogitsWish | None = None
-    """checkpoint: number of tokens whose logits exist at a time; None computes the logits of all tokens
-    together."""
+    """Setting of chunked logits: the number of tokens whose logits exist at a time. None computes all logits
+    together.
+    """
 
     checkpoint: CheckpointWish | None = None
-    """checkpoint: layers that keep only their inputs and are recomputed (non-reentrant); None recomputes
-    none."""
+    """Layers that keep only their inputs and are recomputed in backward (non-reentrant); None recomputes
+    none.
+    """
 
     optimizer: OptimizerWish = field(
         default_factory=lambda: OptimizerWish(
             factory=Call(path="torch.optim:AdamW", arguments={"foreach": True}), trainer_name="adamw_torch"
         )
     )
-    """optimizer: constructor of the optimizer."""
+    """Constructor of the optimizer, with its settings."""
 
     autocast: str | None = None
-    """loop: dtype of autocast regions, by torch's name; None runs in the weights' dtype."""
+    """Dtype of autocast regions, by torch's name; None runs them in the weights' dtype."""
 
     scale_gradients: bool = False
-    """loop: scale the loss against underflow and skip steps with non-finite gradients (GradScaler)."""
+    """True to scale the loss against underflow and to skip steps with non-finite gradients (GradScaler)."""
 
     micro_batches: int = 1
-    """loop: number of pieces of the global batch, which run one after the other."""
+    """Number of micro-batches into which the global batch is split. They run one after the other."""
 
     loader: LoaderWish = field(default_factory=LoaderWish)
-    """loop: worker processes and pinned memory of the DataLoader."""
+    """Worker processes and pinned memory of the DataLoader."""
 
     expandable_segments: bool = False
-    """process: True if the CUDA allocator uses expandable segments."""
+    """True if the CUDA allocator uses expandable segments."""
 
     @property
     def lowering(self) -> Lowering | None:
@@ -216,7 +226,7 @@ class CoreSetup(JsonFields):
         if module is None or self.weights_dtype:
             return self.weights_dtype or job.dtype
         dtypes = {dtype_name(weight.dtype) for weight in module.parameters() if weight.requires_grad}
-        # The narrowest dtype decides about lost updates.
+        # The narrowest dtype determines if small updates are lost.
         return next((name for name in dtypes if name in LOST_BELOW), job.dtype)
 
     @property
@@ -276,8 +286,8 @@ class CoreSetup(JsonFields):
         return self.with_fields(weights_dtype=weights, autocast=products, scale_gradients=is_scaled)
 
     def without_autocast(self) -> tuple[str | None, Self]:
-        """Return the autocast dtype, and a copy of the settings without autocast. Its weights are cast in
-        another way.
+        """Return the autocast dtype, and a copy of the settings without autocast. The caller casts the copy's
+        weights in another way.
         """
         return self.autocast, self.with_fields(autocast=None)
 
@@ -285,7 +295,7 @@ class CoreSetup(JsonFields):
         """Return a copy of the Setup with this AdamW as its optimizer, or with the variant that a feature's
         field requires.
         """
-        # A feature with weights of another form needs its own AdamW for them.
+        # A feature with another form of weights needs its own AdamW for them.
         named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
         own = next(named, None)
         return self.with_fields(optimizer=wish if own is None else own.run())

@@ -19,25 +19,27 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 MOST_GPUS = 1 << 16
-"""Largest accepted number of GPUs; a larger one is refused as a mistake."""
+"""Largest accepted number of GPUs. A larger number is refused as a mistake."""
 
 NOT_SIMULATED = (Slot.ADAPTERS, Slot.HEAD, Slot.KERNELS, Slot.ENGINE, Slot.ACTIVATION_OFFLOAD)
-"""Slots that must have their default technique if several processes train together."""
+"""Slots (choices of a recipe) that must have their default technique if several processes train one model."""
 
 BEFORE_SHARDING = tuple(Slot)[: list(Slot).index(Slot.SHARDING)]
-"""Slots that a search has filled when it chooses a technique for several processes."""
+"""Slots (choices of a recipe) that a search fills before those for several processes."""
 
 
 def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
-    """Return the recipe's techniques that support only one process, by slot (a choice such as precision)."""
+    """Return the recipe's techniques that cannot be simulated with several processes, by slot (a choice such
+    as precision).
+    """
     techniques = [recipe[slot] for slot in BEFORE_SHARDING]
-    # A plain technique of these slots is simulated with any number of processes.
+    # Default techniques of these slots are simulated with any number of processes.
     return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]
 
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:
-    """Return the training settings (`Setup`) on this number of GPUs. Raises `UsageError` for several GPUs
-    with a recipe for one, the reverse, and a batch or model that the GPUs cannot share evenly.
+    """Return the training settings (`Setup`) on this number of GPUs. Raises `UsageError` if the recipe is not
+    for this number of GPUs, or if they cannot divide the batch or model evenly.
     """
     wish = wish_of_processes(setup)
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
@@ -45,7 +47,7 @@ def on_gpus(setup: Setup, gpus: int) -> Setup:
     if wish is not None:
         return setup.with_fields(**{wish.name: wish.of(setup).on(gpus)})
     if gpus > 1:
-        from snugfit.techniques import roster  # the command imports this module at once
+        from snugfit.techniques import roster  # the command line imports this module at its start
 
         if not roster.slots_of_several_gpus():
             raise UsageError(

@@ -1,9 +1,9 @@
 """A technique: one way to make a job fit or run faster, for one slot (a choice of the recipe, such as the
 optimizer).
 
-A technique is defined by its effect: `install` takes the `Setup` of a training loop and returns a changed
-one. No technique declares its memory or time; both result from simulating that Setup. Here are the slots in
-the order of a recipe, the three degrees of fidelity, and the base class of all techniques.
+A technique is defined by its effect: its method `install` takes the `Setup` of a training loop and returns a
+changed one. No technique declares its memory or time; both result from simulating that Setup. Here are the
+slots in the order of a recipe, the three degrees of fidelity, and the base class of all techniques.
 """
 
 from __future__ import annotations
@@ -63,10 +63,12 @@ FIELDS = {
     Slot.ALLOCATOR: "expandable_segments",
     Slot.LOADING: "loader",
 }
-"""The one field of `Setup` that all techniques of a slot set; other slots have none or several."""
+"""Field of `Setup` that the techniques of a slot set, by slot. Slots with no such field or several are
+omitted.
+"""
 
 ALL_LINEAR = "all-linear"
-"""peft's word for every linear layer but the head."""
+"""Word of peft for every linear layer except the head."""
 
 
 class Fidelity(StrEnum):
@@ -75,16 +77,16 @@ class Fidelity(StrEnum):
     """
 
     SAME = "same"
-    """The same sums as the plain recipe, up to the order of floating-point additions."""
+    """The sums equal the plain recipe's, up to the order of floating-point additions."""
 
     ROUNDS = "rounds"
-    """The same formula, rounded differently somewhere."""
+    """The formulas are the plain recipe's, but some results are rounded differently."""
 
     LEARNS = "learns"
-    """Another training algorithm than the plain recipe's, which also learns."""
+    """The training algorithm differs from the plain recipe's, but also trains the model."""
 
 
-# A technique is frozen, so its Setup is made once; a search reads it for every candidate.
+# A technique is frozen, so its Setup is created once. A search reads it for every candidate.
 @functools.cache
 def _alone(technique: Technique) -> Setup:
     return setup_of(technique)
@@ -97,83 +99,90 @@ class Technique(ABC):
     """
 
     name: ClassVar[str]
-    """The word in a recipe; by default the file's name. The roster sets it and the slot."""
+    """Word for the technique in a recipe; by default the file's name. The roster sets it and the slot."""
 
     slot: ClassVar[Slot]
-    """Kind of technique; the name of its folder."""
+    """Slot (choice of a recipe, such as the optimizer) that the technique fills. Its value is the folder's
+    name.
+    """
 
     fidelity: ClassVar[Fidelity]
-    """Largest difference to the plain recipe's mathematics."""
+    """Largest numerical difference between the technique and the plain recipe."""
 
     title: ClassVar[str] = ""
-    """Everyday name, such as LoRA; empty where it is `name`."""
+    """Common name of the technique, such as LoRA; empty if it is `name`."""
 
     family: ClassVar[str] = ""
-    """Algorithm of techniques of one slot that differ in their kernels alone and keep the same states. A plan
-    that keeps the user's technique may take another of its family. Empty without a family.
+    """Name of the common algorithm of techniques of one slot that differ only in their kernels; empty without
+    such techniques. A plan that keeps the user's technique may choose another one of its family.
     """
 
     plain: ClassVar[bool] = False
-    """True for the slot's default: the behaviour of plain PyTorch code."""
+    """True for the default technique of its slot: the behaviour of plain PyTorch code."""
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """Packages beyond the core, as requirement strings: `bitsandbytes>=0.50`."""
+    """Required packages in addition to the core's, as requirement strings: `bitsandbytes>=0.50`."""
 
     extra: ClassVar[str] = ""
-    """snugfit's extra that installs `needs`."""
+    """Name of snugfit's extra (optional requirements) that installs `needs`."""
 
     source: ClassVar[str]
-    """Source of the technique: a paper, a library's class."""
+    """Source of the technique, such as a paper or a library's class."""
 
     elsewhere: ClassVar[tuple[str, ...]] = ()
-    """Names in other libraries; such a word in a recipe means this technique."""
+    """Names of the technique in other libraries. A recipe may contain them in place of `name`."""
 
     advice: ClassVar[Mapping[str, str]] = {}
-    """Words of other libraries for similar techniques, each with the sentence that advises this one."""
+    """Names of similar techniques in other libraries, each with a sentence that recommends this technique."""
 
     counterparts: ClassVar[tuple[Counterpart, ...]] = ()
-    """transformers' arguments for this technique; an export writes the first without a note."""
+    """Arguments of transformers that switch the technique on. An export writes the first that has no note."""
 
     keeps_small_updates: ClassVar[bool] = False
-    """True if updates that rounding to the nearest would lose still move 16-bit weights."""
+    """True if 16-bit weights also change by small updates, which rounding to the nearest number would
+    discard.
+    """
 
     drops_padding: ClassVar[bool] = False
-    """True if a step computes no padding of its batches, so that no other padding is better."""
+    """True if a step skips the padding of its batches, so that other ways of padding do not help."""
 
     unplanned: ClassVar[str] = ""
-    """The reason why no plan and no recovery chooses it, for every job; empty where they may."""
+    """Reason why no plan and no recovery chooses the technique for any job; empty if they may choose it."""
 
     caveat: ClassVar[str] = ""
-    """A warning for every job; empty without one."""
+    """Warning that applies to every job with the technique; empty without one."""
 
     last_resort: ClassVar[str] = ""
-    """The technique as a recipe word, for steps that do not fit otherwise. No plan searches it unless it is
-    named. Empty for other techniques.
+    """Recipe word of a technique for steps that do not fit otherwise; empty for other techniques. A plan
+    searches it only if the user names it.
     """
 
     lowered: ClassVar[bool] = False
     """True if each kind of GPU needs its own compilation of the model's code, or its own full simulation.
-    That takes long, so plans for many GPUs try it only if it is kept."""
+    Each takes long, so plans for many GPUs try the technique only if the user fixes it.
+    """
 
     searched: ClassVar[bool] = True
-    """True if a plan can search recipes with it; otherwise `predict` takes a recipe that has it."""
+    """True if a plan can search recipes with the technique. Otherwise only `predict` accepts it."""
 
     grade_cost: ClassVar[float] = 1.0
-    """Least seconds that a grade adds (`grades`), as a share of the seconds by linear interpolation to
-    recomputing each layer."""
+    """Factor on the seconds of a grade (the technique in fewer layers, `grades`) for a lower bound. The
+    seconds are interpolated linearly to the recomputation of each layer.
+    """
 
     needs_several_gpus: ClassVar[bool] = False
     """True for training on several GPUs, which one GPU cannot use."""
 
     single_process: ClassVar[bool] = False
-    """True if it is simulated neither in several processes nor by DeepSpeed's engine."""
+    """True if neither several processes nor DeepSpeed's engine can be simulated with the technique."""
 
     preloaded: ClassVar[str] = ""
-    """The module that a plan's worker processes import ahead if every recipe has the technique."""
+    """Module that a plan's worker processes import in advance if every recipe has the technique."""
 
     on_cpu: ClassVar[str] = ""
-    """Clause on a run on the CPU, which has no such technique, to follow the technique's name; empty if the
-    CPU has it."""
+    """End of a sentence about a run on a CPU, which begins with the technique's name. Empty if CPUs support
+    it.
+    """
 
     least_capability: ClassVar[tuple[int, int] | None] = None
     """Smallest compute capability of a GPU that can run the technique; None for every GPU."""
@@ -251,8 +260,8 @@ class Technique(ABC):
 
     @classmethod
     def fidelity_for(cls, job: Job) -> Fidelity:
-        """Return the difference of results to the default recipe in this job (none, rounding, ...): by
-        default `fidelity`.
+        """Return the technique's fidelity (numerical closeness to the plain step) in this job; by default
+        `fidelity`.
         """
         return cls.fidelity
 
@@ -276,8 +285,8 @@ class Technique(ABC):
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
         """Return this technique with several settings, such as numbers of recomputed layers, in the order of
-        falling memory and rising time. They are too many to simulate all, so a plan searches for the first
-        that fits. Empty for a technique that is searched by its `settings`.
+        decreasing memory and increasing seconds. They are too many to simulate all, so a plan searches for
+        the first that fits. Empty for a technique that is searched by its `settings`.
         """
         return ()
 
@@ -302,7 +311,7 @@ class Technique(ABC):
 
     @classmethod
     def missing_package(cls) -> str | None:
-        """Return a message that a package of `needs` is missing or too old; None when all are installed.
+        """Return a message that a package of `needs` is missing or too old; None if all are installed.
 
         No package is imported for that.
         """
@@ -332,7 +341,7 @@ class Technique(ABC):
         others by name: `sgd(momentum=0.5)`.
         """
         shown = [
-            # A setting without a default is the main one, and needs no name.
+            # A setting without a default is the main one, and is written without its name.
             show_setting(value) if declared.default is MISSING else f"{declared.name}={show_setting(value)}"
             for declared in fields(self)
             if (value := getattr(self, declared.name)) != declared.default

@@ -1,9 +1,9 @@
 """Conversion of recipes to other libraries' arguments and back, by the counterparts that each technique
 declares.
 
-No technique is named here: `Technique.counterparts` is the only source, in both directions. When several
-techniques of a slot match the same arguments, the one with more fixed values is taken. An accumulation of 1
-is the whole batch, and not one micro-batch.
+No technique is named here: `Technique.counterparts` is the only source, in both directions. If several
+techniques of a slot match the same arguments, the one with more fixed values is returned. For example, an
+accumulation of 1 is the whole batch, and not one micro-batch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class SlotReading:
     """The technique of one slot (such as precision) that a user's arguments of another library imply."""
 
     slot: Slot
-    """The kind of technique."""
+    """Slot (choice of a recipe, such as the optimizer) that the arguments determine."""
 
     technique: Technique | None
-    """The technique; None when snugfit has none for these arguments."""
+    """Technique for these arguments; None if snugfit has none."""
 
     keys: tuple[str, ...]
-    """The arguments that decide this slot."""
+    """Keys of the other library's arguments that determine this slot."""
 
     note: str = ""
-    """Difference between the technique and the effect of these arguments in their library."""
+    """Difference between the technique and the effect of these arguments in the other library."""
 
 
 def read_slots(arguments: Mapping[str, Any]) -> tuple[SlotReading, ...]:
@@ -49,14 +49,15 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
     looked_at: dict[str, None] = {}
     for kind in roster.techniques():
         for counterpart in kind.counterparts if kind.slot is slot else ():
-            # Such arguments mean the technique only in a script that snugfit writes.
+            # Such arguments imply the technique only in a script that snugfit has written.
             if counterpart.used == "to write":
                 continue
             keys = tuple(counterpart.arguments)
             looked_at |= dict.fromkeys(keys)
             literals = sum(not isinstance(value, Setting) for value in counterpart.arguments.values())
             technique = _technique_from(counterpart, kind, arguments)
-            # More fixed values win: an accumulation of 1 is the whole batch, and not one micro-batch.
+            # The match with more fixed values wins: an accumulation of 1 is the whole batch, not one
+            # micro-batch.
             if technique is not None and literals > most_literals:
                 best = SlotReading(slot=slot, technique=technique, keys=keys, note=counterpart.note)
                 most_literals = literals
@@ -77,7 +78,7 @@ def _technique_from(
         # `True == 1` holds in Python, but not in another library's arguments.
         elif given != value or isinstance(given, bool) != isinstance(value, bool):
             return None
-    # The arguments leave a setting without a default open.
+    # The arguments give no value for a setting without a default.
     if any(declared.default is MISSING and declared.name not in settings for declared in fields(kind)):
         return None
     try:
@@ -111,7 +112,7 @@ def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, 
     for declared in fields(technique):
         value = getattr(technique, declared.name)
         implied = counterpart.settings.get(declared.name, declared.default)
-        # The arguments imply another value than the technique has.
+        # The technique has another value of this setting than the arguments imply.
         if declared.name not in named and value != implied:
             return None
     return {key: _with_settings(value, technique) for key, value in counterpart.arguments.items()}

@@ -22,7 +22,7 @@ class Call:
     """A callable as data: its import path and keyword arguments."""
 
     path: str
-    """The import path, `package.module:name`."""
+    """Import path of a function or class: `package.module:name`."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments, JSON values only."""
@@ -35,7 +35,7 @@ class Call:
 
     def run(self, *given: Any, **more: Any) -> Any:
         """Import and call the function, and return its result; its own `arguments` override `more`."""
-        # The wish's own arguments are the recipe's, so they override the loop's.
+        # The arguments of this call come from the recipe, so they override those of the loop.
         return self.resolve()(*given, **{**more, **self.arguments})
 
 
@@ -61,10 +61,11 @@ class SeveralProcesses:
     """Base class of fields that train one model in several processes, one for each GPU."""
 
     ranks: int
-    """Number of processes, one for each GPU."""
+    """Number of processes that train one model, one for each GPU."""
     on_host: bool = False
-    """True if host memory holds the shards and the CPU updates them, so that processes exchange data there
-    too."""
+    """True if host memory has the shards and the CPU updates them. Processes then exchange data in host
+    memory too.
+    """
 
     @property
     def matrix_parts(self) -> int:
@@ -104,37 +105,39 @@ class Wish(Generic[T]):
     """
 
     name: str
-    """The field's name, in `Setup` and in its JSON."""
+    """Name of the field in `Setup` and in its JSON."""
     kind: Any
-    """Type of the value, which can be compared and written as JSON."""
+    """Type of the field's value, which can be compared and written as JSON."""
     default: T
-    """The value in the plain loop."""
+    """Value of the field in the plain loop."""
     touches: tuple[str, ...] = ("passes", "update")
-    """Parts of a step that the field changes, by the fields of `StepKey` (`planning/step_key.py`)."""
+    """Names of the parts of a step that the field changes: fields of `StepKey` (`planning/step_key.py`)."""
 
     lowers: bool = False
-    """True if the value is a `Lowering`, or None."""
+    """True if the field's value is a `Lowering` (setting of a compiler) or None."""
     adamw: Call | None = None
     """Function that returns the `OptimizerWish` of AdamW under this field; None leaves AdamW unchanged."""
     parts: Call | None = None
-    """Class that simulates the parts of a step under this field (`rehearsal/step_parts.py`); None for a plain
-    step's."""
+    """Class that simulates the parts of a step under this field (`rehearsal/step_parts.py`); None for the
+    class of a plain step.
+    """
 
     records_graphs: bool = False
-    """True if the field records steps as CUDA graphs, so that the first steps differ from later ones."""
+    """True if the field records steps as CUDA graphs. The first steps then differ from later ones."""
     draws_once: bool = False
-    """True if a step with the field cannot draw its random numbers a second time, for recomputed layers."""
+    """True if a step with the field cannot draw the same random numbers again for recomputed layers."""
     freezes: bool = False
-    """True if the field freezes the model's weights and adds fp32 weights that train."""
+    """True if the field freezes the model's weights and adds trainable fp32 weights."""
     selects: bool = False
-    """True if the field selects the model's weights that train."""
+    """True if the field selects the trainable weights among the model's."""
     packages: tuple[str, ...] = ()
     """Packages that a step with the field imports."""
     needs_no_compiler: bool = False
-    """True if a step with the field uses no module whose import may be deferred (`deferred_imports.py`)."""
+    """True if no step with the field uses a module whose import is deferred (`deferred_imports.py`)."""
     seeded_models: tuple[str, ...] = ()
-    """Types of models in which the field seeds all dropout but attention's: a recomputed layer then drops the
-    same elements."""
+    """Types of models in which the field seeds all dropout except attention's. A recomputed layer then drops
+    the same elements.
+    """
 
     def of(self, setup: Any) -> T:
         """Return the value of this field in a `Setup` (training settings)."""
@@ -143,8 +146,8 @@ class Wish(Generic[T]):
 
 @functools.cache
 def wishes() -> tuple[Wish[Any], ...]:
-    """Return the fields of `Setup` that all features add. Raises `FeatureError` where two fields have the
-    same name.
+    """Return the fields of `Setup` that all features add. Raises `FeatureError` if two fields have the same
+    name.
     """
     fields = feature_objects("fields", Wish)
     # The fields form one dataclass, where a second name would replace the first.

@@ -53,14 +53,16 @@ class PassProfile(NamedTuple):
     """Bytes and kernels of a step's forward and backward passes, for one micro-batch size."""
 
     peak_increase: Mapping[str, int]
-    """Peak of allocated bytes above those between steps, by phase and module of the allocations. Layers of
-    one stack count as one module."""
+    """Largest increase of allocated bytes over those between steps, by phase and module that allocates.
+    Layers of one stack count as one module.
+    """
     residual_bytes: int
-    """Live bytes at the start of the update, above those between steps: the gradients."""
+    """Bytes of gradients: allocated bytes at the start of the update, minus those between steps."""
     first: Work
-    """Kernels and host waits of the first micro-batch."""
+    """Kernels of the first micro-batch, and the host's waits for the device."""
     further: Work
-    """Kernels and host waits of each further micro-batch; empty if there is only one."""
+    """Kernels of each further micro-batch, and the host's waits for the device; empty if there is only one.
+    """
     kept_bytes: Mapping[str, int]
     """Bytes of activations that layers keep for the backward pass, by the operator that allocated them."""
 
@@ -71,11 +73,11 @@ class PassProfiles:
     sizes."""
 
     whole: PassProfile | None
-    """Profile of the whole batch in one piece, if requested."""
+    """Profile of the batch without a split into micro-batches; None if it was not requested."""
     by_samples: Mapping[int, PassProfile]
     """Profiles by number of samples in a micro-batch, for sizes below the whole batch."""
     baseline_bytes: int
-    """Live bytes between steps: weights and permanent allocations."""
+    """Allocated bytes between steps: weights and permanent allocations."""
     gradients: tuple[int, ...]
     """Indices of the trainable parameters that have a gradient."""
     attention: tuple[str, ...]
@@ -86,7 +88,7 @@ class UpdateProfile(NamedTuple):
     """Bytes and kernels of the optimizer update in a step after the first."""
 
     peak_increase: int
-    """Peak of allocated bytes above those at the update's start."""
+    """Largest increase of allocated bytes over those at the update's start."""
     state_bytes: int
     """Bytes of optimizer states and other allocations that persist from step to step."""
     work: Work
@@ -102,21 +104,21 @@ def rehearse_sizes(
     """
     import torch
 
-    # Clipping and groups of weights concern the update, which this step does not have.
+    # Clipping and parameter groups concern the optimizer update, which this step does not have.
     job = replace(job, clip=None, decay_groups=False)
     step = _StepsOfSizes(job, without_update(setup.in_one_piece()), torch.device("meta"))
     sizes = sorted(set(sizes))
     step.sizes = [[job.batch_size]] if whole else []
     step.gradients_stand = whole and len(sizes) > 1
-    # Without the whole batch, an additional first micro-batch makes the gradients to add to.
+    # Without the whole batch, an additional first micro-batch creates the gradients to which the others add.
     step.sizes += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
     with settings_known():
         recording = record_step(step, policy, 1)
     optimizer: Any = step.optimizer
     profiles = list(profile_micro_batches(recording))
-    # The last update has dropped the gradients, so the bytes between steps remain.
+    # The last update has freed the gradients, so only the bytes between steps remain.
     baseline = profiles[-1].live_after
-    passes = [profile for profile in profiles if profile.number]  # the others are updates
+    passes = [profile for profile in profiles if profile.number]  # the other profiles are those of updates
     before, further = passes[: -len(sizes) or None], passes[len(passes) - len(sizes) :]
     first = before[0]
     added = _additions(before[-1].work, [profile.work for profile in further]) if sizes else Counter()
@@ -136,9 +138,10 @@ class _StepsOfSizes(PlainStep):
     """The plain training loop without an optimizer update, in which micro-batches may differ in size."""
 
     sizes: Sequence[Sequence[int]] = ()
-    """Number of samples of each micro-batch, by step."""
+    """Number of samples in each micro-batch, by step."""
     gradients_stand = False
-    """True if each step adds to the gradients of the previous step."""
+    """True if gradients are not cleared between steps, so that each step adds to those of the previous one.
+    """
 
     def run(self, steps: int, observer: Observer) -> list[float]:
         """Build the model and run the forward and backward passes of all steps. Each is reported as a first
@@ -165,7 +168,7 @@ class _StepsOfSizes(PlainStep):
 
     def _micro_batch(self, samples: int) -> dict[str, Any]:
         job = replace(self.job, batch_size=samples)
-        if job.model.module is None:  # a loader would number millions of samples, of which one is made
+        if job.model.module is None:  # a loader would number millions of samples, of which one is used
             rows: Any = dataset(job, self.setup, self.device)
             batch: dict[str, Any] = collator(job, self.device)(rows.__getitems__(range(samples)))
             return batch
@@ -179,8 +182,8 @@ def _pass_profile(profile: MicroBatchProfile, first: Work, further: Work, baseli
 
 
 class _KernelKey(NamedTuple):
-    """Properties of a kernel that do not depend on the micro-batch size, to find the kernels that accumulate
-    gradients.
+    """Properties of a kernel that do not depend on the micro-batch size. They identify the kernels that
+    accumulate gradients.
     """
 
     operator: str

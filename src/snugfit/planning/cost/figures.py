@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class BelowLowerBound(Exception):
-    """Error: a simulated recipe took fewer bytes or seconds than its lower bound, so earlier exclusions may
-    be wrong.
+    """Error: a simulated recipe took fewer bytes or seconds than its lower bound. Earlier exclusions of
+    recipes may then be wrong.
     """
 
 
@@ -15,25 +15,33 @@ class Bound(NamedTuple):
     """Lower bound of a recipe's memory in bytes and of its step in seconds on one GPU."""
 
     needed_bytes: int
-    """Peak of allocated bytes, plus the CUDA context."""
+    """Lower bound of the GPU memory that must be free: peak of allocated bytes, plus those of the CUDA
+    context.
+    """
     seconds: float
-    """Seconds of a step, plus its share of the run's start-up."""
+    """Lower bound of the seconds of a step, plus its share of the run's start-up."""
     resting_bytes: int = 0
-    """Peak bytes during the optimizer update. Activation checkpointing does not change them."""
+    """Lower bound of the peak bytes during the optimizer update, which activation checkpointing does not
+    change.
+    """
     layers_bytes: int = 0
-    """Peak bytes during the optimizer update or while a layer runs. A loss in chunks does not change them."""
+    """Lower bound of the peak bytes during the update or while a layer runs. Computing the loss in chunks
+    does not change them.
+    """
     unkept_bytes: int = 0
-    """Peak bytes if no layer kept activations for the backward pass."""
+    """Lower bound of the peak bytes if no layer kept activations for the backward pass."""
     device_seconds: float = 0.0
-    """Seconds of a step in which the GPU runs kernels; 0 if unknown."""
+    """Lower bound of the seconds of a step in which the GPU runs kernels; 0 if unknown."""
     gradient_bytes: int = 0
-    """Bytes of gradients at the end of the backward pass."""
+    """Bytes of all gradients at the end of the backward pass."""
     outside_bytes: int = 0
-    """Peak bytes while no layer runs, without activations kept by layers that are not recomputed."""
+    """Lower bound of the peak bytes while no layer runs, without the activations of layers that are not
+    recomputed.
+    """
     compiled_bytes: int = 0
     """Lower bound of the peak bytes if the layers are compiled."""
     compiled_seconds: float = 0.0
-    """Seconds of a step's kernels that compiled layers would run too; 0 if unknown."""
+    """Lower bound of the seconds of the kernels that remain in a step with compiled layers; 0 if unknown."""
 
     def at_least(self, other: Bound) -> Bound:
         """Return a bound with the larger bytes and the larger seconds of two bounds."""
@@ -48,16 +56,18 @@ class Figures(NamedTuple):
     reserved_bytes: int
     context_bytes: int
     seconds: float
-    """Seconds of a step plus its share of the run's start-up, by which recipes are compared."""
+    """Seconds of a step plus its share of the run's start-up. Recipes are compared by this sum."""
     once: float = 0.0
     """Seconds of the run's start-up."""
     share: float = 0.0
-    """Share of the start-up in `seconds`; 0 if the run's length was not given."""
+    """Seconds of start-up that `seconds` includes; 0 if the number of steps of the run was not given."""
     doubts: tuple[str, ...] = ()
     """Warnings about assumptions of the simulation, as sentences."""
 
     peak_seconds: float = 0.0
-    """Seconds of the model's FLOPs at the data sheet's peak; 0 if the step was not simulated in full."""
+    """Seconds of the model's FLOPs at the GPU's peak FLOP/s by data sheet; 0 if the step was not simulated in
+    full.
+    """
 
     @property
     def step_seconds(self) -> float:

@@ -60,7 +60,9 @@ def outside_layers(module: str) -> bool:
 
 @dataclass(frozen=True)
 class DepthFit:
-    """Linear extrapolation from simulations with few layers to the model's full number of layers."""
+    """Linear extrapolation of bytes or seconds from simulations with few layers to the model's full number of
+    layers.
+    """
 
     depths: Sequence[ShallowJob]
     layers: int
@@ -87,18 +89,19 @@ class StepBounds(NamedTuple):
     layers_bytes: int
     """Peak of allocated bytes during the optimizer update or while a layer runs."""
     unkept_bytes: int
-    """Peak of allocated bytes in forward and backward, without activations kept by layers."""
+    """Peak of allocated bytes in forward and backward, without the activations that layers keep for backward.
+    """
     device_seconds: Sequence[float]
     """Seconds in which each GPU runs kernels."""
     gradient_bytes: int
     """Bytes of gradients at the end of the backward pass."""
     outside_bytes: int
-    """Peak of allocated bytes while no layer runs, without activations kept by layers that are not
-    recomputed."""
+    """Peak of allocated bytes while no layer runs, without the activations of layers that are not recomputed.
+    """
     compiled_bytes: int
     """Peak of allocated bytes if the layers are compiled."""
     compiled_seconds: Sequence[float]
-    """Seconds of the kernels that compiled layers would run too, on each GPU."""
+    """Seconds, on each GPU, of the kernels that remain in a step with compiled layers."""
 
 
 class Bounds(NamedTuple):
@@ -134,7 +137,7 @@ class LowerBounds:
             groups[setup.micro_batches, timing_key(setup)].append(number)
         bounds: dict[int, StepBounds | UnsupportedStep] = {}
         for numbers in groups.values():
-            # Many Setups of a group share an update, which is bounded once.
+            # Many Setups of a group have equal updates, so each update is simulated once.
             by_update = {update_key(setups[number]): setups[number] for number in numbers}
             refused = {key: why for key, one in by_update.items() if (why := passes.why_unsupported(one))}
             by_update = {key: one for key, one in by_update.items() if key not in refused}
@@ -155,7 +158,7 @@ class LowerBounds:
         """Return the cached bytes and kernels of the optimizer update of a model with few layers. The
         parameters with gradients are those in `passes`, if given.
         """
-        # Weights that get no gradient have no optimizer state, so the update depends on the passes.
+        # Weights without a gradient have no optimizer state, so the update depends on the passes.
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
         if key not in self._updates:
@@ -198,13 +201,15 @@ class _PassesBounds:
 
     def __init__(self, bounds: LowerBounds, setups: Sequence[Setup]) -> None:
         job, first = bounds.shallow_jobs.job, setups[0]
-        # A single micro-batch has other tensors than one of several, which add to existing gradients.
+        # A step with a single micro-batch has other tensors than one with several, which add to existing
+        # gradients.
         sizes = {job.batch_size // setup.micro_batches for setup in setups if setup.micro_batches > 1}
         whole = any(setup.micro_batches == 1 for setup in setups)
         self.bounds, self.batch_size = bounds, job.batch_size
         written = as_written(first, padded=bool(job.padding))
         self.fit = bounds.depth_fit(written)
-        # Recomputing spans needs deeper models; an update never does, so its depths are as few as possible.
+        # Recomputation of spans needs deeper models. Updates never do, so their depths are as small as
+        # possible.
         self.update_fit = bounds.depth_fit(replace(written, checkpoint=None))
         self.by_depth = [
             rehearse_sizes(shallow.job, shallow.setup, bounds.policy, sizes, whole=whole)
@@ -233,7 +238,7 @@ class _PassesBounds:
         )
 
     def why_unsupported(self, setup: Setup) -> UnsupportedStep | None:
-        """Return the reason why a step with these settings cannot run; None if it can."""
+        """Return the error with the reason why a step with these settings cannot run; None if it can."""
         parts = parts_of(setup)
         try:
             for profile in self._profiles(setup):
@@ -258,9 +263,9 @@ class _PassesBounds:
 
     def unkept(self, setup: Setup) -> int:
         """Return a lower bound of the peak bytes in forward and backward, without the activations that each
-        layer keeps.
+        layer keeps for backward.
         """
-        # With one depth there is no line, and 0 is a valid lower bound.
+        # One depth allows no extrapolation, and 0 is a valid lower bound.
         return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
 
     def outside(self, setup: Setup) -> int:
@@ -269,7 +274,7 @@ class _PassesBounds:
         """
         if len(self.fit.depths) < 2:
             return 0
-        # autocast keeps copies of the layers' weights until the forward pass ends, compiled layers keep none
+        # autocast keeps casts of the layers' weights until the forward pass ends; compiled layers keep none
         keeps_inputs = setup.checkpoint == EVERY_LAYER and setup.autocast is None
         layers = None if keeps_inputs else 0
         return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
@@ -297,7 +302,7 @@ class _PassesBounds:
     def _standing(self, setup: Setup) -> float:
         """Return the allocated bytes between steps: weights, optimizer states and permanent allocations."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
-        # Passes and update have their own depths, so each has its own line.
+        # Passes and update are simulated at different depths, so each is extrapolated separately.
         standing = self.fit.extrapolate([passes.baseline_bytes for passes in self.by_depth])
         return float(standing + self.update_fit.extrapolate([update.state_bytes for update in updates]))
 
@@ -319,11 +324,11 @@ class _PassesBounds:
         key, at = (setup.micro_batches, among, layers), self.fit.layers if layers is None else layers
         if key not in self._rises:
             rises = [profile.peak_increase for profile in self._profiles(setup)]
-            # Modules that exist at one depth alone have no line.
+            # Modules that exist at one depth only cannot be extrapolated.
             common = set(rises[0]).intersection(*rises)
             common = {name for name in common if among is None or among(name)}
             lines = (self.fit.value_at(at, [by_module[name] for by_module in rises]) for name in common)
-            # A maximum of lines is below the convex maximum at the whole depth.
+            # The maximum of the extrapolated lines is at most the true peak, which is convex in the depth.
             self._rises[key] = max(lines, default=0)
         return self._rises[key]
 
@@ -375,7 +380,7 @@ class _PassesBounds:
                 line(self.fit, [part(self._under(setup, getattr(one, name))) for one in profiles])
                 for name in ("first", "further")
             )
-            # Each further micro-batch costs the same, as gradients exist by then.
+            # Each further micro-batch takes equal seconds, since the gradients exist by then.
             self._device_s[key] = first + (setup.micro_batches - 1) * further
         updates = [self.bounds.update(setup, shallow).work for shallow in self.update_fit.depths]
         updates = [self._under(setup, work) for work in updates]
@@ -423,7 +428,8 @@ class _PassesBounds:
         for same in _by_length(updates):
             lasts = stack(list(same.values()))
             by_count = [timer.simulate(join([first, *[further] * (n - 1), lasts])) for n in counts]
-            # From some number on, each further micro-batch takes the same seconds, so two counts give a line.
+            # From some number on, each further micro-batch takes equal seconds, so two counts determine a
+            # line.
             by_setup = linear_extrapolate(counts, by_count, setup.micro_batches)
             seconds |= zip(same, by_setup.tolist(), strict=True)
         return seconds
@@ -447,7 +453,7 @@ class _PassesBounds:
         if key not in self._works:
             changed = kernels_under(setup, work.kernels)
             asked = work if changed is work.kernels else work._replace(kernels=changed)
-            self._works[key] = work, asked  # by id; the entry holds the work, so its id stays unique
+            self._works[key] = work, asked  # by id; the entry keeps the work alive, so its id stays unique
         return self._works[key][1]
 
 
@@ -465,8 +471,8 @@ def few(micro_batches: int) -> tuple[int, ...]:
 def _by_length(
     updates: Sequence[Sequence[QueueSegment] | None],
 ) -> list[dict[int, Sequence[QueueSegment]]]:
-    """Group the queue segments of several optimizer updates by their number of segments, each with the index
-    of its update.
+    """Group the queue segments of several optimizer updates by their number. In each group, they have the
+    index of their update as key.
     """
     groups: dict[int, dict[int, Sequence[QueueSegment]]] = defaultdict(dict)
     for number, segments in enumerate(updates):

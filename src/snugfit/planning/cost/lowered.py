@@ -1,8 +1,4 @@
-"""Lower bounds of bytes and seconds of recipes with compiled layers, computed before the layers are compiled.
-
-The feature that compiles layers provides a subclass (`Feature.lowered_kinds`). Without it, no recipe has
-compiled layers.
-"""
+"""Lower bounds of the bytes and seconds of recipes with compiled layers, computed before any compilation."""
 
 from __future__ import annotations
 
@@ -18,8 +14,9 @@ if TYPE_CHECKING:
     from snugfit.planning.cost.figures import Bound
 
 CACHE_SHARE = 0.1
-"""Largest share of a step's seconds that activation checkpointing may save, by disabling the cache of keys
-and values."""
+"""Largest share of a step's seconds that activation checkpointing may save, since it disables the key-value
+cache.
+"""
 
 
 class LoweredKinds:
@@ -30,7 +27,7 @@ class LoweredKinds:
     """
 
     waiting: Sequence[int] = ()
-    """Recipes with compiled layers, no recomputation and whole logits, by number."""
+    """Numbers of the recipes with compiled layers that neither recompute nor compute logits in chunks."""
 
     def __init__(self, space: Any, state: Any, saves_nothing: Mapping[int, int | None]) -> None:
         self.space, self.state, self.saves_nothing = space, state, saves_nothing
@@ -46,8 +43,9 @@ class LoweredKinds:
         return False
 
     def alike(self, number: int) -> int | None:
-        """Return the number of the otherwise equal uncompiled recipe; None if this one has no compiled
-        layers."""
+        """Return the number of the otherwise equal recipe without compilation; None if this one has no
+        compiled layers.
+        """
         return None
 
     def bare(self, number: int) -> int:
@@ -57,7 +55,7 @@ class LoweredKinds:
         return number
 
     def bounded_by(self, number: int) -> Iterable[int]:
-        """Return the numbers of the uncompiled recipes whose lower bounds determine that of this one; none
+        """Return the numbers of the uncompiled recipes from whose lower bounds this recipe's follows; none
         for an uncompiled recipe.
         """
         return ()

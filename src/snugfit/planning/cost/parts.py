@@ -65,15 +65,16 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 REMEMBERED_PARTS = 48
-"""Largest number of cached simulations, at some ten megabytes each. It exceeds the number of different
-forward and backward passes in most searches."""
+"""Largest number of cached simulations of parts of a step, each of about ten megabytes. It exceeds the number
+of different forward and backward passes in most searches.
+"""
 
 
 class _Replays(NamedTuple):
     trace: Trace
-    """Trace of a step after the first ones, perhaps with fewer micro-batches."""
+    """Trace (allocations and kernels) of a step after the first ones, possibly with fewer micro-batches."""
     by_segments: dict[bool, AllocatorPeaks]
-    """Peaks of the allocator's bytes with expandable segments (True) and without (False)."""
+    """Peaks of the CUDA allocator's bytes with expandable segments (True) and without (False)."""
 
 
 class _OwnTrace(NamedTuple):
@@ -93,7 +94,7 @@ class FullCheck(NamedTuple):
     """True if the full simulation gave the same bytes."""
     doubts: tuple[str, ...]
     timing: StepSeconds | None
-    """Seconds of the step, if the GPU's rates are known."""
+    """Seconds of the fully simulated step; None if the GPU's rates (speeds of kernels) are unknown."""
 
 
 class Parts:
@@ -118,7 +119,7 @@ class Parts:
         self._redundant: dict[Hashable, bool] = {}
         self._whole: OrderedDict[Hashable, Any] = OrderedDict()
         self._steady: set[Hashable] = set()
-        """Keys of the traces whose third step equals the second, so that two steps are enough."""
+        """Keys of the traces whose third step equals the second, so that two steps suffice."""
 
     # ---- lower bounds ------------------------------------------------------------------------------------
 
@@ -129,12 +130,13 @@ class Parts:
         The Setups may differ only in micro-batches, optimizer, fp32 precision, data loading, allocator and
         CUDA graphs. Raises `SnugfitError` if one of them cannot be simulated.
         """
-        # A job without an update is simulated as a whole, which gives its exact bound.
+        # A job without an update is simulated as a whole, so its bytes and seconds are exact.
         if not self.job.trains:
             return self._exact_bounds(setups)
         bounds = self.lower_bounds.of(setups)
         self.startup.forget()
-        # A context depends on the kinds of libraries, so a trace with a mark and the attention suffices.
+        # The size of the context depends on the loaded libraries, for which a trace with one mark and the
+        # attention suffices.
         trace = Trace((), (), (Mark(0, 0, "backward"),), (), (), bounds.attention)
         contexts, least = self._contexts(trace), self._contexts(replace(trace, attention=()))
         return [
@@ -179,7 +181,7 @@ class Parts:
         contexts = self._contexts(replace(replays.trace, kernels=launched))
         by_timing = {timing_key(setup): setup for setup in setups}
         traces = {key: trace_under(setup, replays.trace) for key, setup in by_timing.items()}
-        by_kernels = {id(trace.kernels): trace for trace in traces.values()}  # most share them
+        by_kernels = {id(trace.kernels): trace for trace in traces.values()}  # most traces share them
         of_kernels = {kernels: self._seconds(setups[0], trace) for kernels, trace in by_kernels.items()}
         seconds = {key: of_kernels[id(trace.kernels)] for key, trace in traces.items()}
         startups = {key: self.startup.of(setup, traces[key]) for key, setup in by_timing.items()}
@@ -193,8 +195,8 @@ class Parts:
         ]
 
     def _replays(self, setup: Setup, kinds: Collection[bool]) -> _Replays:
-        """Return the step's trace with its peaks of memory in the caching allocator. `kinds` selects
-        expandable segments (True) or not (False).
+        """Return the step's trace with the peaks of memory in the caching allocator. `kinds` selects replays
+        with expandable segments (True) or without (False).
         """
         run = self.run(setup) if self.job.trains else None
         if run is not None:
@@ -311,7 +313,7 @@ class Parts:
 
     def _whole_passes(self, setup: Setup) -> Part:
         def make() -> Part:
-            # the first step of compiled layers times their kernels, which no second one does
+            # the first step of compiled layers times their kernels, and a second step does not
             is_short = setup.lowering is None and self._second_step_is_redundant(setup)
             record = short_passes if is_short else rehearse_passes
             asked = self.job, setup, self.policy

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Trace
 
 MANY = 16
-"""Smallest number of micro-batches of a step whose seconds follow from three of them: the first, one between,
-and the last."""
+"""Number of micro-batches from which a step's seconds are computed from only three: the first, a middle one
+and the last.
+"""
 
 
 class AllocatorPeaks(NamedTuple):
@@ -39,9 +40,11 @@ class AllocatorPeaks(NamedTuple):
 
 
 Request = tuple[int, Any]
-"""Type of an allocator request: (stack, action). A stack holds the blocks of equal allocations. The action is
-the bytes to allocate, or the position of the block to free, from the stack's end (-1 and down). With stack
--1, the action is the name of a CUDA driver's action, or the mark of an emptied cache."""
+"""Type of an allocator request: (stack, action). A stack is a list of the live memory blocks of equal
+allocations. The action is the bytes to allocate, or the position of the block to free, from the stack's end
+(-1 and down). With stack -1, the action names an action of the CUDA driver, or the release of the allocator's
+cache.
+"""
 
 
 class Requests:
@@ -49,7 +52,7 @@ class Requests:
 
     def __init__(self, run: PeriodicRun) -> None:
         self._stacks: dict[Alloc, int] = {}
-        self._known: dict[int, Request] = {}  # by a move's id: repeated moves are the same object
+        self._known: dict[int, Request] = {}  # by the id of an event: repeated events are the same object
         self._pending: set[str] = set(actions_by_word(Allocator().addresses))
         self._due: list[str] = []
         self._phase = "build"
@@ -140,14 +143,14 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
     for pieces in requests.recorded[:-1]:
         replay_step(pieces)
     times = requests.steps - len(requests.recorded) + 1
-    if requests.leaves_as_many:  # then all that follow are like the last
+    if requests.leaves_as_many:  # then all further micro-batches are like the last
         times += MOST_REPEATED
     _repeat(partial(replay_step, requests.recorded[-1]), times, state)
     return AllocatorPeaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
 def _nothing() -> None:
-    """Do nothing, in place of a CUDA driver's action that already happened."""
+    """Do nothing: the replacement of a CUDA driver's action that already happened."""
 
 
 def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable]) -> None:
@@ -157,11 +160,11 @@ def _repeat(replay: Callable[[], None], times: int, state: Callable[[], Hashable
     begins: dict[Hashable, int] = {}
     left = times
     while left:
-        # A single replay has no period, and a state is costly to compute.
+        # A single replay cannot repeat, and computing a state is expensive.
         if times > 1:
             now = state()
             if now in begins:
-                # The state has occurred before, so whole periods change nothing and are left out.
+                # The state has occurred before, so whole periods change nothing and are skipped.
                 left %= begins[now] - left
                 begins, times = {}, 1
                 continue

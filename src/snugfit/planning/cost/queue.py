@@ -37,14 +37,15 @@ class QueueSegment(NamedTuple):
     seconds."""
 
     host_s: Any
-    """Seconds of the host to launch all of its kernels."""
+    """Seconds that the host takes to launch all kernels of the segment."""
     device_s: Any
-    """Seconds of the device to run all of its kernels."""
+    """Seconds that the device takes to run all kernels of the segment."""
     start_delay_s: Any
-    """Seconds from the host's start to the device's, if the device ran all kernels without a pause and each
-    after its launch."""
+    """Seconds from the host's first launch to the device's first kernel. The device is assumed to run all
+    kernels without a pause, each after its launch.
+    """
     loader_s: Any
-    """Seconds in which worker processes create its batches."""
+    """Seconds in which the data loader's worker processes create the segment's batches."""
 
     def then(self, other: QueueSegment) -> QueueSegment:
         """Return this segment joined with `other` after it, without a wait between them."""
@@ -61,7 +62,7 @@ def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
     first, *rest = pieces
     segments = list(first)
     for piece in rest:
-        # No wait separates the last segment so far from the first of this piece.
+        # The host does not wait between the last segment and the first of this piece, so both become one.
         segments[-1:] = segments[-1].then(piece[0]), *piece[1:]
     return segments
 
@@ -74,7 +75,7 @@ def cut_at_waits(device: Any, launches: Any, loading: Any, waits: Sequence[int])
     nothing = np.zeros(device.shape[1])
     for start, end in pairwise(cuts):
         if start == end:
-            # -inf never delays the device: it is neutral for a maximum.
+            # A delay of -inf never delays the device, since it is neutral for a maximum.
             yield QueueSegment(nothing, nothing, nothing - np.inf, nothing)
             continue
         launched, worked = np.cumsum(launches[start:end], axis=0), np.cumsum(device[start:end], axis=0)
@@ -128,7 +129,7 @@ def extrapolate_depth(
     extrapolated = []
     for same in zip(*by_depth, strict=True):
         host, device, delays, loader = zip(*same, strict=True)
-        # A line through -inf would be NaN.
+        # Extrapolation from -inf would give NaN.
         delay = delays[0] if _is_empty(same[0]) else line(delays)
         extrapolated.append(QueueSegment(line(host), line(device), delay, line(loader)))
     return extrapolated

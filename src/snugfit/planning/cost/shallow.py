@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 FEWEST = 2
-"""Number of layers in the shallowest model for each group of layers that checkpointing treats alike.
+"""Smallest number of layers to simulate for each group of layers with the same checkpointing.
 
 The first layer's shared results (T5's attention bias) are kept only by the checkpoints of later layers.
 """
 
 SMOKE_TEST_PERIODS = 2
-"""Number of periods (repeated groups of layer types) in the small model for tests of an assumption."""
+"""Number of periods (repeated groups of layer types) in the small model on which an assumption is tested."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ShallowJob:
 
     job: Job
     setup: Setup
-    """Setup with the checkpointing pattern of the deep model."""
+    """Training settings with the checkpointing pattern of the full model."""
     layers: int
 
 
@@ -58,7 +58,7 @@ class ShallowJobs:
             further = (period(setup, depth.layers) for period in hooks("layer_period"))
             period = math.lcm(depth.period, repeats, *further)
             whole_periods = math.ceil(FEWEST * alike / period) * period
-            # The remainder of the period stays, so that the last layers are of the same kinds.
+            # The remainder of the period stays, so that the last layers have the same types.
             least = whole_periods + (depth.layers - whole_periods) % period
             if 2 * least + period < depth.layers:
                 return [

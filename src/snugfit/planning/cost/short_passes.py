@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 MICRO_BATCHES = 2
-"""Number of micro-batches to record in place of any larger number."""
+"""Largest number of micro-batches to record. Further ones are copies of the last."""
 
 SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
-"""Fields of a kernel that count events since the previous kernel."""
+"""Names of the fields of `Kernel` that count events since the previous kernel."""
 
 
 def short_passes(job: Job, setup: Setup, policy: Policy) -> Part:
@@ -89,7 +89,7 @@ def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
         at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.phase == "update"
     )
     while isinstance(before := moves[last - 1], Free) and before.stack.phase == "load":
-        last -= 1  # the batch of the last micro-batch: a further one would take its place first
+        last -= 1  # the batch of the last micro-batch: a further micro-batch would replace it first
     return [*moves[:last], *moves[starts[1] : last], *moves[last:]]
 
 
@@ -107,7 +107,7 @@ def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
     for block in sorted(gone):
         second.free_of(mapping[block])
     moves: list[Move] = []
-    makers: set[str] = set()  # of the next kernel: the operators of permanent blocks, "" for all other blocks
+    makers: set[str] = set()  # of the next kernel: operators of permanent blocks, "" for others
     left_out: list[Kernel] = []  # since the last retained kernel
     replaced = 0  # number of the model's tensors, since the last retained kernel
     for move, block in zip(step, blocks, strict=True):

@@ -40,7 +40,7 @@ class PlannedRun:
     """Number of optimizer steps of the run; None if it was not given."""
 
     rates: StartupRates = STARTUP_RATES
-    """Seconds of parts of the start-up on the host, such as imports."""
+    """Seconds that the host takes for parts of the start-up, such as imports."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and not (type(self.steps) is int and 1 <= self.steps <= LONGEST):
@@ -54,12 +54,12 @@ ENDLESS = PlannedRun()
 
 
 class StartupShare(NamedTuple):
-    """Start-up seconds of a run, in total and per step."""
+    """Start-up seconds of a training run, in total and per step."""
 
     once: float
-    """Seconds of the whole start-up."""
+    """Seconds of the run's whole start-up."""
     share: float
-    """Seconds of the start-up per step; 0 if the run's length is unknown."""
+    """Seconds of start-up divided by the steps of the run; 0 if the number of steps is unknown."""
 
 
 class StartupShares:
@@ -67,7 +67,7 @@ class StartupShares:
 
     def __init__(self, job: Job, run: PlannedRun) -> None:
         self.job, self.run = job, run
-        self._kernels: dict[int, tuple[Work, KernelSet]] = {}  # by id, with the work
+        self._kernels: dict[int, tuple[Work, KernelSet]] = {}  # by id of the work, kept alive here
 
     def of(self, setup: Setup, trace: Trace) -> StartupShare:
         """Return the seconds of start-up of a run whose steps have this trace, in total and per step."""

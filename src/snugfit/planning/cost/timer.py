@@ -36,14 +36,17 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Work
 
 Timer = Callable[[Trace], Sequence[float]]
-"""Type of a function that returns the seconds of a trace's last step on each GPU, from its kernels and host
-waits."""
+"""Type of a function that returns the seconds of a trace's last step on each GPU. It reads the trace's
+kernels and the host's waits.
+"""
 
 REMEMBERED_WORKS = 1_000
-"""Number of parts of steps (such as updates) whose queue segments are cached."""
+"""Largest number of cached timings. A timing has the launch and run seconds of a part of a step, such as the
+update.
+"""
 
 REMEMBERED_KERNELS = 100_000
-"""Number of kernel objects that are cached by their id."""
+"""Largest number of kernel objects whose properties are cached by the object's id."""
 
 
 @runtime_checkable
@@ -89,7 +92,7 @@ def _waits_of(works: Iterable[Work]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SingleGpuTimer:
-    """Timer for one GPU: wraps a function from traces to seconds."""
+    """Timer for one GPU. It wraps a function that returns the seconds of a step from its trace."""
 
     seconds: Callable[[Trace], float]
 
@@ -100,7 +103,9 @@ class SingleGpuTimer:
 
 @dataclass(frozen=True)
 class PerGpuTimers:
-    """Timer for several GPUs: wraps one function from traces to seconds for each."""
+    """Timer for several GPUs. It wraps, for each, a function that returns the seconds of a step from its
+    trace.
+    """
 
     timers: tuple[Callable[[Trace], float], ...]
 
@@ -126,9 +131,9 @@ class GpuTimers:
         self._numbers: dict[Kernel, int] = {}
         self._rows = 0
         self._by_id: dict[int, tuple[Kernel, int]] = {}  # avoids slow hashes of frequent kernels
-        self._works: dict[int, tuple[Work, list[QueueSegment], Any]] = {}  # by id, with the work
-        self._copies: dict[int, tuple[Work, bool]] = {}  # likewise
-        self._table: Any = np.empty((3, 0, len(self.rates)))  # device, launch, loader; kernel; GPU
+        self._works: dict[int, tuple[Work, list[QueueSegment], Any]] = {}  # by id of the work
+        self._copies: dict[int, tuple[Work, bool]] = {}  # by id of the work
+        self._table: Any = np.empty((3, 0, len(self.rates)))  # axes: device, launch, loader; kernel; GPU
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
         """Return the seconds of a step of this trace on each GPU."""
@@ -138,8 +143,9 @@ class GpuTimers:
         return tuple(self.simulate(segments).tolist())
 
     def _with_copies(self, trace: Trace, clock: KernelClock) -> float:
-        """Return the seconds of a step with concurrent copies, by simulating all kernels. The queue has no
-        closed form for these."""
+        """Return the seconds of a step with concurrent copies, by simulating all kernels. The closed form of
+        the queue does not include such copies.
+        """
         host, kernels = clock.rates.host, trace.kernels
         device = [clock.seconds(kernel) for kernel in kernels]
         launches = [launch_seconds(kernel, host) for kernel in kernels]
@@ -210,12 +216,12 @@ class GpuTimers:
         return number
 
     def _add_row(self, number: int, kernel: Kernel) -> None:
-        # The table doubles, so that adding rows stays cheap.
+        # The table doubles in size, so that adding rows stays cheap.
         if number >= self._table.shape[1]:
             larger = np.empty((3, 2 * number + 64, len(self.rates)))
             larger[:, :number] = self._table[:, :number]
             self._table = larger
-        # Copies run beside kernels; a step with copies is simulated as a whole (`_with_copies`).
+        # Copies run in parallel to kernels; a step with copies is simulated as a whole (`_with_copies`).
         beside = kernel.operator in COPIES
         self._table[0, number] = [0.0 if beside else clock.seconds(kernel) for clock in self._clocks]
         launches = [(launch_seconds(kernel, host), loader_seconds(kernel, host)) for host in self._hosts]
@@ -227,9 +233,9 @@ class TimersWithGaps:
     """A timer that returns the seconds of GPUs with known hardware rates, and 0 for all other GPUs."""
 
     timers: GpuTimers
-    """Timers of the GPUs with known rates."""
+    """GPUs with known rates (speeds of kernels), and the functions that compute their seconds."""
     indices: tuple[int | None, ...]
-    """Index of each GPU in `timers`; None if its rates are unknown."""
+    """Index of each GPU in `timers`; None if the GPU's rates are unknown."""
 
     @classmethod
     def on(cls, gpus: Sequence[Gpu]) -> Self:

@@ -25,7 +25,7 @@ class OnGpu:
     """The requested GPU."""
 
     fits: bool | None
-    """True if any recipe fits the GPU's memory; None if unknown."""
+    """True if a recipe fits the GPU's memory; None if unknown."""
 
     headroom_bytes: int = 0
     """Bytes of the GPU's memory that should stay free."""
@@ -34,22 +34,25 @@ class OnGpu:
     """Best recipe, or the one closest to fitting if nothing fits. Its seconds are 0 if they are unknown."""
 
     verified: bool | None = None
-    """True if a full simulation confirmed the search's bytes and seconds; None without a recipe. The bytes
-    may differ by this GPU's own workspaces and temporary buffers.
+    """True if a full simulation of the recipe gave the search's bytes and seconds; None without a recipe. The
+    bytes may differ by this GPU's own workspaces and temporary buffers.
     """
 
     rates: str = ""
     """Sentence on the source of the GPU's rates (speeds of kernels)."""
 
     measured_rates: bool | None = None
-    """True if the GPU's rates were measured, False if a data sheet scaled them from another's, None without
-    seconds."""
+    """True if the GPU's rates were measured, and False if they were scaled from another GPU's by data sheet.
+    It is None without seconds.
+    """
 
     mfu: float | None = None
-    """Model FLOPs utilisation (MFU) of the recipe; None without a known peak or seconds."""
+    """Model FLOPs utilisation (MFU) of a step, from 0 to 1; None if the peak FLOP/s or the seconds are
+    unknown.
+    """
 
     why: str = ""
-    """Reason why bytes or seconds are unknown."""
+    """Reason why the bytes or the seconds of a recipe are unknown."""
 
     doubts: tuple[str, ...] = ()
     """Warnings about assumptions of the recipe's simulation, as sentences."""
@@ -104,7 +107,7 @@ class GpuPlans(JsonDocument):
     """Slots (choices of a recipe, such as precision) that the search left unchanged."""
 
     counts: tuple[Counts, ...] = ()
-    """Numbers of recipes that each search considered; GPUs that run the same kernels share a search."""
+    """Numbers of recipes that each search considered. GPUs that run the same kernels share a search."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that computed the plans."""

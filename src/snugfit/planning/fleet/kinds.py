@@ -35,8 +35,8 @@ _Answer = TypeVar("_Answer")
 def kinds_of(
     gpus: Iterable[Gpu], fixed: Kept, fidelity: Fidelity = Fidelity.ROUNDS
 ) -> tuple[list[list[Gpu]], dict[str, OnGpu]]:
-    """Return the GPU models in groups that run the same kernels, each for one search. Also return, by GPU
-    key, results for unusable GPUs, with the reason and no recipe.
+    """Return the GPU models in groups that run the same kernels. Each group needs one search. Also return, by
+    GPU key, results for unusable GPUs, with the reason and no recipe.
     """
     degrees = list(Fidelity)
     looked_at = [
@@ -88,7 +88,7 @@ def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
 
 
 class _SearchStopped(Exception):
-    """Error that stops a search in another thread, since its result is no longer needed."""
+    """Error that ends a search for recipes in another thread, since its result is no longer needed."""
 
 
 def search_kinds(
@@ -116,7 +116,7 @@ def search_kinds(
         head = f"kind {begun} of {len(kinds)} ({gpus} GPUs): "
 
         def tell_this(what: str) -> None:
-            # Messages on progress are the only place where a search in another thread can be ended.
+            # A search in another thread can be ended only when it reports its progress.
             if stopped.is_set():
                 raise _SearchStopped
             tell(f"{head}{what}{rest}")

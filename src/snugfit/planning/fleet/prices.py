@@ -33,13 +33,14 @@ class Prices:
     """The user's prices of GPUs: USD an hour, by the GPU's key."""
 
     per_hour: Mapping[str, float] = field(default_factory=dict)
-    """Prices of the GPUs for which the user gave one."""
+    """Prices in USD an hour by key of the GPU, for the GPUs with a price from the user."""
 
     @classmethod
     def of(cls, given: Iterable[tuple[object, object]], where: str) -> Self:
         """Return the prices from pairs of a GPU's name and its price.
 
-        Raises `UsageError` that begins with `where`, and `GpuError` for a name of no GPU or of several.
+        Raises `UsageError`, whose message begins with `where`, for invalid prices. Raises `GpuError` for an
+        unknown or ambiguous GPU name.
         """
         per_hour: dict[str, float] = {}
         for name, price in given:
@@ -50,7 +51,7 @@ class Prices:
         return cls(per_hour)
 
     def with_(self, stronger: Prices) -> Prices:
-        """Return these prices; those in `stronger` replace prices of the same GPUs."""
+        """Return these prices, but with the prices in `stronger` for GPUs that both contain."""
         return Prices({**self.per_hour, **stronger.per_hour})
 
 
@@ -65,19 +66,21 @@ class Cost:
     """Price of a training run on one GPU, in USD."""
 
     key: str
-    """The GPU's key in the table."""
+    """Key of the GPU in the table of GPUs, such as `H100-SXM`."""
 
     per_hour: float | None
-    """USD an hour; None if the user gave no price."""
+    """Price of the GPU in USD an hour; None if the user gave none."""
 
     per_1000_samples: float | None
-    """USD for a thousand samples, with a share of the start-up if the run's length was given."""
+    """Price of a thousand training samples in USD. It includes a share of the start-up if the run's length
+    was given.
+    """
 
     run_seconds: float | None
     """Seconds of the run with its start-up; None if its length was not given."""
 
     run: float | None
-    """USD for the run."""
+    """Price of the whole run in USD; None without its length or the GPU's price."""
 
 
 def cost(answer: OnGpu, prices: Prices, steps: int | None) -> Cost:

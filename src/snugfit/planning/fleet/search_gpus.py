@@ -211,7 +211,9 @@ def _on_gpu(one: SearchOfGpu, job: Job, *, timed: bool) -> OnGpu:
 
 
 SAME_SECONDS = 1e-9
-"""Largest relative difference between sums of the same kernels' seconds in different orders."""
+"""Largest relative difference at which two sums of the same kernels' seconds count as equal. Sums in
+different orders differ by rounding.
+"""
 
 
 class SearchOfGpu:
@@ -231,14 +233,17 @@ class SearchOfGpu:
             nearly=0.0 if smallest else NEARLY_AS_SMALL,
             slowest=1 + AS_FAST,
         )
-        # If only the smallest recipe is needed, no candidate belongs on a front.
+        # If only the smallest recipe is needed, no candidate belongs on the Pareto front.
         self.state.most_bytes = 0 if smallest else self.memory_bytes - headroom_bytes
         self._kinds: RecomputingKinds | None = None
         self._found: dict[int, Figures] = {}
-        """Bytes and seconds from the search, of recipes whose bytes were later corrected for this GPU."""
+        """Bytes and seconds from the search, by recipe number. It has only recipes whose bytes were later
+        corrected for this GPU.
+        """
         self._more: dict[Hashable, list[int]] = {}
-        """Bytes that this GPU's own workspaces add to the search's bytes, by the recipe's forward and
-        backward passes."""
+        """Bytes to add to the search's bytes for this GPU's own workspaces, by the recipe's forward and
+        backward passes.
+        """
         self.answer = -1
         self.verified: bool | None = None
         """True if the full simulation of the best recipe confirmed the search; None before that
@@ -254,7 +259,7 @@ class SearchOfGpu:
             sizes = [state.judged[number].needed_bytes for number in front]
             miss = nearest_miss(sizes, "memory" if self._smallest else "speed")
             self.answer = front[miss] if best is None else best
-            # Corrected bytes may make another recipe the answer, so the search continues from them.
+            # Corrected bytes may make another recipe the best, so the search continues with them.
             if not self._add_own_bytes():
                 break
         if self.answer != before:
@@ -312,10 +317,10 @@ def search_each(
         one = SearchOfGpu(
             space, results.of_gpu(index), gpu, headroom[gpu.key], smallest=smallest[index], tell=tell_of
         )
-        # The searches share the workers, and so the parts that each worker has made.
+        # The searches share the worker processes, and so the simulations that each worker has cached.
         one.state.worker_of = workers
         searches.append(one)
-    # An answer that changed after its simulation is simulated again.
+    # If a search's best recipe changed after its full simulation, the new one is simulated too.
     while unsettled := [index for index, one in enumerate(searches) if one.verified is None]:
         for index in unsettled:
             searches[index].run()
@@ -415,7 +420,7 @@ class _PoolOfGpu(WorkerPool):
         known: list[Question] = []
 
         def ask_for_rest(worker: int) -> Question | None:
-            # A known answer is delivered before any further question.
+            # A known answer is delivered before the worker gets a further question.
             if known or (question := ask(worker)) is None:
                 return None
             if not (setups := self._results.unknown(question)):

@@ -62,7 +62,7 @@ class Resolved(NamedTuple):
 
     recipe: Recipe
     why: str
-    """Sentence with the techniques and the reason for them."""
+    """Sentence that names the techniques in place of `auto`, and the reason for them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object that `Resolved.from_json` reads."""
@@ -151,7 +151,7 @@ def resolve(
                 because += ", and copying in the background takes less time than computing again"
             return _resolve_to(mixed or least, because, asked)
     hosts = [*grades_of(Slot.ACTIVATION_OFFLOAD, job), *_all_on_host()]
-    # Activations are sent to the host only in addition to recomputing.
+    # Activations are sent to the host only in addition to recomputation.
     sent = [recipe for one in hosts if is_valid(recipe := last.with_(one), job)]
     if sent and asked.is_known(sent[-1]):
         if asked.leaves_headroom(sent[-1]):
@@ -222,7 +222,7 @@ class _Asked:
     @property
     def memory(self) -> int:
         """Bytes of GPU memory that may be used."""
-        # Every prediction has the same limit, by default the GPU's memory.
+        # All predictions have the same memory limit, by default the GPU's memory.
         first = next(one for one in self.known.values() if not isinstance(one, SnugfitError))
         return first.memory_bytes or 0
 
@@ -253,7 +253,7 @@ class _Asked:
         low, high, rounds = 0, len(recipes) - 1, 0
         while high - low > 1:
             above, below = self.lacking(recipes[low]), self.lacking(recipes[high])
-            # Each third guess is the middle, in case the bytes are far from a line.
+            # Each third guess is the middle, in case the bytes are far from linear.
             on_line = guess_between(low, high, above, below, 0)
             middle = on_line if rounds % 3 < 2 else (low + high + 1) // 2
             if self.leaves_headroom(recipes[middle]):

@@ -25,27 +25,29 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 AHEAD_SHARE = 2.0
-"""Share by which a task's least seconds may exceed those of other workers' tasks (chosen)."""
+"""Share by which the least possible seconds of a task's recipes may exceed those of other workers' tasks
+(chosen).
+"""
 
 
 class _SearchTask(NamedTuple):
-    """Task for a worker process: candidate recipes to bound from below, or to simulate exactly."""
+    """Task for a worker process: recipes for which to compute lower bounds, or to simulate exactly."""
 
     method: str
     seconds: float
-    """Least seconds of the fastest candidate; infinite for kinds without bounds."""
+    """Lower bound of the fastest candidate's seconds per step; infinite for recipes without lower bounds."""
     numbers: list[int]
 
 
 class _Needed(NamedTuple):
-    """Cache entry: the candidates of one group that the search still needs, computed after a number of
-    results.
+    """Cache entry: the recipes of one group that the search still needs, with the number of results at that
+    time.
     """
 
     results: int
     numbers: list[int]
     seconds: float
-    """Least seconds of the fastest candidate."""
+    """Lower bound of the fastest candidate's seconds per step."""
 
 
 class BestFirst:
@@ -60,18 +62,22 @@ class BestFirst:
         self.state, self.kinds, self.tell, self.postpones = state, kinds, tell, postpones
         kinds.start()
         self._tasks: dict[int, _SearchTask] = {}
-        """Tasks of the workers, by the number of the question."""
+        """Unfinished tasks of the worker processes, by the number of the call to a worker."""
         self._unbounded = deque(groups_by_passes(state.space, kinds.others))
-        """Kinds of passes without bounds, which are screened first."""
+        """Groups of recipes (with equal forward and backward passes) that have no lower bounds yet. They are
+        processed first.
+        """
         self._results = 0
         self._needed: dict[int, _Needed] = {}
-        """Needed candidates of each waiting kind at its last examination."""
+        """Candidates that the search still needed at the last check of a postponed group, by group."""
         self._stale = set(kinds.waiting)
-        """Kinds for which new results came since they were last examined."""
+        """Groups of postponed recipes to check again, because results came after their last check."""
         self._complete = False
-        """True while no result came since all kinds were examined."""
+        """True if no result came after the last check of all groups."""
         self._groups: list[tuple[float, int, list[int]]] = []
-        """Heap of least seconds, bytes and numbers of candidates with one trace that wait for evaluation."""
+        """Heap of recipes to simulate exactly, grouped by trace: least seconds, least bytes, and recipe
+        numbers.
+        """
         self._add_groups(number for number in state.bounds if number not in state.judged)
 
     def run(self, pool: WorkerPool) -> None:
@@ -90,8 +96,8 @@ class BestFirst:
             return None
         screens, first = task.method == "screen", task.numbers[0]
         if not screens or self.state.is_reserved(first):
-            self.state.is_for(worker, first)  # from now on reserved for this worker
-        # The complement keeps the numbers of screenings apart from those of evaluations.
+            self.state.is_for(worker, first)  # from now on, only this worker simulates these passes
+        # The complement (a negative number) separates tasks for lower bounds from exact simulations.
         number = ~first if screens else first
         self._tasks[number] = task
         setups = [self.state.space.candidates[one].setup for one in task.numbers]
@@ -109,13 +115,13 @@ class BestFirst:
         return None
 
     def _fastest_task(self, worker: int) -> _SearchTask | None:
-        """Return the task with the least seconds that this worker may take."""
+        """Return the task with the least possible seconds per step that this worker may take."""
         now = min((task.seconds for task in self._tasks.values()), default=math.inf)
         judged = self._next_judged(worker, now * (1 + AHEAD_SHARE))
         most = judged.seconds if judged else now * (1 + AHEAD_SHARE)
-        # Kinds that wait can be compared only with the bounds of those that recompute nothing.
+        # Postponed groups can be compared only with the lower bounds of recipes that recompute nothing.
         screened = None if self._awaits_first_bounds() else self._next_screened(worker, most, now)
-        # The evaluation waits, because a kind that may be faster is screened first.
+        # The exact simulation waits until a group that may be faster has lower bounds.
         if screened is not None and judged is not None:
             self._push_group(judged.numbers)
         return screened or judged
@@ -153,7 +159,7 @@ class BestFirst:
         smallest = min(alike, key=lambda one: one[0][1], default=None)
         if smallest is None or smallest[0][1] >= min(bounds[one].needed_bytes for one in fastest.numbers):
             return fastest
-        # The fastest of those that share its passes makes the others unnecessary.
+        # The fastest recipe with these passes makes the others unnecessary.
         passes = self.state.passes_of(smallest[1][0])
         if self.state.passes_of(fastest.numbers[0]) == passes:
             return fastest
@@ -167,8 +173,8 @@ class BestFirst:
         """Return the task to compute lower bounds for a group of recipes that may take less than `most`
         seconds.
 
-        All such kinds must be screened, so kinds that bound others come first. Compiled layers without a
-        lowered program take long. They are not screened ahead of the tasks that others do `now`.
+        All such groups need lower bounds, so groups from which others' bounds follow come first. Layers that
+        are not compiled yet take long. They wait for the tasks that other workers do `now`.
         """
         while True:
             for kind in self._stale:
@@ -186,12 +192,12 @@ class BestFirst:
                     return _SearchTask("screen", seconds, self.kinds.send(numbers))
             if self._complete or math.isfinite(most):
                 return None
-            # At the end, every kind is examined once more with the latest results.
+            # At the end, every group is checked once more with the latest results.
             self._stale, self._complete = set(self.kinds.waiting), True
 
     def _kinds_below(self, most: float) -> list[tuple[bool, int, float, int]]:
-        """Return the groups of recipes that may take less than `most` seconds. Groups to compile come last,
-        since others may make them unnecessary.
+        """Return the groups of recipes that may take less than `most` seconds. Groups with layers to compile
+        come last, since others may make them unnecessary.
         """
         waiting = self.kinds.waiting
         return sorted(

@@ -54,22 +54,23 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 RECIPES = 3
-"""Number of recipes for which the fewest recomputed layers are searched, those with the least estimated
-seconds first."""
+"""Number of recipes, with the least estimated seconds first, for which the fewest recomputed layers are
+searched.
+"""
 
 SMALLER_RECIPES = 2
 """Number of recipes for which smaller settings of one technique are simulated, the fastest first."""
 
 KEPT_RECIPES = 2
-"""Number of fastest recipes that fit with the fixed technique in all layers, for which fewer layers are
-tried."""
+"""Number of fitting recipes for which fewer layers with the fixed technique are tried, the fastest first."""
 
 ROUNDS = 4
 """Largest number of rounds for one recipe; each simulates up to two numbers of recomputed layers."""
 
 NEVER_SEEN = 0.25
-"""Assumed share of a step's seconds that recomputing each layer adds, if no simulated step gives it. A
-forward pass has a third of a step's FLOPs."""
+"""Assumed share of a step's seconds that the recomputation of each layer adds, if no simulated step shows it.
+A forward pass has a third of a step's FLOPs.
+"""
 
 
 class _UnfitAndRecomputed(NamedTuple):
@@ -84,7 +85,7 @@ class _UnfitAndRecomputed(NamedTuple):
     most_seconds: float
 
     def share(self, memory_bytes: int) -> float:
-        """Return the fraction of layers to recompute, from 0 to 1, with which the recipe should fit, by
+        """Return the fraction of layers, from 0 to 1, whose recomputation should make the recipe fit, by
         linear interpolation.
         """
         return (self.needed_bytes - memory_bytes) / max(1, self.needed_bytes - self.least_bytes)
@@ -136,13 +137,13 @@ def find_recomputed(
         return
     mixture = None if Slot.ACTIVATION_OFFLOAD in fixed else mixture_of(job, link)
     kinds = [kind for kind in roster.techniques() if kind.slot is slot and not kind.planning_objection(job)]
-    kinds.sort(key=lambda kind: kind.lowered)  # a grade that is compiled takes longest
+    kinds.sort(key=lambda kind: kind.lowered)  # a compiled setting takes the longest to simulate
     graded = {kind: grades for kind in kinds if (grades := kind.grades(job)) and not kind.missing_package()}
     while graded and len(state.graded) < RECIPES:
         between = _most_promising(state, slot, min(kind.grade_cost for kind in graded))
         if between is None:
             break
-        # Recipes with the same passes would give the same line.
+        # Recipes with the same passes would give the same extrapolation.
         state.graded.add(state.space.candidates[between.number].sized)
         memory, base = state.memory_bytes or 0, state.space.candidates[between.number].recipe
 
@@ -151,10 +152,10 @@ def find_recomputed(
 
         if mixture is not None and may_be_fastest(1.0, between.share(memory)):
             tell("searching the activations to offload")
-            _evaluate_mixtures(state, pool, between, mixture)  # mostly makes grades unnecessary
+            _evaluate_mixtures(state, pool, between, mixture)  # mostly makes further settings unnecessary
         for kind, grades in graded.items():
             steps = len(grades) + 1
-            # The last step recomputes each layer, which is no grade.
+            # The last setting recomputes each layer and is no grade (partial setting).
             share = min(math.ceil(between.share(memory) * steps), len(grades)) / steps
             if is_valid(base.with_(grades[0]), job) and may_be_fastest(kind.grade_cost, share):
                 tell(f"searching {kind.name} settings that fit")
@@ -202,7 +203,7 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
         base = state.space.candidates[number].recipe
         *settings, last = smaller[base[slot]]
         tell(f"searching the fewest layers for {last.name}")
-        # The last setting frees the most bytes; if it misses, the others do too.
+        # The last setting frees the most bytes. If it does not fit, no other setting does.
         least = judge_recipe(state, pool, base.with_(last))
         if least is None or not state.fits(least[1].needed_bytes):
             continue
@@ -297,7 +298,8 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
         if other is None:
             continue
         full = state.judged.get(other) or state.bounds.get(other)
-        # Without figures for each layer recomputed, only the bytes of the update are certain.
+        # If the recipe with each layer recomputed was not simulated, only the bytes of the update are
+        # certain.
         least = full.needed_bytes if full else bound.resting_bytes
         if state.fits(least):
             most = max(full.seconds, known.seconds) if full else known.seconds * (1 + NEVER_SEEN)
@@ -311,7 +313,7 @@ def _least_that_fits(
     recompute more and more layers. Return None if none was found, or if it is no faster than the fastest that
     fits.
     """
-    low, high = 0, len(grades) + 1  # too large, and fitting: 0 keeps all, the last is each
+    low, high = 0, len(grades) + 1  # too large, and fitting: 0 recomputes nothing, the last one each layer
     low_bytes, high_bytes = between.needed_bytes, between.least_bytes
     least_grade: tuple[Recipe, Figures] | None = None
     base, memory = state.space.candidates[between.number].recipe, state.memory_bytes or 0
@@ -329,7 +331,7 @@ def _least_that_fits(
                 high, high_bytes, least_grade = grade, figures.needed_bytes, judged
                 break
             low, low_bytes = grade, figures.needed_bytes
-            # Further grades recompute more, so they are slower still.
+            # Further grades recompute more layers, so they are slower.
             if figures.seconds >= state.fastest_that_fits:
                 return None
     return least_grade if least_grade and least_grade[1].seconds < state.fastest_that_fits else None
@@ -340,12 +342,12 @@ def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[
     it fits, or else that with the fewest bytes. Return None if it cannot be simulated.
     """
     space = state.space
-    # The simplest allocator comes first, and is chosen if it fits.
+    # The simplest allocator comes first, and is chosen if the recipe fits with it.
     allocators = sorted(space.offers(Slot.ALLOCATOR), key=lambda one: one != space.simplest[Slot.ALLOCATOR])
     stand_ins = {one: stand_in(space, one) for one in map(recipe.with_, allocators)}
     recipes = [one for one in stand_ins if stand_ins[one] is not None]
     question = Question(stand_ins[recipes[0]] or 0, "judge", ([one.setup() for one in recipes],))
-    # The worker that simulated these passes already has their parts.
+    # The worker that simulated these passes already has their recordings.
     [(_, answer)] = pool.answers_to([question], lambda worker, one: state.is_for(worker, one.number))
     if isinstance(answer, SnugfitError):
         return None
@@ -357,7 +359,7 @@ def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[
 def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = None) -> None:
     """Add this recipe to the searched recipes, with its bytes and seconds if they are known."""
     space, setup, number = state.space, recipe.setup(), len(state.space.candidates)
-    # Negative numbers cannot collide with those of the space.
+    # Negative identifiers differ from those of all other recipes of the search.
     update, own, like = step_key(setup).update, -number, stand_in(space, recipe)
     program = own if like is None else space.candidates[like].program
     new = Candidate(
@@ -365,7 +367,7 @@ def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = 
     )
     state.space = replace(space, candidates=(*space.candidates, new), graded={**space.graded, recipe: number})
     if figures is None:
-        # A bound of 0 excludes nothing.
+        # A lower bound of 0 excludes no recipe.
         state.bounds[number] = Bound(0, 0.0)
     else:
         state.bounds[number] = Bound(figures.needed_bytes, figures.seconds)

@@ -29,7 +29,7 @@ MOST_ON_HOST = 8 * GIB
 
 
 ROUNDS = 4
-"""Largest number of mixtures that are simulated for one recipe."""
+"""Largest number of mixtures (recomputed and offloaded layers) that are simulated for one recipe."""
 
 
 class RecomputingLine(NamedTuple):
@@ -58,7 +58,7 @@ class Mixture:
 
     @property
     def layers(self) -> int:
-        """Number of layers in the model."""
+        """Number of the model's layers."""
         return len(self.on_host) + 1
 
     def recipe(self, base: Recipe, gone: int, sent: int) -> Recipe:
@@ -102,7 +102,7 @@ class Tried(NamedTuple):
 
     recipe: Recipe
     lacking: int
-    """Bytes above the limit; below 0 if it fits."""
+    """Needed bytes minus the memory limit in bytes; negative if the mixture fits."""
     seconds: float
 
 
@@ -118,8 +118,8 @@ def find_mixture(
     the other freed layers.
 
     Return None unless its step takes clearly less than `most` seconds. The search starts with `gone` freed
-    layers, increases the number until the recipe fits, and then tries fewer. `look` simulates a recipe, and
-    returns None if that fails.
+    layers, increases the number until the recipe fits, and then tries fewer. The function `look` simulates a
+    recipe, and returns None if that fails.
     """
     best, fewest, sent = None, 0, mixture.free_copies(line, gone)
     a_layer = max(1.0, (line.needed_bytes - line.least_bytes) / mixture.layers)
@@ -139,7 +139,7 @@ def find_mixture(
             gone -= 1
             sent = mixture.free_copies(line, gone)
         else:
-            # The copies lengthen the step after all, so fewer are sent.
+            # The copies lengthen the step after all, so the activations of fewer layers are sent to the host.
             sent //= 2
     return best
 

@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     from snugfit.planning.search.space import Space
 
 PEAK_SHARE = 0.01
-"""Share by which a step's bytes may be below the extrapolated ones (chosen), since workspaces do not grow
-linearly."""
+"""Share by which a step's bytes may be below their extrapolation from smaller micro-batches (chosen).
+Workspaces do not grow linearly.
+"""
 
 MISSING = -1
-"""Number for a recipe that is not among the searched ones."""
+"""Number that represents a recipe outside of the search."""
 
 MOST_SAVED = 3
-"""Largest ratio of the seconds that fewer micro-batches save with recomputing to those that they save without
-it.
+"""Largest assumed ratio of two savings in seconds by fewer micro-batches: with and without recomputation.
 
-A small GPT-2, bound by the host, reached 2.2.
+It was 2.2 for a small GPT-2 whose step is limited by the host.
 """
 
 
 PLAIN_PASSES = (Slot.ENGINE, Slot.HEAD, Slot.CHECKPOINTING)
-"""Slots (choices of a recipe) whose plain techniques give uncompiled layers, whole logits and no
-recomputation."""
+"""Slots (choices of a recipe) whose default techniques compile and recompute nothing, and compute all logits
+together.
+"""
 
 TWO_SIZES = 2
-"""Number of micro-batch sizes that determine a line."""
+"""Number of micro-batch sizes that a linear extrapolation needs."""
 
 
 class OtherSizes:
@@ -56,7 +57,7 @@ class OtherSizes:
     def smaller(self, number: int) -> list[int]:
         """Return the numbers of the recipes that differ from this one only by smaller micro-batches, the
         largest first."""
-        if number not in self._smaller:  # one search serves all sizes
+        if number not in self._smaller:  # one loop computes the entries of all sizes
             sizes = sorted((number, *self.space.variants(number, Slot.BATCHING)), key=self.pieces)
             self._smaller |= {one: sizes[index:] for index, one in enumerate(sizes, start=1)}
         return self._smaller[number]
@@ -113,7 +114,7 @@ class OtherSizes:
         return known[:TWO_SIZES] if plain[first] and len(known) >= TWO_SIZES else []
 
     def _on_line(self, sizes: Sequence[tuple[int, Bound]], share: float) -> float:
-        """Return the bytes with micro-batches of this fraction of the batch, on the line through two
+        """Return the bytes with micro-batches of the fraction `share` of the batch, on the line through two
         simulated sizes.
         """
         points = [1 / self.pieces(number) for number, _ in sizes]

@@ -40,9 +40,9 @@ class PlanRequest:
 
     job: Job
     gpus: Sequence[Gpu]
-    """GPU models; empty for a plan without a GPU."""
+    """GPU models of the plan; empty for a plan without a GPU."""
     memory_bytes: int | None
-    """Usable bytes of GPU memory; None for all of it."""
+    """Usable bytes of GPU memory; None for the whole memory."""
     headroom: int | str | None
     fidelity: Fidelity
     objective: str
@@ -53,9 +53,9 @@ class PlanRequest:
     workers: int
     tell: Tell
     whole_front: bool
-    """True if recipes much slower than the answer are listed too."""
+    """True if recipes much slower than the best one are listed too."""
     compares: bool
-    """True if each GPU model gets its own result, which may be the reason for none."""
+    """True if each GPU model gets its own result. A result may be the reason why no recipe was found."""
 
     @classmethod
     def of(
@@ -101,7 +101,7 @@ class PlanRequest:
             compares=compares,
         )
         for gpu in gpus:
-            # A compared GPU of unknown memory gets no answer, and so needs no headroom.
+            # A compared GPU of unknown memory gets no result, and so needs no headroom.
             if gpu.memory_bytes or not compares:
                 request.headroom_on(gpu)
         return request

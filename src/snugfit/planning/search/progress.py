@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 
 ENOUGH = 8
-"""Number of finished tasks before the time left is estimated, and window of its moving average. One task may
-take ten times as long as another."""
+"""Number of finished tasks before the time left is estimated, and weight of the previous estimate. One task
+may take ten times as long as another.
+"""
 
 
 class Progress:
@@ -34,7 +35,7 @@ class Progress:
         self.skipped += skips
         now = time.monotonic()
         left = ""
-        if self.done - self.skipped >= min(self.total / 10, ENOUGH):  # the first ones wait for imports
+        if self.done - self.skipped >= min(self.total / 10, ENOUGH):  # the first tasks wait for imports
             per_step = (now - self.began) / (self.done - self.skipped)
             estimate = now + per_step * (self.total - self.done) * share
             self.end = estimate if self.end is None else self.end + (estimate - self.end) / ENOUGH

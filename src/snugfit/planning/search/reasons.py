@@ -62,7 +62,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
         if other is None or state.space.number(other) is not None or stand_in(state.space, other) is None:
             continue
         if any(any(technique.objections(job, other)) for technique in other):
-            alternatives[slot] = None  # valid with the ungraded technique alone
+            alternatives[slot] = None  # valid only with the technique without a grade
         else:
             add_candidate(state, other)
     candidates = state.space.candidates
@@ -72,7 +72,7 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
     estimates = {number: one for number in to_lower if (one := _estimate(state, answer, number))}
     unknown = {one for one in unjudged if one in state.bounds or one in to_lower} - estimates.keys()
     questions = [Question(answer, "verify", (recipe, state.judged[answer]))]
-    # A program that is not lowered yet takes longest, so it starts first.
+    # A recipe that is not compiled yet takes the longest, so it starts first.
     longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.lowering is None))
     questions += [Question(number, "judge", ([candidates[number].setup],)) for number in longest_first]
     verified, doubts, timing = False, (), None

@@ -57,15 +57,16 @@ SAVING = (Slot.HEAD, Slot.CHECKPOINTING)
 NOTHING = Bound(0, 0.0)
 
 DEVICE_SHARE = 0.03
-"""Largest share by which the GPU's seconds may fall if groups of layers (spans) are recomputed, not each
-layer alone.
+"""Largest share by which the GPU's seconds may fall if groups of layers (spans) are recomputed instead of
+each layer.
 
-A span omits some kernels at its end. GPT-2 and Whisper reached 1.4 %, and 2.6 % with a batch so small that
-the GPU waits for launches.
+A span omits some kernels at its end. It was 1.4 % for GPT-2 and Whisper. It was 2.6 % with a batch so small
+that the GPU waits for launches.
 """
 
 LAYERS_SHARE = 0.03
-"""Largest share by which bytes other than the layers' activations may fall with spans: GPT-2 reached 1.4 %.
+"""Largest share by which bytes other than layers' activations may fall if spans are recomputed. It was 1.4 %
+for GPT-2.
 
 The plans of GPT-2, ViT, BERT, T5, Llama, Qwen2.5 and Gemma 3 determined both `DEVICE_SHARE` and this share,
 with adapters and without.
@@ -82,7 +83,7 @@ def least_of_spans(full: Bound) -> Bound:
 
 
 class _Savings(NamedTuple):
-    """Properties of a recipe that determine the derivation of its estimates."""
+    """Ways in which a recipe saves memory. They determine how its estimates follow from other recipes."""
 
     chunks_logits: bool
     recomputes: bool
@@ -90,17 +91,17 @@ class _Savings(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """Factors on the estimates of a recipe's bytes and seconds."""
+    """Factors by which the estimates of a recipe's bytes and seconds are multiplied."""
 
     bytes: float
     seconds: float
 
     def of(self, bound: Bound) -> Bound:
-        """Return this share of a bound."""
+        """Return a bound with its bytes and seconds multiplied by these factors."""
         return Bound(int(bound.needed_bytes * self.bytes), bound.seconds * self.seconds)
 
     def lowered_to(self, taken: Bound, least: Bound) -> _Shares:
-        """Return shares of the bound `least` that do not exceed `taken`."""
+        """Return smaller factors, with which the estimate `least` does not exceed the bound `taken`."""
         return _Shares(
             min(self.bytes, taken.needed_bytes / max(1, least.needed_bytes)),
             min(self.seconds, taken.seconds / (least.seconds or taken.seconds or 1.0)),
@@ -117,33 +118,39 @@ class RecomputingKinds:
         self.waiting: dict[int, list[int]] = defaultdict(list)
         """Numbers of postponed recipes by kind (group with the same forward and backward passes)."""
         offered = self.space.offers(Slot.CHECKPOINTING)
-        # None if the space does not offer it, as next to another fixed technique.
+        # None if the space does not offer this setting, for example because another technique is fixed.
         self._each_layer = next((o for o in offered if o.value == EVERY_LAYER), None)
         plain = [roster.plain(slot) for slot in SAVING]
         self._without: dict[int, int | None] = {}
         self._whole: dict[int, int | None] = {}
-        """Number of the same recipe with whole logits, for each recipe with logits in chunks."""
+        """Number of the same recipe with all logits computed together, for each recipe that computes them in
+        chunks.
+        """
         self._full: dict[int, int] = {}
         """Number of the recipe that recomputes each layer, for each recipe that recomputes some layers,
         groups or parts of them."""
         self._looked_at = set[int]()
-        """Kinds (of forward and backward passes) whose lower bounds were computed."""
+        """Groups of recipes (with equal forward and backward passes) whose lower bounds were computed."""
         self._least_known: dict[int, Bound] = {}
         """Cached estimates (lower bounds) of postponed recipes, given the current results."""
         self._bounded_by: dict[int, set[int | None]] = {}
-        """Cached numbers of the recipes on which the estimate of each postponed recipe depends."""
+        """Cached numbers of the recipes from which the estimate of each postponed recipe is derived."""
         self._by = defaultdict[int | None, set[int]](set)
-        """Numbers of postponed recipes whose cached estimates depend on a recipe, by that recipe's number."""
+        """Numbers of the postponed recipes whose cached estimates are derived from a recipe, by that recipe's
+        number.
+        """
         self._dominated = set[int]()
-        """Recipes that can no longer be on the Pareto front of this search."""
+        """Numbers of recipes that can no longer be on the Pareto front of bytes and seconds."""
         self._known = 0
-        """Number of recipes with lower bounds after the last addition."""
+        """Number of recipes that had lower bounds when recipes were last added."""
         self._none: dict[int, int | None] = {}
-        """Cached number of the same recipe without recomputing, for each recipe."""
+        """Cached number of the same recipe without recomputation, by recipe number; None if there is none."""
         self._on_the_way: dict[int, Bound] = {}
-        """Recipes whose lower bounds a worker process computes now, with their previous estimates."""
+        """Previous estimates of the recipes whose lower bounds a worker process is computing, by number."""
         self._taken = defaultdict[_Savings, _Shares](lambda: _Shares(1.0, 1.0))
-        """Shares of their estimates that recipes took at least, by savings; 1 while all estimates hold."""
+        """Factors that lower further estimates, by the recipe's ways to save memory. They are 1 while no
+        estimate exceeded the computed lower bound.
+        """
         for number, candidate in enumerate(self.space.candidates):
             setup = candidate.setup
             if setup.saves_memory:
@@ -156,7 +163,7 @@ class RecomputingKinds:
         self._lowered = lowered_kinds()(self.space, state, self._without)
         for number in self._lowered.waiting:
             self.waiting[self.space.candidates[number].passes].append(number)
-            # They have no counterpart without savings here; `_least_of_lowered` bounds them.
+            # No recipe without savings corresponds to these; `_least_of_lowered` returns their lower bounds.
             self._without[number] = None
         self._sizes = OtherSizes(self.space, state.bounds)
         self._twins = Twins(
@@ -171,7 +178,7 @@ class RecomputingKinds:
         twins: bool = True,
         among: Collection[int] | None = None,
     ) -> list[int]:
-        """Compute lower bounds for the waiting recipes that `is_needed` selects, and return those recipes.
+        """Compute lower bounds for the postponed recipes that `is_needed` selects, and return those recipes.
         Without `twins`, groups that are no better than a similar one (a twin) are skipped. If `among` is
         given, only these recipes are considered.
         """
@@ -184,11 +191,12 @@ class RecomputingKinds:
             for kind in self.waiting
             if (numbers := self._needed_of(kind, may_be_needed, twins=twins))
         }
-        # Whole logits bound the memory of chunks within layers, so they come first.
+        # Whole logits give lower bounds for chunked logits within layers, so they come first.
         kinds = [kind for kind in needed if needed[kind][0] not in self._whole] or list(needed)
-        # Lowering takes longest, and compiled layers without savings bound those with them.
+        # Compilation takes the longest. Compiled layers without savings give lower bounds for those with
+        # savings.
         kinds = [kind for kind in kinds if not self.is_lowered_saving(needed[kind][0])] or kinds
-        # The fastest kind comes first: its figures exclude most of the slower ones.
+        # The fastest group comes first, since its exact values exclude most of the slower ones.
         kinds.sort(key=lambda kind: self.least_seconds_of(needed[kind]))
         chosen = [number for kind in kinds for number in needed[kind]]
         firsts = (self._firsts_of(needed[kind]) for kind in kinds)
@@ -207,8 +215,8 @@ class RecomputingKinds:
         return number in self._lowered and self.space.candidates[number].setup.saves_memory
 
     def _firsts_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the recipes whose lower bounds must be computed before those of `numbers`, which have the
-        same passes.
+        """Return the recipes whose lower bounds must be computed before those of `numbers`. All `numbers`
+        have the same passes.
 
         Compiling layers for a micro-batch size takes long, so recipes of only one size are returned. Without
         memory savings, it is the fastest size that probably fits, which bounds the seconds of smaller ones.
@@ -233,8 +241,8 @@ class RecomputingKinds:
         return self.state.fits((least + most) // 2)
 
     def _lower_estimates(self, asked: Mapping[int, Bound]) -> bool:
-        """Lower the estimates of similar recipes if the new lower bound of one of these is less than its
-        earlier estimate in `asked`. Return True if it was.
+        """Lower the estimates of similar recipes if the new lower bound of a recipe is less than its earlier
+        estimate in `asked`. Return True if one was.
         """
         is_lower = False
         for number, least in asked.items():
@@ -279,16 +287,16 @@ class RecomputingKinds:
         taken: dict[int, Bound] = {}
         for kind in dict.fromkeys(sizes.values()):
             numbers = self.waiting.pop(kind, [])
-            # The previous bounds are returned for the comparison with the results (`_lower_estimates`).
+            # The previous lower bounds are returned for the comparison with the results (`_lower_estimates`).
             taken |= {n: self._least_of(n) for n in numbers if candidates[n].sized in sizes}
             if left := [number for number in numbers if number not in taken]:
                 self.waiting[kind] = left
         return taken
 
     def _first_of(self, number: int) -> int:
-        """Return the recipe whose lower bound is needed before that of this one. A recipe that recomputes
-        some layers needs the one that recomputes each. A compiled one needs a compiled recipe with each or
-        none of the layers recomputed, and the uncompiled one.
+        """Return the recipe whose lower bound must be computed before that of this one. A recipe that
+        recomputes some layers needs the one that recomputes each. A compiled one needs a compiled recipe with
+        each or none of the layers recomputed, and the uncompiled one.
         """
         bases = [self._full.get(number)]
         if number in self._lowered:
@@ -310,7 +318,7 @@ class RecomputingKinds:
     def _note(self, numbers: Collection[int], screening: Screening) -> set[int]:
         """Store a worker's lower bounds of these recipes. Return the postponed recipes whose estimates depend
         on them."""
-        if len(self.state.bounds) != self._known:  # some could not be simulated after all
+        if len(self.state.bounds) != self._known:  # some recipes could not be simulated after all
             self._least_known.clear()
         kinds = {self.space.candidates[number].passes for number in numbers} - self._looked_at
         self._looked_at |= kinds
@@ -341,7 +349,7 @@ class RecomputingKinds:
         return [n for n, one in enumerate(self.space.candidates) if one.passes not in done]
 
     def leave_out(self, numbers: Iterable[int]) -> None:
-        """Exclude the kinds of these recipes from the search: their lower bounds are not computed."""
+        """Exclude the groups of these recipes from the search. Their lower bounds are not computed."""
         self._looked_at.update(self.space.candidates[number].passes for number in numbers)
 
     def add_others(self) -> None:
@@ -351,9 +359,7 @@ class RecomputingKinds:
     # ---- one kind at a time ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin a further search of the same recipes. Those that cannot be on the Pareto front stay
-        excluded.
-        """
+        """Begin a further search of the same recipes. Clear the cached exclusions from its Pareto front."""
         self._dominated.clear()
 
     def needed_of(self, kind: int) -> list[int]:
@@ -364,7 +370,8 @@ class RecomputingKinds:
         return self._needed_of(kind, self._may_be_on_front, twins=False)
 
     def _may_be_on_front(self, number: int) -> bool:
-        # More results never make a dominated candidate useful again, so the answer is stored until `start`.
+        # Further results never make a dominated candidate useful again, so the result is cached until
+        # `start`.
         if number not in self._dominated and self.state.is_dominated(number, self._least(number)):
             self._dominated.add(number)
         return number not in self._dominated
@@ -387,7 +394,7 @@ class RecomputingKinds:
         firsts = self._firsts_of(numbers)
         candidates, first = self.space.candidates, min(firsts, key=self._least_seconds)
         kind, program = candidates[first].passes, candidates[first].program
-        # Programs are lowered separately for each size, so a simulation of compiled layers has a single one.
+        # Programs are compiled separately for each batch size, so compiled layers are simulated for one only.
         compiled = candidates[first].setup.lowering is not None
         alike = [
             number
@@ -409,7 +416,7 @@ class RecomputingKinds:
 
     def send(self, numbers: Sequence[int]) -> list[int]:
         """Remove these recipes, and all that share their simulation, from the postponed ones, and return
-        them. A worker process simulates them, and `learn` stores the result.
+        them. The caller lets a worker simulate them; `learn` stores the result.
         """
         taken = self._take_out(numbers)
         self._on_the_way |= taken
@@ -423,7 +430,7 @@ class RecomputingKinds:
         learned = self._note(numbers, screening)
         twins = self._twins.stand
         self._twins.drop_if_misleading()
-        # If the twins no longer count or the bounds are lower, every waiting kind may be needed.
+        # If twins no longer count or lower bounds fell, every postponed group may be needed.
         if self._lower_estimates(known) or twins != self._twins.stand:
             return {*self.waiting}
         return {self.space.candidates[number].passes for number in learned}
@@ -482,7 +489,7 @@ class RecomputingKinds:
             needed = self._least_saving(number, without, known)
             least = Bound(needed, seconds + self._lowered.again_seconds(number))
         whole = self._bound_of_whole(number)
-        # Chunks of logits do not change the memory within layers, so that of whole logits bounds it.
+        # Chunked logits do not change the memory within layers, so whole logits give a lower bound of it.
         of_whole = Bound(int(whole.layers_bytes * (1 - ROUNDING)), whole.seconds * (1 - ROUNDING))
         further = self._least_of_lowered(number), self._least_by_each(number), self._sizes.least(number)
         return functools.reduce(Bound.at_least, (of_whole, *further), least)
@@ -503,10 +510,11 @@ class RecomputingKinds:
         """Return a lower bound of the bytes of a memory-saving recipe, from `bound`, that of the recipe
         without savings."""
         setup, plain = self.space.candidates[number].setup, self.space.candidates[without].setup
-        # Chunks change the bytes outside layers, and copies those within: only the update's bytes are sure.
+        # Chunks change the bytes outside layers, and copies those within. Only the update's bytes are
+        # certain.
         if setup.logits != plain.logits or _has_timed_bytes(setup):
             return bound.resting_bytes
-        # Recomputing changes bytes within layers alone, but the moment of the peak may move a little.
+        # Recomputation changes only bytes within layers, but the moment of the peak may move a little.
         return max(bound.resting_bytes, int(bound.outside_bytes * (1 - PEAK_SHARE)))
 
     def _with_each(self, number: int) -> int | None:
@@ -540,7 +548,8 @@ class RecomputingKinds:
         whole = self._whole.get(number)
         if (known := self._bound_of(whole)) is not None:
             return known
-        # Its counterpart still waits; of such bounds only the seconds hold for chunks as well.
+        # Its counterpart is still postponed. Only the seconds of such a lower bound hold for chunked logits
+        # too.
         if whole in self._without:
             return Bound(0, self._least(whole).seconds)
         return NOTHING
@@ -548,7 +557,7 @@ class RecomputingKinds:
     def _saves_nothing(self, number: int) -> bool:
         """Return True if logits in chunks save no bytes, since the peak is in a layer or in the update."""
         whole = self._bound_of_whole(number)
-        # A saving below the resolution would not be listed anyway.
+        # A recipe that saves fewer bytes than the resolution would not be listed anyway.
         is_in_layer = 0 < whole.needed_bytes * (1 - MEMORY_RESOLUTION) <= whole.layers_bytes
         return number in self._whole and is_in_layer
 
@@ -587,6 +596,7 @@ def _has_timed_bytes(setup: Setup) -> bool:
 
 
 def _with_device(bound: Bound) -> Bound:
-    """Return the lower bound with the GPU's own seconds as the minimum of its seconds. The host may limit few
-    layers but not many."""
+    """Return the lower bound with at least the GPU's own seconds. The host may limit a step with few layers
+    but not one with many.
+    """
     return bound._replace(seconds=max(bound.seconds, bound.device_seconds))

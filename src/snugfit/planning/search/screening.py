@@ -25,7 +25,7 @@ class Screening:
     bounds: dict[int, Bound] = field(default_factory=dict)
     """Lower bound of each recipe's bytes and seconds, by number."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """Recipes that cannot be simulated, with the reasons."""
+    """Recipes that cannot be simulated, each with the reason for its exclusion."""
 
 
 def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection[int]) -> Screening:
@@ -68,8 +68,9 @@ def groups_by_passes(space: Space, numbers: Collection[int]) -> list[list[int]]:
 
 
 def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
-    """Convert a worker's result for a group of recipes to lower bounds, and to reasons why recipes cannot be
-    simulated."""
+    """Convert a worker's result for a group of recipes to lower bounds, and to the reasons why some cannot be
+    simulated.
+    """
     if isinstance(answer, SnugfitError):
         return Screening(excluded=[exclusion(space, [*group], answer)])
     screening = Screening()

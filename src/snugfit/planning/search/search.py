@@ -110,7 +110,7 @@ def plan(
     from snugfit.planning.cost.timer import SingleGpuTimer
 
     gpu = None if gpu is None else find_gpu(gpu)
-    policy_for(gpu, Software())  # it refuses a GPU that runs no steps
+    policy_for(gpu, Software())  # it raises an error for a GPU on which no step can run
     asked = PlanRequest.of(
         job, [gpu] if gpu else [], memory_bytes=memory_bytes, headroom=headroom, fidelity=fidelity,
         objective=objective, keep=keep, free=free, start=start, ranked=ranked, steps=steps, once=once,
@@ -133,7 +133,7 @@ def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     job, gpu, smallest, start = asked.job, asked.gpu, asked.wants_smallest, asked.fixed.start
     memory, headroom_bytes = asked.memory_on(gpu), asked.headroom_on(gpu)
     bound = None if memory is None else memory - headroom_bytes
-    # The answer may be a simpler recipe that is slower by up to this share.
+    # The chosen recipe may be a simpler one that is slower by up to this share.
     slowest = asked.slowest * (1 + AS_FAST)
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
     tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size), job.words.item)
@@ -147,7 +147,7 @@ def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
         front = [n for n in front if state.judged[n].seconds <= asked.slowest * state.judged[best].seconds]
     judge_simpler(state, pool, front)
     front = simplify_front(state, front, lambda n: bound is None or state.judged[n].needed_bytes <= bound)
-    # A simpler recipe may have replaced the answer on the front, which must list it.
+    # A simpler recipe may have replaced the best one on the front, which must contain it.
     front = sorted({*front, *([] if best is None else [best])}, key=state.rank)
     sizes = [state.judged[number].needed_bytes for number in front]
     shown = front[nearest_miss(sizes, asked.objective)] if best is None else best
@@ -270,7 +270,7 @@ def search(
     if smallest or state.nothing_fits:
         state.judge_smallest(pool, tell)
         most = state.smallest * (1 - state.nearly)
-        # Kinds that still wait may be smaller than every evaluated recipe.
+        # Postponed groups may be smaller than every evaluated recipe.
         recomputing.screen(lambda number, least: least.needed_bytes <= most, twins=False)
         state.judge_smallest(pool, tell)
     if state.nothing_fits:
@@ -282,7 +282,7 @@ def search(
 def _evaluate_front(
     state: SearchState, recomputing: RecomputingKinds, pool: WorkerPool, tell: Tell, *, every_bound: bool
 ) -> None:
-    """Simulate all recipes that may be on the Pareto front (bytes, seconds)."""
+    """Simulate all recipes that may be on the Pareto front of bytes and seconds."""
     if every_bound:
         recomputing.add_others()
     while every_bound and recomputing.screen(lambda number, least: True):
@@ -367,7 +367,7 @@ def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smalle
     singles = [(slot, number) for slot in Slot for number in space.variants(simplest, slot)]
     passes = {own, *(candidates[number].passes for _, number in singles)}
     kinds.add([number for number, one in enumerate(candidates) if one.passes in passes])
-    # Candidates with the passes of the simplest recipe share its rehearsal.
+    # Candidates with the passes of the simplest recipe share its simulation.
     dear = [(slot, number) for slot, number in singles if candidates[number].passes != own]
     useless = {
         candidates[number].recipe[slot]
@@ -386,7 +386,7 @@ def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smalle
 def _is_useful(state: SearchState, number: int, simplest: int, *, smallest: bool) -> bool:
     """Return True if a single change makes the simplest recipe faster, or smaller if that is needed."""
     bound, base = state.bounds.get(number), state.bounds.get(simplest)
-    # Nothing is known of a change if one of the two cannot be simulated.
+    # The effect of a change is unknown if one of the two recipes cannot be simulated.
     if bound is None or base is None or bound.seconds < base.seconds * (1 - AS_FAST):
         return True
     needs_less = smallest or not state.fits(base.needed_bytes)

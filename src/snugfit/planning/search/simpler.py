@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from snugfit.prediction.worker_pool import WorkerPool
 
 AS_FAST = 0.005
-"""Share of a step's seconds by which recipes may differ and count as equally fast (chosen). The same share of
-bytes counts as equally small."""
+"""Largest relative difference at which the seconds of two recipes count as equal (chosen). It applies to
+their bytes too.
+"""
 
 
 def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:

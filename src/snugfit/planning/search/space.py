@@ -54,7 +54,7 @@ _SLOT_INDICES = {slot: index for index, slot in enumerate(Slot)}
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A valid recipe of a search. Properties that several recipes share have a common number."""
+    """Valid recipe of a search. Recipes that share a property have the same identifier for it."""
 
     recipe: Recipe
     setup: Setup
@@ -62,16 +62,19 @@ class Candidate:
     update: Hashable
     """Key of the Setup's fields that determine the optimizer's update."""
     passes: int
-    """Number of the recipe's forward and backward passes; equal for recipes that differ only in micro-batch
-    size or update."""
+    """Identifier of the recipe's forward and backward passes. Recipes that differ only in micro-batch size or
+    update share it.
+    """
     sized: int
-    """Number of the recipe's forward and backward passes with this micro-batch size."""
+    """Identifier of the recipe's forward and backward passes with this micro-batch size."""
     program: int
-    """Number of the recipe's compiled layers; recipes with the same number compile them once. Without
-    compiled layers it is a number for `sized`."""
+    """Identifier of the recipe's compiled layers; recipes that share it compile them once. Without compiled
+    layers it identifies the same passes as `sized`.
+    """
     trace: int
-    """Number of the trace; equal for recipes that differ only in fp32 precision, data loader, allocator or
-    CUDA graphs."""
+    """Identifier of the trace (allocations and kernels). Recipes that differ only in fp32 precision, data
+    loader, allocator or CUDA graphs share it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +82,18 @@ class Space:
     """The set of all recipes that a search may choose, by number."""
 
     candidates: tuple[Candidate, ...]
-    """Every valid recipe; other modules refer to a candidate by its index here."""
+    """Every valid recipe. A recipe's number is its index here."""
     excluded: tuple[Exclusion, ...]
     choices: tuple[tuple[Technique, ...], ...]
-    """Techniques with their settings that each slot offers."""
+    """Techniques that the search may choose in each slot, with their settings."""
     fixed: Kept
     """Slots in which all recipes have a fixed technique, and the user's own recipe."""
     numbers: Mapping[int, int]
-    """Number of each candidate, by its index among all combinations of the techniques."""
+    """Number of each recipe, by its index among all combinations of `choices`."""
     trains: bool = True
-    """True for a job with optimizer updates, whose recipes have lower bounds from few layers."""
+    """True for a job with optimizer updates. Lower bounds of its recipes come from models with few layers."""
     graded: Mapping[Recipe, int] = field(default_factory=dict)
-    """Recipes that were added to these combinations (`grades.py`), with their numbers."""
+    """Recipes that `grades.py` added to the combinations of `choices`, with their numbers."""
 
     def number(self, recipe: Recipe) -> int | None:
         """Return the number of this recipe in the space; None if it is not in the space."""
@@ -103,15 +106,15 @@ class Space:
         return self.numbers.get(index)
 
     def variant(self, number: int, *techniques: Technique) -> int | None:
-        """Return the number of a candidate with these techniques in place of its own; None when the space has
-        none.
+        """Return the number of a candidate with these techniques in place of its own; None if the space has
+        no such candidate.
         """
         own, index = self.candidates[number].recipe.techniques, self._indices.get(number)
         for technique in techniques:
             slot = _SLOT_INDICES[technique.slot]
             digits = self._digits[slot]
             if index is None or technique not in digits:
-                # A grade has no digit, so such a recipe is searched for itself.
+                # A recipe with a grade has no digit, so it is looked up directly.
                 return self.number(reduce(Recipe.with_, techniques, self.candidates[number].recipe))
             # Another technique changes one digit, so no recipe is created for the lookup.
             index += digits[technique] - digits[own[slot]]
@@ -119,7 +122,7 @@ class Space:
 
     @cached_property
     def _indices(self) -> dict[int, int]:
-        """The index of each candidate recipe among all combinations of techniques."""
+        """Index of each candidate among all combinations of techniques, in order of the candidates."""
         return {number: index for index, number in self.numbers.items()}
 
     @cached_property
@@ -138,7 +141,7 @@ class Space:
 
     @cached_property
     def simpler(self) -> dict[int, tuple[int, ...]]:
-        """Cache of the numbers of each recipe's simpler variants (`simpler.py`)."""
+        """Cache of the numbers of each recipe's simpler variants (`simpler.py`), by the recipe's number."""
         return {}
 
     def changes(self, recipe: Recipe) -> int:
@@ -201,7 +204,7 @@ def space_of(
     for number, techniques, setup in combinations:
         numbers[number] = len(candidates)
         of_passes, micro_batches, update = trace_key(setup)
-        # Recorded steps fill up padded batches, which changes their passes.
+        # Recorded steps (CUDA graphs) extend padded batches to full length, which changes their passes.
         if job.padding:
             of_passes = passes_key(as_written(setup, padded=True))
         kind = passes.setdefault(of_passes, len(passes))
@@ -275,7 +278,9 @@ def _offered_in(
 
 
 def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -> bool:
-    """Return True if this training loop supports the technique; otherwise add its refusal to `excluded`."""
+    """Return True if this training loop supports the technique. Otherwise add the reason to `excluded` and
+    return False.
+    """
     from snugfit.step.applier import refuse_unsupported
 
     try:
@@ -368,10 +373,10 @@ class Combination(NamedTuple):
     """Candidate recipe of a search: one technique for each slot (such as precision or optimizer)."""
 
     number: int
-    """Index among all combinations of the choices, including excluded ones."""
+    """Index among all combinations of the slots' techniques, including excluded ones."""
     techniques: tuple[Technique, ...]
     setup: Setup
-    """`Setup` of the recipe's techniques, applied one after the other."""
+    """Training settings that result from the recipe's techniques, applied one after the other."""
 
 
 class Objection(NamedTuple):
@@ -387,9 +392,9 @@ class _PendingObjection(NamedTuple):
 
     technique: Technique
     ask: Callable[[Technique, TechniqueBySlot], str]
-    """Function that returns the reason against the combination, or an empty text."""
+    """Function that returns the reason why a technique cannot be combined with others, or an empty text."""
     waits_for: int
-    """Index of the slot that the check needs."""
+    """Index of the slot whose technique must be chosen before the check."""
 
 
 class _NotYetFilledError(Exception):
@@ -429,7 +434,7 @@ class Combinations:
 
     def __init__(self, choices: Sequence[Sequence[Technique]], job: Job, fixed: Kept) -> None:
         self.objections: Counter[Objection] = Counter()
-        """Reasons for exclusions so far, with the number of combinations that each excluded."""
+        """Reasons for exclusions so far, each with the number of combinations that it excluded."""
         self._choices, self._job, self._fixed = choices, job, fixed
         self._following = [prod(map(len, choices[position + 1 :])) for position in range(len(choices))]
 
@@ -477,7 +482,7 @@ class Combinations:
             try:
                 why = question.ask(question.technique, recipe)
             except _NotYetFilledError as lacking:
-                # The check is repeated once the slot that it has read is filled.
+                # The check is repeated once the slot on which it depends has a technique.
                 still_open.append(question._replace(waits_for=lacking.position))
                 continue
             if why:

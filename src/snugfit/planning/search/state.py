@@ -36,29 +36,31 @@ from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import PoliciesDiffer
 
 TIME_BOUND_MARGIN = 0.001
-"""Share by which a step's seconds may fall below their lower bound.
+"""Share by which a step's seconds may be less than their lower bound.
 
-Extrapolation from two numbers of layers bounds a convex function. The seconds of a queue of host and device
-are convex in the layers except at its ends.
+A linear extrapolation from two numbers of layers is a lower bound of a convex function. Seconds of a step are
+convex in the number of layers, except at the step's ends.
 """
 
 MEMORY_RESOLUTION = 0.03
-"""Share by which a slower recipe's bytes must be smaller for it to be listed.
+"""Share of its bytes that a slower recipe must save to be listed.
 
 It is approximately the share that the allocator loses to fragmentation.
 """
 
 SPEED_RESOLUTION = 0.05
-"""Share by which a recipe that cannot be the fastest must be faster than a smaller one to be listed
-(chosen)."""
+"""Share by which a recipe must be faster than a smaller one to be listed, if it cannot be the fastest
+(chosen).
+"""
 
 NEGLIGIBLE_BYTES = 160 << 20
 """Least number of bytes that a slower recipe must save to be listed (chosen). Segments of the allocator and
 workspaces of libraries cost a tiny model some 100 MiB that no lower bound contains."""
 
 LOSS_SPREAD = 64 << 20
-"""Bytes by which the fragmentation of recipes with equal forward and backward passes may differ. It differed
-by 22 MiB at most in plans of Llama-3.1-8B with adapters."""
+"""Largest assumed difference in bytes between the fragmentation of recipes with equal forward and backward
+passes. It was 22 MiB at most in plans of Llama-3.1-8B with adapters.
+"""
 
 BEYOND_MEMORY = 0.1
 """Share by which recipes of the Pareto front may exceed the memory limit. Such near misses need only slightly
@@ -80,43 +82,49 @@ class SearchState:
     judged: dict[int, Figures] = field(default_factory=dict)
     """Exact bytes and seconds of the evaluated recipes, by number."""
     excluded: list[Exclusion] = field(default_factory=list)
-    """Recipes that could not be simulated, with the reasons."""
+    """Recipes that could not be simulated, each with the reason for its exclusion."""
     kinds: int = 0
     """Number of different forward and backward passes that were simulated for lower bounds."""
     memory_bytes: int | None = None
-    """Bytes into which the best recipe must fit; None for no limit."""
+    """Largest bytes that the best recipe may need; None for no limit."""
     most_bytes: float = math.inf
-    """Largest bytes of a recipe on the Pareto front; by default they exceed the memory limit by
-    `BEYOND_MEMORY`."""
+    """Largest bytes of a recipe on the Pareto front of bytes and seconds. The default is `BEYOND_MEMORY`
+    above the memory limit.
+    """
     negligible_bytes: int = 0
     """Least number of bytes, in addition to `MEMORY_RESOLUTION`, that a slower recipe must save to be
     listed."""
     beyond: float = BEYOND_MEMORY
     """Share by which recipes of the Pareto front may exceed the smallest recipe's bytes if nothing fits."""
     nearly: float = 0.0
-    """Share of bytes and seconds by which the found near miss may exceed the true one, if nothing fits."""
+    """Tolerance, as a share of bytes and seconds, in the search for the recipe closest to fitting if nothing
+    fits.
+    """
     rehearses_whole: bool = False
     """True if one simulation gives both lower bounds and exact values of a recipe, so one worker computes
     both."""
     slowest: float = math.inf
-    """Largest seconds of a recipe on the Pareto front, in multiples of those of the fastest that fits."""
+    """Largest seconds per step of a recipe on the Pareto front, as a multiple of those of the fastest fitting
+    recipe.
+    """
     graded: set[int] = field(default_factory=set)
-    """Passes (`Candidate.sized`) of recipes for which the fewest recomputed layers were searched
-    (`grades.py`)."""
+    """Identifiers of passes (`Candidate.sized`) for whose recipes the fewest recomputed layers were searched
+    (`grades.py`).
+    """
     screen_these: Callable[[Iterable[int], Callable[[Bound], bool]], None] = lambda numbers, is_needed: None
-    """Function that computes lower bounds of these postponed recipes, if `is_needed` is True for their
-    estimates."""
+    """Function that computes lower bounds of the given postponed recipes. It skips those for whose estimates
+    `is_needed` is False.
+    """
     _best: list[tuple[float, int, int]] = field(default_factory=list)
-    """Seconds, bytes and number of the recipes on the Pareto front of all evaluated ones, the fastest
-    first."""
+    """Seconds, bytes and number of the evaluated recipes on the Pareto front, the fastest first."""
     _siblings: dict[tuple[int, bool, Hashable], list[int]] = field(
         default_factory=lambda: defaultdict(list), init=False
     )
-    """Evaluated recipes by their passes with micro-batch size, kind of allocator segments, and use of CUDA
-    graphs."""
+    """Numbers of evaluated recipes by their passes with micro-batch size, kind of allocator segments, and use
+    of CUDA graphs.
+    """
     worker_of: dict[int, int] = field(default_factory=dict)
-    """Index of the worker process by the compiled layers or passes (`Candidate.program`) that it
-    simulates."""
+    """Index of the worker process that simulates a group of recipes, by the group's `Candidate.program`."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None:
@@ -214,7 +222,7 @@ class SearchState:
         """Add an evaluated candidate to the Pareto front, unless another one dominates it."""
         seconds, needed = self.judged[number].seconds, self.judged[number].needed_bytes
         start = bisect.bisect_right(self._best, (seconds, needed, number))
-        # Bytes fall along this list, so only the next faster one can dominate.
+        # Bytes decrease along this list, so only the next faster recipe can dominate.
         if start and self._best[start - 1][1] <= needed:
             return
         end = start
@@ -272,7 +280,8 @@ class SearchState:
             return True
         if least_seconds > self.fastest_that_fits:
             least_seconds *= 1 + SPEED_RESOLUTION
-            # Lowering takes longest, so a program that is no answer is lowered only for the whole front.
+            # Compilation takes the longest, so other recipes than the best are compiled only for the whole
+            # front.
             if self.slowest < math.inf and self.must_be_lowered(number):
                 return True
         # With infinite bytes, candidates of equal seconds count as faster.
@@ -291,7 +300,7 @@ class SearchState:
 
     def has_better_sibling(self, number: int, stands: Callable[[int], bool]) -> bool:
         """Return True if a simulated recipe with the same passes is as fast as this one's lower bound and
-        satisfies `stands`.
+        satisfies the predicate `stands`.
         """
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
@@ -327,7 +336,7 @@ class SearchState:
         forward and backward passes.
         """
         least, known = self.bounds[number], self.bounds[sibling]
-        # The loss at a peak in the update depends on the optimizer, which siblings do not share.
+        # The fragmentation at a peak in the update depends on the optimizer, which siblings do not share.
         if any(bound.needed_bytes <= bound.resting_bytes for bound in (least, known)):
             return least.needed_bytes
         loss = self.judged[sibling].needed_bytes - known.needed_bytes
@@ -365,8 +374,9 @@ class SearchState:
         return front
 
     def best_so_far(self, objective: str, batch_size: int) -> Choice | None:
-        """Return the best simulated recipe that fits by `objective`, with its bytes and seconds; None if
-        there is none."""
+        """Return the best simulated recipe by `objective` that fits, with its bytes and seconds; None if
+        there is none.
+        """
         best = reversed(self._best) if objective == "memory" else self._best
         number = next((number for _, needed, number in best if self.fits(needed)), None)
         return None if number is None else self.choice(number, batch_size)

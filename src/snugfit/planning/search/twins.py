@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 DIFFER = (Slot.ATTENTION, Slot.KERNELS, Slot.PRECISION)
-"""Slots (choices of a recipe) in which a recipe and its twin may differ."""
+"""Slots (choices of a recipe) in which a recipe and its twin (a similar recipe) may differ."""
 
 ROUNDING = 0.001
-"""Tolerance of comparisons between lower bounds of twins, as a share: rounding of sums, and other numbers of
-simulated layers."""
+"""Relative tolerance in comparisons of the lower bounds of twins. It covers rounding of sums, and different
+numbers of simulated layers.
+"""
 
 PEAK_SHARE = 0.01
-"""Share of its twin's bytes by which a recipe may be smaller, since its peak may be at another moment."""
+"""Share by which a recipe may need fewer bytes than its twin, since its peak may be at another moment."""
 
 
 class Twins:
@@ -53,7 +54,7 @@ class Twins:
         self.space, self._base, self._bound = space, base, bound
         self._may_be, self._is_refused = may_be, is_refused
         self.stand = True
-        """True until a recipe that was skipped turns out to be better than the similar recipe in its place.
+        """True while no skipped recipe has turned out better than its twin, which was evaluated in its place.
         """
         self._no_better: dict[int, list[tuple[int, int]]] = {}
         """Skipped recipes with their twins, by group (recipes with the same forward and backward passes)."""
@@ -63,7 +64,7 @@ class Twins:
         The recipes of the group have the same forward and backward passes.
         """
         candidates = self.space.candidates
-        # Candidates with one trace have the same bytes, so one of them represents all.
+        # Candidates with the same trace have the same bytes, so one of them represents all.
         one_per_trace = {candidates[number].trace: number for number in needed}.values()
         for technique in self._other_techniques(needed[0]) if self.stand else ():
             pairs = [(number, self._with(number, technique)) for number in one_per_trace]
@@ -75,14 +76,14 @@ class Twins:
             needs = [(self._needs(number), self._needs(twin)) for number, twin in known]
             if any(_is_less(own, other) for own, other in needs):
                 continue
-            # The first of two equal kinds remains; otherwise each would exclude the other.
+            # The first of two equal groups remains. Otherwise each would exclude the other.
             if any(own != other for own, other in needs) or candidates[known[0][1]].passes < kind:
                 self._no_better[kind] = known
                 return [twin for _, twin in known]
         return []
 
     def drop_if_misleading(self) -> None:
-        """Stop skipping similar recipes once a skipped one proves better than its twin."""
+        """Stop skipping recipes once a skipped one proves better than its twin."""
         if any(itertools.starmap(self._is_better, itertools.chain.from_iterable(self._no_better.values()))):
             self._no_better.clear()
             self.stand = False
@@ -115,8 +116,8 @@ class Twins:
         return self._may_be(twin) and all(one is not None and self._bound(one) is not None for one in bases)
 
     def _needs(self, number: int) -> tuple[float, ...]:
-        """Return the bytes and seconds by which this recipe is compared with its twin. They are lower bounds
-        without recomputation and compilation.
+        """Return the bytes and seconds by which this recipe is compared with its twin. They are the lower
+        bounds of the recipe without recomputation and compilation.
         """
         base = self._base(number)
         bound = None if base is None else self._bound(base)

@@ -13,9 +13,9 @@ in the phase.
 **Memory snapshots.** Convert a trace to a snapshot of CUDA memory, in the format of
 `torch.cuda.memory._dump_snapshot`.
 
-PyTorch's memory viewer (pytorch.org/memory_viz) and `torch.cuda._memory_viz` read it. Addresses are those
-that the replayed allocator hands out. Stack frames contain the operator and its module, and the phase and
-step. Times (`time_us`) count events, since a trace records their order only.
+PyTorch's memory viewer (pytorch.org/memory_viz) and `torch.cuda._memory_viz` read it. Addresses are those of
+the replayed allocator. Stack frames contain the operator and its module, and the phase and step. Times
+(`time_us`) count events, since a trace records their order only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def export_trace(prediction: Prediction, form: str) -> bytes:
     """Simulate a prediction's step again, and return its trace as a file with the ending `form`.
 
     `form` is `.pickle` (memory snapshot) or `.json` (timeline). Raises `UsageError` for a timeline without a
-    GPU, `GpuError` where the GPU's rates are unknown.
+    GPU, and `GpuError` if the GPU's rates (speeds of kernels) are unknown.
     """
     if form == CHROME and prediction.gpu is None:
         raise UsageError("--trace FILE.json is a timeline in seconds, which need a GPU. Add --gpu NAME.")
@@ -69,7 +69,7 @@ def export_trace(prediction: Prediction, form: str) -> bytes:
 
 
 MICRO = 1e6
-"""Microseconds per second, the unit of the trace format."""
+"""Number of microseconds per second. The trace format counts time in microseconds."""
 
 TRACKS = {"host phases": 1, "host": 2, "device phases": 3, "device": 4, "copies": 5, "communication": 6}
 
@@ -110,7 +110,7 @@ def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, 
     allocation or free of the step.
     """
     last = max(mark.step for mark in trace.marks)
-    # Consecutive marks of one phase are one passage.
+    # Consecutive marks of one phase count as one.
     marks = [next(members) for _, members in groupby(
         (mark for mark in trace.phases if mark.step == last), key=lambda mark: mark.phase
     )]  # fmt: skip
@@ -128,8 +128,8 @@ def _counters(trace: Trace, timed: Sequence[TimedKernel]) -> Iterator[dict[str, 
 def _event_times(marks: Sequence[Mark], end: int, spans: Sequence[Any]) -> dict[int, float]:
     """Return the time in seconds of each allocation or free of the step, by its index in the trace.
 
-    Those of one phase are spread evenly over the host's time in the phase. A phase without kernels takes no
-    time.
+    The events of one phase are spread evenly over the host's time in the phase. A phase without kernels takes
+    no time.
     """
     times: dict[int, float] = {}
     pending, now = list(reversed(spans)), 0.0
@@ -157,7 +157,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
     segments: list[dict[str, Any]] = []
 
     def note(action: str, address: int, size: int, block: Block) -> None:
-        # The viewer needs ascending times; a trace has an order only.
+        # The viewer needs ascending times, but a trace has only an order.
         entries.append({
             "action": action, "addr": address, "size": size, "stream": 0, "time_us": len(entries),
             "frames": _frames(block), "category": str(block.kind),
@@ -178,7 +178,7 @@ def memory_snapshot(trace: Trace, *, expandable: bool = False) -> dict[str, Any]
         stream = trace.streams.get(event - 1, 0)
         live[event] = handed_out = allocator.allocate(block.nbytes, trace.memory_of(event - 1), stream)
         if mapped := allocator.reserved - before:
-            # a new segment begins with the block; an expandable one ends with it, or with its rest
+            # a new segment begins with the block; an expandable one ends with it or its remainder
             rest = handed_out.after
             end = rest.address + rest.size if rest else handed_out.address + handed_out.size
             start = end - mapped if expandable else handed_out.address

@@ -34,8 +34,8 @@ def run_kernel(choice: str, of: Operands) -> torch.Tensor:
 def attention_by(
     policy: Policy, note: Callable[[str], object] = str, *, trains: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """Return a replacement for `scaled_dot_product_attention` that runs on `meta` the kernel of the simulated
-    device.
+    """Return a replacement for `scaled_dot_product_attention`. It runs on `meta` the kernel that the
+    simulated device would run.
 
     `note` is called with the name of each chosen kernel. With `trains`, a backward pass always follows, even
     if no operand requires a gradient.
@@ -55,7 +55,7 @@ def attention_by(
     ) -> torch.Tensor:
         # A compiled backward pass follows even if no operand requires a gradient.
         asked = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-        # Keys and values with the query's number of heads need no groups.
+        # Keys and values with as many heads as the query need no groups.
         grouped = enable_gqa and {query.size(-3)} != {key.size(-3), value.size(-3)}
         operands = Operands(
             query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=trains or asked
@@ -107,7 +107,7 @@ def _efficient(of: Operands) -> Any:
     bias = additive(of.mask, of.query.dtype)
     if bias is not None and not _is_aligned(bias):
         columns = bias.size(-1)
-        # `pad_bias` in torch pads a whole multiple by a further one.
+        # torch's `pad_bias` adds one more multiple if the width is a multiple already.
         bias = torch.constant_pad_nd(bias, (0, MASK_IN - columns % MASK_IN))[..., :columns]
     bias = _expand(bias, of.query, of.key)
     operator = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -118,8 +118,8 @@ def _is_aligned(mask: torch.Tensor) -> bool:
     """Return True if efficient attention accepts this mask without a copy.
 
     The source is `preprocess_mask` in `native/transformers/attention.cpp`. On an H200, a mask of 216 columns
-    was accepted. A simulation that padded to multiples of 16 had 224 columns, its first difference from the
-    recorded history.
+    was accepted. A simulation that padded to multiples of 16 had 224 columns, the first difference from the
+    recorded allocations.
     """
     return mask.stride(-1) == 1 and not any(stride % MASK_IN for stride in mask.stride()[:-1])
 
@@ -133,7 +133,8 @@ def _math(of: Operands) -> Any:
 
     q, k, v, scale = of.query, of.key, of.value, of.scale
     dtype, bias = q.dtype, additive(of.mask, q.dtype)
-    # Half precision is computed in fp32 here unless the switch allows it, so the scores need twice the bytes.
+    # torch computes half precision in fp32 here unless its switch allows otherwise, so the scores need twice
+    # the bytes.
     if str(dtype) in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         q, k, v = (operand.to(torch.float32) for operand in (q, k, v))
     # The root of the scale multiplies both operands, which keeps half precision from overflowing.
@@ -142,14 +143,14 @@ def _math(of: Operands) -> Any:
     if of.causal:
         triangle = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
         bias = additive(triangle, q.dtype)
-        # C++ frees the triangle before the product, so it must not live longer here.
+        # C++ frees the triangular mask before the product, so it must not live longer here.
         del triangle
     if of.grouped:
         heads = q.size(-3)
         k, v = (operand.repeat_interleave(heads // operand.size(-3), -3) for operand in (k, v))
     scores = torch.matmul(scaled, k.transpose(-2, -1) * root)
     if bias is not None:
-        # Under a further mode, torch adds out of place on a device too.
+        # Under a second dispatch mode, torch adds out of place on a device too.
         scores = scores + bias if is_under_a_mode() else scores.add_(bias)
     scores = torch.ops.aten._safe_softmax(scores, -1)
     if of.dropout > 0:
@@ -186,7 +187,8 @@ def additive(mask: Any, dtype: torch.dtype) -> Any:
 RECORDING_MODES = 1
 """Number of dispatch modes (`TorchDispatchMode`) that a simulation itself activates.
 
-It is the recorder. A second mode exists if host memory is simulated too (`Feature.simulation_overrides`).
+This mode is the recorder. Another mode is active if host memory is simulated too
+(`Feature.simulation_overrides`).
 """
 
 
@@ -212,7 +214,7 @@ def _expand(mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
 def run_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Simulate flex attention: return its output, log-sum-exp and largest score per row.
 
-    The output is (B, H, S, D) with D of the value, the other two are (B, H, S).
+    The output has shape (B, H, S, D) with D of the value. The other two have shape (B, H, S).
     """
     import torch
 

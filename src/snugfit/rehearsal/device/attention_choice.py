@@ -27,28 +27,28 @@ class Operands:
     """Arguments of one call of `scaled_dot_product_attention`, from which its kernel is chosen."""
 
     query: torch.Tensor
-    """Shape (B, H, S, D)."""
+    """Query tensor, of shape (batch B, heads H, sequence S, width D)."""
 
     key: torch.Tensor
-    """Shape (B, H, S, D), with the query's D and its own H and S."""
+    """Key tensor, of shape (B, H, S, D). D is the query's; H and S may differ from the query's."""
 
     value: torch.Tensor
-    """Shape (B, H, S, D), with the key's H and S and its own D."""
+    """Value tensor, of shape (B, H, S, D). H and S are the key's; D may differ from the key's."""
 
     mask: torch.Tensor | None = None
     """Additive mask for the scores, or a boolean mask that is True for used scores."""
 
     dropout: float = 0.0
-    """Probability of dropping a score."""
+    """Probability from 0 to 1 that an attention score is dropped."""
 
     causal: bool = False
-    """True for a causal mask."""
+    """True for a causal mask, under which a position attends only to itself and earlier positions."""
 
     scale: float | None = None
     """Factor of the scores; None is 1 / sqrt(D)."""
 
     grouped: bool = False
-    """True if each head of key and value serves several of the query."""
+    """True if each head of key and value serves several heads of the query."""
 
     needs_grad: bool = False
     """True if a backward pass may follow."""
@@ -60,7 +60,7 @@ class FusedKernels(NamedTuple):
     cudnn_first: bool
     """True if cuDNN's kernel has the first priority; otherwise it has the last."""
     flash: bool
-    """True if flash attention and cuDNN's attention can run on the GPU."""
+    """True if the GPU can run flash attention and cuDNN's attention."""
     cudnn_width: int
     """Largest head width that cuDNN's kernel supports."""
     wide_backward: bool
@@ -76,10 +76,10 @@ class FusedKernels(NamedTuple):
 
 
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
-"""torch's order of attention kernels until a GPU is initialized."""
+"""Order in which torch tries its attention kernels before a GPU is initialized."""
 
 BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
-"""Number of each kernel in `torch.nn.attention.SDPBackend`, by name."""
+"""Number of each attention kernel in `torch.nn.attention.SDPBackend`, by kernel name."""
 
 
 def kernels_on_cuda(capability: tuple[int, int]) -> FusedKernels:
@@ -104,11 +104,12 @@ def order_in_force(order: Sequence[str]) -> Iterator[None]:
     import torch
 
     before = torch._C._get_sdp_priority_order()
-    # A process with a GPU has that GPU's order, another one the default: in both, the user has set none.
+    # A process with a GPU has that GPU's order, and another process the default. In both cases the user has
+    # set none.
     usual = [kernels.order for kernels in (kernels_on_cuda((8, 0)), kernels_on_cuda((9, 0)))]
     if before[: len(BACKENDS)] in ([BACKENDS[name] for name in names] for names in usual):
         numbers = [BACKENDS[name] for name in order]
-        # Further backends of torch stay behind in their order.
+        # Other attention kernels of torch follow in their previous order.
         torch._C._set_sdp_priority_order([*numbers, *(one for one in before if one not in numbers)])
     try:
         yield
@@ -171,7 +172,8 @@ def _is_strided(of: Operands, *, of_one: bool) -> bool:
     """Return True if the last stride of query, key or value is not 1. With `of_one`, operands with heads of
     width 1 are ignored."""
     operands = () if of_one and of.query.size(-1) == 1 else (of.query, of.key, of.value)
-    # Not in torch's sources: such operands ran in math on the H200. The bias that T5's layers compute is one.
+    # The rule is not in torch's sources: such operands ran in the math kernel on an H200. T5's layers compute
+    # such a bias.
     if of.mask is not None and of.mask.stride(-1) != 1:
         return True
     return any(operand.stride(-1) != 1 for operand in operands)
@@ -181,10 +183,10 @@ def _flash_takes(of: Operands, fused: FusedKernels) -> bool:
     width = of.query.size(-1)
     if of.mask is not None or not _fuses(of) or _is_strided(of, of_one=True):
         return False
-    # Flash aligns a causal mask at the lower right, torch at the upper left: they differ for unequal lengths.
+    # Flash aligns a causal mask at the lower right, torch at the upper left. Both differ for unequal lengths.
     if of.causal and of.query.size(2) != of.key.size(2):
         return False
-    # Wide heads need more shared memory in backward than these architectures have.
+    # Wide heads need more shared memory in backward than GPUs of these architectures have.
     if of.needs_grad and not fused.wide_backward and not (width <= 192 or (width > 224 and not of.dropout)):
         return False
     return fused.flash and _is_half(of) and width == of.value.size(-1) and width <= 256
@@ -217,8 +219,8 @@ def _is_cudnn_mask(of: Operands) -> bool:
     It must have two or four dimensions, each full or 1, and require no gradient.
     """
     mask = of.mask
-    # A mask that requires a gradient ran in efficient on the H200: T5's under checkpointing (contiguous
-    # zeros).
+    # A mask that requires a gradient ran in the efficient kernel on an H200: T5's with checkpointing
+    # (contiguous zeros).
     if mask is None or mask.requires_grad or mask.dim() not in (2, 4):
         return False
     whole = (of.query.size(0), of.query.size(1), of.query.size(2), of.key.size(2))

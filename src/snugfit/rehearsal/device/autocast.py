@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 KEY = "AutogradMeta"
-"""Dispatch key of all overrides. They take the place of autograd's kernels for `meta` tensors only."""
+"""Dispatch key of all operator overrides. They replace autograd's kernels for `meta` tensors only."""
 
 SWITCH = "cpu"
 """Device type whose autocast state (on or off, dtype) a simulation uses."""
@@ -53,7 +53,7 @@ class WeightCache:
 
     def __init__(self, claim: Callable[[torch.Tensor, str], None]) -> None:
         self.entries: dict[int, _CachedCast] = {}
-        """Cast copies by the id of the weight."""
+        """Weights cast to the autocast dtype, by the id of the original weight."""
         self._claim = claim
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -196,8 +196,7 @@ def _switched_off(
 
 def _casting(cast: Callable[[], Callable[[Any], Any]], previous: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(arguments: Any, keywords: Any) -> _Arguments:
-        # C++ evaluates the wrapper's arguments from right to left, which is the order of the copies'
-        # allocations.
+        # C++ evaluates the wrapper's arguments from right to left, so the copies are allocated in this order.
         one = cast()
         cast_arguments = [_cast_all(one, value) for value in reversed(arguments)][::-1]
         return _Arguments(cast_arguments, {name: _cast_all(one, value) for name, value in keywords.items()})

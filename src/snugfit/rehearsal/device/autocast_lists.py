@@ -26,10 +26,10 @@ class AutocastLists:
     promote: tuple[str, ...]
     """Operators whose arguments are cast to the widest dtype among them."""
     key: str
-    """Dispatch key under which every build of torch has kernels for these operators."""
+    """Dispatch key under which each build of torch has autocast kernels for these operators."""
 
     def of_installed_torch(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield the operators that the installed torch has and casts."""
+        """Yield those of these operators that the installed torch has and that its autocast casts."""
         import torch
 
         for name in names:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class Buffer(NamedTuple):
     """One entry in the list of a kernel's temporary buffers: the allocation of `nbytes` bytes, or a free if
-    negative.
+    `nbytes` is negative.
 
     An entry of 0 bytes marks the position of the operator's own outputs.
     """
@@ -26,7 +26,7 @@ OUTPUTS = Buffer("outputs", 0)
 """Entry that marks the position at which all outputs of an operator are allocated."""
 
 ONE_OUTPUT = {Buffer(f"output {number}", 0): number for number in range(3)}
-"""Entries that mark the allocation of a single output, each with the output's index."""
+"""Entries that mark the position at which a single output is allocated, each with the output's index."""
 
 
 class GpuSize(NamedTuple):
@@ -34,9 +34,9 @@ class GpuSize(NamedTuple):
 
     multiprocessors: int
     threads: int
-    """Number of resident threads of one multiprocessor."""
+    """Number of threads that one multiprocessor can have resident at a time."""
     capability: tuple[int, int] = (9, 0)
-    """Compute capability, which selects the kernel."""
+    """CUDA compute capability (major, minor), on which the kernel choice depends."""
 
 
 def output(number: int) -> Buffer:

@@ -2,8 +2,8 @@
 device. torch implements dropout, attention, softmax and rms_norm as compositions that select a fused operator
 by their input's device.
 
-None is selected for `meta`. These kernels follow the policy instead, and call the operator that torch would
-call on that device. So the same tensors are saved for backward. Sources:
+torch selects none for `meta`. The replacements call the operator that torch would call on the device of the
+policy. So the same tensors are saved for backward. Sources:
 `aten/src/ATen/native/{Dropout,SoftMax,layer_norm}.cpp` and `native/transformers/attention.cpp`, torch 2.13.
 
 Other operators write in place on a device, and create new tensors while a dispatch mode such as the recorder
@@ -96,7 +96,7 @@ def _recurrent_kernels(notes: PolicyNotes) -> dict[str, Callable[..., Any]]:
 
     def with_doubt(plain: Any) -> Callable[..., Any]:
         def recurrent(*arguments: Any) -> Any:
-            # Without cuDNN, a GPU runs torch's composition too, so the prediction is exact.
+            # Without cuDNN, a GPU runs torch's composition of operators too, so the prediction is exact.
             if torch.backends.cudnn.enabled:
                 notes.doubt(RECURRENT_DOUBT)
             return plain.call_boxed(keys, *arguments)
@@ -114,7 +114,8 @@ def _linear(plain: Any, keys: Any) -> Callable[..., Any]:
     forward_mode: Any = torch.autograd.forward_ad
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # In these cases torch fuses the bias into the product, or adds it out of place (`native/Linear.cpp`).
+        # In these cases torch fuses the bias into the matrix product, or adds it out of place
+        # (`native/Linear.cpp`).
         if bias is None or x.dim() == 2 or x.is_contiguous() or forward_mode._current_level >= 0:
             out: torch.Tensor = plain.call_boxed(keys, x, weight, bias)
             return out
@@ -183,7 +184,7 @@ def _keep_for_backward(x: torch.Tensor) -> torch.Tensor:
         @staticmethod
         def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(value)
-            # Autograd needs an output of its own, and a view allocates nothing.
+            # Autograd needs a separate output tensor, and a view allocates nothing.
             return value.view_as(value)
 
         @staticmethod
@@ -199,7 +200,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     import torch
 
-    if weight is not None and weight.dtype != x.dtype:  # CUDA composes it too in this case
+    if weight is not None and weight.dtype != x.dtype:  # CUDA also composes it of other operators here
         composed: torch.Tensor = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
         return composed
     return _fused_rms_norm(x, list(shape), weight, eps)

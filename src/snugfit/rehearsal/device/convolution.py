@@ -15,10 +15,12 @@ from typing import Any
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, Scratch, nest, output
 
 CHANNELS = 16
-"""Bytes to which an engine pads each pixel's channels, except for fp32 in forward."""
+"""Multiple, in bytes, to which a convolution kernel pads each pixel's channels, except in fp32 forward
+passes.
+"""
 
 ALIGNMENT = 16
-"""Bytes by which a workspace exceeds the operand copies in it."""
+"""Bytes of a convolution's workspace in addition to the operand copies in it."""
 
 FLOAT_BYTES, PARTS_TAIL = 4, 128
 """Size in bytes of one element of a partial sum, and additional bytes of a workspace with partial sums."""
@@ -27,12 +29,12 @@ LEAST_WORK = {("forward", "tf32"): 0.85e9, ("backward", "tf32"): 0.57e9, ("backw
 """Number of multiplications from which an fp32 convolution copies operands whose channels do not fill a
 multiple of `CHANNELS`.
 
-For the three keys, 0.93e9, 0.68e9 and 1.75e9 copied; 0.77e9, 0.45e9 and 0.93e9 did not. IEEE's forward has no
-entry, since it copied nothing up to 7.7e9.
+For the three keys, kernels of 0.93e9, 0.68e9 and 1.75e9 multiplications copied; those of 0.77e9, 0.45e9 and
+0.93e9 did not. IEEE's forward pass has no entry, since it copied nothing up to 7.7e9.
 """
 
 NARROW = 384
-"""Largest number of output channels without copied operands, for images in half precision.
+"""Largest number of output channels at which a half-precision convolution copies no operands.
 
 Results of 384 channels and fewer had no copy; those of 640 and more had one.
 """
@@ -40,28 +42,29 @@ Results of 384 channels and fewer had no copy; those of 640 and more had one.
 SUMMED_IN_PARTS, MANY, MOST_IN_PARTS = 2560, 64, 1 << 16
 """Thresholds for partial sums in the weight's gradient: rows (samples times patches), samples, rows.
 
-Above the first, the sum is computed in parts. Above the second, it has one part more. From the third on, it
-has a single part. 2,560 rows and 64 samples were below a threshold, 2,744 and 96 above. 50,176 rows were
-still in parts, 65,536 no longer.
+Above the first threshold, the sum is computed in parts. Above the second, it has one additional part. From
+the third on, it has a single part. 2,560 rows and 64 samples were below a threshold, 2,744 and 96 above.
+50,176 rows were still in parts, 65,536 no longer.
 """
 
 PIXELS = 16
-"""Multiple to which a patch's pixels are padded in the single part of such a long sum."""
+"""Multiple to which a patch's pixels are padded if the sum has at least `MOST_IN_PARTS` rows."""
 
 FEW_PATCHES, FEW_SAMPLES, FEW_TAIL = 49, 8, 18_448
 """Limits for a weight's gradient without operand copies, and bytes of its workspace besides one fp32 result.
 
-It has at most this number of patches per image, and more than this number of samples (8 copied, 10 did not).
+Such a gradient has at most 49 patches per image and more than 8 samples (8 samples copied, 10 did not).
 """
 
 
 def forward(arguments: Sequence[Any], out: Any) -> Scratch:
     """Return the temporary buffers of `convolution(input, weight, ...)`."""
     x, weight = arguments[0], arguments[1]
-    # Not covered: three shapes with 42 million or more input elements copied nothing either.
+    # Three recorded shapes with 42 million or more input elements copied nothing either. No rule here covers
+    # them.
     if (_is_of_patches(x, weight, out) and out.size(1) <= NARROW) or not _copies(x, weight, out, "forward"):
         return ()
-    # Exact for every recorded convolution in half precision.
+    # This size was exact for every recorded convolution in half precision.
     return (OUTPUTS, *_workspace(x, weight, out, padded=x.element_size() < 4))
 
 
@@ -76,7 +79,7 @@ def backward(arguments: Sequence[Any], out: Sequence[Any], summed: Scratch = ())
     copy = Buffer("gradient", gradient.numel() * gradient.element_size())
     copies = () if gradient.is_contiguous() else (copy,)
     copied = _copies(x, weight, gradient, "backward")
-    # Exact in half precision except for a tail of up to 2 KiB.
+    # This size was exact in half precision, except for up to 2 KiB at the end.
     workspace = _workspace(x, weight, gradient, padded=True) if copied else ()
     of_weight = _workspace_of_parts(x, weight, gradient) if _is_of_patches(x, weight, gradient) else workspace
     numbers = [number for number, gradient in enumerate(out[:2]) if gradient is not None]
@@ -105,13 +108,13 @@ def _padded_channels(x: Any) -> int:
 def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
     """Return the temporary buffer for the weight's gradient of a patch embedding in half precision."""
     samples, patches = x.size(0), gradient[0, 0].numel()
-    # The gradient of the weight from small pictures needs one fp32 result and no copies.
+    # The weight's gradient from small images needs one fp32 result and no copies.
     if patches <= FEW_PATCHES and samples > FEW_SAMPLES:
         return nest(Buffer("cuDNN workspace", weight.numel() * FLOAT_BYTES + FEW_TAIL))
     rows, pixels, parts = samples * patches, weight[0, 0].numel(), 0
     if rows >= MOST_IN_PARTS:
         parts, pixels = 1, -(-pixels // PIXELS) * PIXELS
-    # A long sum over pictures and patches is computed in parts, with fp32 results in the workspace.
+    # A long sum over images and patches is computed in parts, with fp32 results in the workspace.
     elif rows > SUMMED_IN_PARTS:
         parts = 3 + (samples > MANY)
     part = weight.size(0) * pixels * _padded_channels(x) * FLOAT_BYTES
@@ -144,8 +147,8 @@ def _copies(x: Any, weight: Any, out: Any, direction: str) -> bool:
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     precision = "tf32" if conv.fp32_precision == "tf32" else "ieee"
     if not _has_colours(x):
-        # Channels that fill multiples of 16 bytes (Whisper's) copy in TF32 only, at any size.
+        # Channels that fill multiples of 16 bytes (Whisper's) are copied in TF32 only, at any size.
         return precision == "tf32"
-    # Other channels (the three colours of an image) copy above an amount of work.
+    # Other channels (the three colours of an image) are copied above an amount of work.
     work = out.numel() * (weight.numel() // weight.size(0))
     return bool(work >= LEAST_WORK.get((direction, precision), float("inf")))

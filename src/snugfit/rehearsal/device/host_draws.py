@@ -25,7 +25,7 @@ LARGEST = 1 - 2**-24
 """The largest fp32 number that `torch.rand` can return."""
 
 _DRAWN_IN = ("forward", "backward")
-"""Phases of a step in which the model's code runs; in backward, activation checkpointing runs it again."""
+"""Phases of a step in which the model's code runs. In backward, activation checkpointing runs it again."""
 
 
 def replaced_draws(doubt: Doubt, phase: Callable[[], str]) -> dict[Any, Any]:
@@ -99,10 +99,10 @@ _FUNCTIONS = (
     "exp", "exp2", "expm1", "fabs", "fmod", "frexp", "gamma", "hypot", "isclose", "ldexp", "lgamma", "log",
     "log10", "log1p", "log2", "modf", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
 )  # fmt: skip
-"""Names of the functions of `math` on floats, except rounding and tests for finiteness."""
+"""Names of the functions of `math` that take floats, except rounding and tests for finiteness."""
 
 _ONE: tuple[Any, ...] = ((1,), ([],), ((),), ([1],), ((1,),))
-"""Arguments of `torch.rand` that draw a single number."""
+"""Arguments of `torch.rand` with which it returns a single number."""
 
 
 def _sentence(frame: FrameType) -> str:

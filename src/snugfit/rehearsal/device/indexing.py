@@ -106,10 +106,10 @@ def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     # The kernel reads values one after the other, so broadcast or strided values are copied.
     if value.numel() < count * (operand.numel() // max(rows, 1)) or not value.is_contiguous():
         copies = (Buffer("value", count * (operand.numel() // max(rows, 1)) * value.element_size()),)
-    # Indexed dimensions that are apart are moved to the front, with a copy of the operand.
+    # Indexed dimensions that are not adjacent are moved to the front, with a copy of the operand.
     if not _adjacent(arguments[1]):
         copies = (*copies, Buffer("indexed first", _nbytes(operand)))
-    # The sort needs only the bits of the largest row.
+    # The sort needs only the bits of the largest row index.
     bits = max(rows - 1, 1).bit_length()
     buffers = (Buffer("sorted", nbytes), Buffer("original", nbytes), Buffer("range", nbytes))
     sorting = nest(*copies, *buffers, Buffer("sort", sort_bytes(count, INDEX, bits)))
@@ -155,10 +155,10 @@ def _summing(count: int, rows: int, gradient: Any, item: int, multiprocessors: i
     The function is `embedding_backward_cuda_kernel` in `native/cuda/EmbeddingBackwardKernel.cu`.
     """
     width = gradient.size(-1)
-    # Sorted indices are split into runs of one row, and these into partial runs, each with its own sum.
+    # Sorted indices are split into runs of one row, and each run into partial runs with separate sums.
     runs = min(count, rows)
     partials = count // INDICES_PER_PARTIAL + runs
-    # Threads per row are whole warps.
+    # The threads of a row are rounded up to whole warps.
     warped = -(-width // WARP) * WARP
     blocks = -(-runs * warped // min(warped, LARGEST_BLOCK))
     # Half precision is summed in fp32.

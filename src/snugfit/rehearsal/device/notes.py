@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _nothing(*about: object) -> None:
-    """Ignore the arguments: the default callback for a reported decision."""
+    """Ignore the arguments. This is the default callback for a reported choice."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,15 @@ class PolicyNotes:
     """
 
     claim: Callable[[torch.Tensor, str], None] = _nothing
-    """Called with each tensor that torch allocates for itself (such as autocast's copies of weights), and its
-    category."""
+    """Callback for each tensor that torch allocates for itself (such as autocast's copies of weights), with
+    its category.
+    """
 
     doubt: Callable[[str], None] = _nothing
-    """Called with a warning about each assumption of the simulation."""
+    """Callback for a warning about each assumption of the simulation."""
 
     phase: Callable[[], str] = str
-    """Returns the current phase of the step."""
+    """Function that returns the current phase of the step, such as `forward`."""
 
     attention: list[str] = field(default_factory=list)
-    """The chosen attention kernels, in order."""
+    """Names of the attention kernels that the simulation has chosen, in order."""

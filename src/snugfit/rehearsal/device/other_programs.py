@@ -1,6 +1,6 @@
 """Run plain PyTorch code in place of compiled code and libraries' kernels, and warn.
 
-Code from `torch.compile`, and libraries' kernels for a transformers model, do not run on `meta`.
+Neither code from `torch.compile` nor libraries' kernels for a transformers model run on `meta`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ FLEX = (
 )
 
 _FLEX = "torch.nn.attention.flex_attention"
-"""Module of `flex_attention` and its block masks, which transformers compiles."""
+"""Module of `flex_attention` and its block masks. transformers compiles these functions."""
 
 _FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
-"""Log message of transformers when it uses its own code instead of a hub kernel
-(`use_kernel_func_from_hub_with_fallback`)."""
+"""Log message that transformers writes when it uses its own code instead of a hub kernel
+(`use_kernel_func_from_hub_with_fallback`).
+"""
 
 _ASKS_FOR = {
     "is_ninja_available": "kernels",
     "is_mambapy_available": "mambapy",
     "is_xlstm_available": "xlstm",
 }
-"""Functions with which a model's file checks if a package of kernels is installed."""
+"""Functions that a model's file calls to check if a package of kernels is installed, each with the package's
+name.
+"""
 
 
 def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
@@ -52,7 +55,8 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
     """
     import torch
 
-    # The compiler would trace the simulation's own overrides, for seconds, and its kernels need a GPU.
+    # The compiler would trace the simulation's own overrides, which takes seconds. Its kernels also need a
+    # GPU.
     def compile(model: Any = None, **keywords: Any) -> Any:
         if model is None:
             return compile
@@ -60,7 +64,7 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
             doubt(COMPILED)
             return model
 
-        # transformers compiles flex_attention itself; its replacement runs below (`_flex_attention`).
+        # transformers compiles flex_attention itself, and `_flex_attention` replaces that function below.
         if getattr(model, "__module__", "") == _FLEX:
             return _without_whole_mask(model) if model.__name__ == "create_block_mask" else model
 
@@ -89,14 +93,15 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
             # Functions that were compiled before the simulation run uncompiled too.
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.enter_context(patch.object(eval_frame, "_callback_from_stance", _no_callback(doubt)))
-        # flex_attention accepts only devices with a compiler.
+        # `flex_attention` checks that its operands' device has a compiler.
         undo.enter_context(patch.object(flex, "_validate_device", lambda query, key, value: None))
         undo.enter_context(patch.object(flex, "flex_attention_hop", _flex_attention(doubt)))
         undo.enter_context(patch.object(WrappedFlexAttention, "_instance", None))  # caches a compiled one
         logger: Any = hub_kernels.logger
         warn = logger.warning_once
 
-        # transformers logs this where it replaces scans and convolutions by kernels of mamba-ssm and others.
+        # transformers logs this message when it replaces scans and convolutions by kernels of mamba-ssm and
+        # others.
         def hear(message: str, *arguments: Any) -> None:
             if names := _FALLS_BACK.match(message):
                 doubt(without_package(names[1], installed=False))
@@ -107,7 +112,7 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
         if hasattr(hub_kernels, "is_torchdynamo_exporting"):
 
             def not_the_packages() -> bool:
-                # The caller has the package's name only in a local variable.
+                # Only a local variable of the caller has the package's name.
                 package = str(sys._getframe(1).f_locals.get("package", "a package of kernels"))
                 doubt(without_package(package, installed=True))
                 return True
@@ -126,7 +131,7 @@ def kernels_asked_for(model: nn.Module) -> Iterator[str]:
     """Yield a warning for each package of faster kernels that this model's source files look for."""
     from importlib.util import find_spec
 
-    # Some models load kernels of their own (RWKV, YOSO, MRA, xLSTM), which their checks for packages show.
+    # Some models (RWKV, YOSO, MRA, xLSTM) load kernels of their own. Their checks for packages show this.
     files = {type(module).__module__ for module in model.modules()}
     names = {name for file in files for name in vars(sys.modules.get(file, object))}
     for function in sorted(_ASKS_FOR.keys() & names):
@@ -164,7 +169,8 @@ def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
     def create_mask(
         function: Any, batch: int | None, heads: int | None, rows: int, columns: int, device: Any, *_: Any
     ) -> Any:
-        # A compiled function creates the blocks without the whole mask, so one element has the mask's shape.
+        # A compiled function creates the blocks without the whole mask, so one element with the mask's shape
+        # represents it.
         truth = torch.empty(1, dtype=torch.bool, device=device)
         return truth.expand(batch or 1, heads or 1, rows, columns)
 

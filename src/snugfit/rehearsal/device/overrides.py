@@ -53,14 +53,14 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
         undo.callback(_ACTIVE.clear)
         _ACTIVE.append(True)
         try:
-            # A simulation draws too (a loader's seed, the HF Trainer's); it must not change the user's
-            # numbers.
+            # A simulation draws random numbers too (a loader's seed, the HF Trainer's). It must not change
+            # the user's sequence.
             undo.enter_context(_random_numbers_kept())
             undo.enter_context(order_in_force(policy.attention_order))
             library = torch.library.Library("aten", "IMPL")
             undo.callback(library._destroy)
             kernels = composites(policy, notes)
-            # Composites first: autocast registers its casts in front of them.
+            # Composite operators come first, since autocast registers its casts in front of them.
             with overriding():
                 for name, kernel in kernels.items():
                     library.impl(name, kernel, KEY)
@@ -69,14 +69,14 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
             undo.enter_context(bindings(policy, cache, autocasting.begin, notes))
             undo.enter_context(rehearsed_instead(notes.doubt))
             undo.enter_context(built_as_on_a_device())
-            # A moved function of torch would leave its override without effect, and every number wrong
+            # If torch moved a function, its override would have no effect and all predictions would be wrong
             # without an error.
             if policy not in _PROBED:
                 _probe(policy)
                 _PROBED.add(policy)
         except (AttributeError, ImportError, RuntimeError) as error:
             raise RehearsalError(missing_message(error)) from error
-        # The probe's choices of attention are not those of the step.
+        # The attention kernels of the test are not those of the step.
         notes.attention.clear()
         yield notes
 
@@ -84,12 +84,12 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
 _ACTIVE: list[bool] = []
 
 _PROBED: set[Policy] = set()
-"""Policies whose overrides passed their test in this process."""
+"""Device policies whose operator overrides passed their test in this process."""
 
 
 @contextlib.contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Context that restores the states of all random generators of the process."""
+    """Context that restores the states of all random generators of the process at its end."""
     import random
 
     import numpy
@@ -200,7 +200,7 @@ def bindings(
     }
     from transformers.integrations import moe
 
-    if hasattr(moe, "_can_use_grouped_mm"):  # others decide in another way, or have no such path
+    if hasattr(moe, "_can_use_grouped_mm"):  # others choose in another way, or have no such kernel
         replaced[moe._can_use_grouped_mm] = lambda *operands: policy.uses_grouped_mm
     with (
         patch.object(torch, "clear_autocast_cache", clear_both),
@@ -232,14 +232,14 @@ def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], to
     return lambda device_type: dtype_of(SWITCH if device_type == "meta" else device_type)
 
 
-# A search through every name of every module takes longer than a small simulation. So positions are cached,
-# and a module is searched again only if its number of names has changed.
+# A search through every name of every module takes longer than a small simulation. So the found positions are
+# cached, and a module is searched again only if its number of names has changed.
 
 _LOOKED_THROUGH: dict[int, dict[str, Any]] = {}
-"""Attribute dictionaries of the searched modules, by id."""
+"""Attribute dictionaries of the modules that were searched for replaced functions, by the module's id."""
 
 _COUNTS: dict[int, int] = {}
-"""Number of attributes of each module at the last search, in the same order."""
+"""Number of attributes of each searched module at the last search, in the order of the dictionaries."""
 
 _MODULES: list[Any] = []
 """The modules that were loaded at the last search. The list keeps them alive, so that no other module gets
@@ -247,7 +247,8 @@ the same id."""
 
 _FOUND: dict[tuple[int, str], dict[str, Any]] = {}
 """Attribute dictionaries of modules that contain a replaced function, by (id of the dictionary, attribute
-name)."""
+name).
+"""
 
 _ORIGINALS: list[Any] = []
 """The original functions that the last search looked for."""
@@ -289,7 +290,7 @@ def _record_names(ids: Collection[int]) -> None:
             continue
         _LOOKED_THROUGH[id(names)], _COUNTS[id(names)] = names, len(names)
         for name, value in list(names.items()):
-            if id(value) in ids or name in own_names:  # its current binding may be another object
+            if id(value) in ids or name in own_names:  # the name may be bound to another object now
                 _FOUND[id(names), name] = names
 
 
@@ -307,7 +308,7 @@ def _reset_if_new(originals: Collection[Any]) -> None:
 
 
 DEVICE_OF_CONTEXT = "get_torch_context_manager_or_global_device"
-"""Function of transformers that returns the device of the model's construction."""
+"""Function of transformers that returns the device on which a model is constructed."""
 
 
 @contextlib.contextmanager
@@ -322,7 +323,7 @@ def built_as_on_a_device() -> Iterator[None]:
     from transformers import modeling_utils
 
     with contextlib.ExitStack() as undo:
-        if hasattr(modeling_utils, DEVICE_OF_CONTEXT):  # other versions initialise on any device
+        if hasattr(modeling_utils, DEVICE_OF_CONTEXT):  # other versions create models on any device
             import torch
 
             undo.enter_context(patch.object(modeling_utils, DEVICE_OF_CONTEXT, lambda: torch.device("cuda")))

@@ -39,31 +39,31 @@ class Policy(ABC):
     """Base class for a device's policy: the kernels, buffers and dtypes that torch chooses on it."""
 
     autocast: ClassVar[autocast_lists.AutocastLists]
-    """Operators that autocast casts on this device."""
+    """Lists of the operators that autocast casts on this device."""
 
     fuses_dropout: ClassVar[bool]
     """True if dropout is one kernel with a boolean mask (`native_dropout`)."""
 
     softmax_upcasts_fp16: ClassVar[bool]
-    """True if softmax reads fp16 and writes fp32 in one kernel."""
+    """True if softmax with an fp16 input and an fp32 result is one kernel."""
 
     fuses_rms_norm: ClassVar[bool]
-    """True if `rms_norm` is one kernel (`_fused_rms_norm`)."""
+    """True if `rms_norm` is one kernel (`_fused_rms_norm`) on this device."""
 
     runs_cudnn: ClassVar[bool]
-    """True if recurrent networks run in cuDNN."""
+    """True if recurrent networks run in cuDNN on this device."""
 
     remembers_scratch: ClassVar[bool] = True
-    """True if the temporary buffers of a call may be cached."""
+    """True if the temporary buffers of an operator's call may be cached."""
 
     free_bytes: int | None = field(default=None, compare=False)
-    """Free bytes on the device before a process builds its model; None if unknown.
+    """Bytes of device memory that are free before a process builds its model; None if unknown.
 
     Only code that reads the free memory for a decision (DeepSpeed's second stage) depends on it.
     """
 
     softmax_saves_input: bool = False
-    """True for torch before 1.11, whose softmax saved its input for backward in addition to its output."""
+    """True for torch before 1.11. Its softmax saved its input for backward in addition to its output."""
 
     @abstractmethod
     def choose_attention(self, operands: attention_choice.Operands) -> str:
@@ -94,7 +94,7 @@ class Policy(ABC):
 
     def output_alloc_order(self, operator: str, outputs: Sequence[Any]) -> Sequence[Any]:
         """Return the operator's new tensors in the order in which the device's kernel allocates them."""
-        # Only CUDA fuses dropout, and the orders are those of CUDA's kernels.
+        # Only CUDA has fused dropout, and the orders are those of CUDA's kernels.
         reorder = _OUTPUT_ORDER.get(operator) if self.fuses_dropout else None
         return reorder(outputs) if reorder else outputs
 
@@ -105,9 +105,9 @@ class ScratchSize(NamedTuple):
     """
 
     workspaces: int
-    """Bytes of all workspaces of a thread."""
+    """Bytes of the workspaces that one host thread's libraries allocate."""
     threads: int
-    """Resident threads of the whole GPU."""
+    """Number of threads that the whole GPU can have resident at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +121,13 @@ class CudaPolicy(Policy):
     runs_cudnn = True
 
     capability: tuple[int, int] = (9, 0)
-    """Compute capability: major and minor."""
+    """CUDA compute capability of the GPU (major, minor)."""
 
     multiprocessors: int = 132
-    """Number of multiprocessors, which determines the buffers of reductions."""
+    """Number of the GPU's multiprocessors, on which the size of reduction buffers depends."""
 
     threads_per_multiprocessor: int = 2048
-    """Resident threads of one multiprocessor."""
+    """Number of threads that one multiprocessor can have resident at a time."""
 
     cache_bytes: int = field(default=60 * MIB, compare=False)
     """Bytes of the second-level cache. GPUs that differ only in it share a simulation."""
@@ -188,7 +188,7 @@ class CudaPolicy(Policy):
 
     @property
     def resident_threads(self) -> int:
-        """Number of threads that the whole GPU can hold at once."""
+        """Number of threads that the whole GPU can have resident at once."""
         return self.multiprocessors * self.threads_per_multiprocessor
 
     @property
@@ -220,11 +220,12 @@ class CudaPolicy(Policy):
         """
         if operator not in _GEMMS:
             return ()
-        # torch's defaults: 32 MiB from Hopper on, before it `:4096:2:16:8` in KiB (`CublasHandlePool.cpp`).
+        # These are torch's defaults: 32 MiB from Hopper on, and before it `:4096:2:16:8` in KiB
+        # (`CublasHandlePool.cpp`).
         cublas = Buffer("cuBLAS workspace", 33_554_432 if self.capability >= (9, 0) else 8_519_680)
         with_bias = operator == "aten::addmm" and not (arguments and _is_matrix(arguments[0]))
         if with_bias or operator == "aten::_scaled_mm":
-            # The default of `CUBLASLT_WORKSPACE_SIZE`.
+            # The size is the default of `CUBLASLT_WORKSPACE_SIZE`.
             return (cublas, Buffer("cuBLASLt workspace", 1_048_576))
         return (cublas,)
 
@@ -239,7 +240,7 @@ class ComparedPolicy(CudaPolicy):
     remembers_scratch = False
 
     compared: tuple[CudaPolicy, ...]
-    """The other policies, which `may_share` the simulation."""
+    """Policies of the other GPUs that may share the simulation (`may_share`)."""
 
     sizes: dict[CudaPolicy, dict[tuple[str, int], int] | None] = field(default_factory=dict, compare=False)
     """Bytes of each buffer on another GPU, by (name in a trace, bytes on this GPU).
@@ -280,8 +281,8 @@ class ComparedPolicy(CudaPolicy):
 
     @property
     def resident_threads(self) -> int:
-        """Number of threads that the GPU can hold at once. Other GPUs with another number are marked as
-        different, since the caller allocates buffers of this size.
+        """Number of threads that the GPU can have resident at once. Other GPUs with another number are marked
+        as different, since the caller allocates buffers of this size.
         """
         threads = super().resident_threads
         self.sizes.update({other: None for other in self.compared if other.resident_threads != threads})
@@ -291,7 +292,7 @@ class ComparedPolicy(CudaPolicy):
         sizes = self.sizes[other]
         if sizes is None or own == scratch == ():
             return
-        # Buffers are paired by position; another number of them makes the GPUs differ.
+        # Buffers are paired by position. If their numbers differ, the GPUs count as different.
         pairs = [(prefix + one.name, one.nbytes, two.nbytes) for one, two in zip(own, scratch, strict=False)]
         alike = [(one.name, one.nbytes > 0) for one in own] == [(two.name, two.nbytes > 0) for two in scratch]
         for name, nbytes, size in pairs:
@@ -304,7 +305,7 @@ class ComparedPolicy(CudaPolicy):
 class CpuPolicy(Policy):
     """The policy of the CPU: torch's choices on it, which mostly equal those of `meta`.
 
-    Dropout is a random mask and products. Buffers of the CPU's kernels are not modelled.
+    Dropout is composed of a random mask and products. Buffers of the CPU's kernels are not modelled.
     """
 
     autocast = autocast_lists.CPU
@@ -332,7 +333,7 @@ class CpuPolicy(Policy):
 
 
 _FUSING_GROUPS = (9, 10)
-"""Major compute capabilities on which a grouped product is one kernel."""
+"""Major compute capabilities on which a grouped matrix product is one kernel."""
 
 _GEMMS = MATRIX_PRODUCTS | {"aten::addmv", "aten::mv"}
 """Operators that run in cuBLAS."""
@@ -355,8 +356,9 @@ def _without_philox(outputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _philox_first(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Return cuDNN attention's outputs: seed and offset, then output and log-sum-exp (recorded on an
-    H200)."""
+    """Return cuDNN attention's outputs in the order of allocation on an H200: seed and offset, then output
+    and log-sum-exp.
+    """
     return (outputs[6], outputs[7], outputs[0], outputs[1])
 
 

@@ -1,4 +1,4 @@
-"""Temporary GPU memory that kernels allocate and free while they run, which only the allocator sees.
+"""Temporary GPU memory that kernels allocate and free while they run.
 
 Each rule returns allocations and frees in order, with markers for the operator's own outputs (`OUTPUTS`,
 first by default). The rules come from torch's sources if a source exists. They were compared with allocator
@@ -6,7 +6,7 @@ histories recorded on one H200 (sm_90, 132 multiprocessors, torch 2.11). Tempora
 without a recording is not modelled; it affects reserved bytes only.
 
 `_COMPOSED` has the rules for every device, because torch composes one dispatched operator from several.
-`CUDA_RULES` has those of CUDA; features add theirs within a simulation.
+`CUDA_RULES` has the rules of CUDA's kernels, to which features add their own during a simulation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def cuda_scratch(operator: str, arguments: Sequence[Any], out: Any, gpu: GpuSize
 
 
 def _safe_softmax(arguments: Sequence[Any], out: Any) -> Scratch:
-    # It finds rows that are all minus infinity (`native/transformers/attention.cpp`).
+    # The buffer marks rows that are all minus infinity (`native/transformers/attention.cpp`).
     rows = out.numel() // max(out.size(int(arguments[1])), 1)
     temporaries = Buffer("is -inf", out.numel()), Buffer("all -inf", rows), Buffer("zero", out.element_size())
     return (OUTPUTS, *nest(*temporaries))
@@ -53,7 +53,7 @@ def _operand_copy(arguments: Sequence[Any], out: Any) -> Scratch:
 
 def _elements(arguments: Sequence[Any], out: Any) -> Scratch:
     """Return the temporary buffer of a loss that is reduced to one number: the losses of all elements."""
-    # Losses with one number as result store all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`).
+    # Losses whose result is one number store all elements (`native/Loss.cpp`, `native/BinaryOps.cpp`).
     stored = out.untyped_storage().nbytes()
     return (OUTPUTS, *nest(Buffer("elements", stored))) if stored > out.nbytes else ()
 
@@ -75,7 +75,7 @@ def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _mean_within(arguments: Sequence[Any], out: Any) -> Scratch:
-    """Return the temporary buffer of a loss whose mean torch computes first and then copies to the output."""
+    """Return the temporary buffer of a loss, in which torch computes the mean before it copies it out."""
     return (OUTPUTS, *nest(Buffer("mean", out.element_size()))) if not out.dim() else ()
 
 
@@ -102,7 +102,7 @@ def _contiguous(operand: Any) -> Scratch:
 
 
 def _max_of_all(arguments: Sequence[Any], out: Any) -> Scratch:
-    # Without a dimension, the maximum is found in a contiguous copy (`max`, `native/ReduceAllOps.cpp`).
+    # Without a dimension, torch finds the maximum in a contiguous copy (`max`, `native/ReduceAllOps.cpp`).
     return (OUTPUTS, *_contiguous_copy(arguments[0])) if out.__class__ is not tuple else ()
 
 
@@ -143,7 +143,7 @@ def _pow(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """Return the temporary buffer of `pow` with a number as its base: that number as a tensor
     (`pow_Scalar_out`, `native/Pow.cpp`).
     """
-    # The base becomes a tensor of one fp64 number.
+    # The base becomes a tensor with one fp64 number.
     return () if hasattr(arguments[0], "numel") else (OUTPUTS, *_within("base", 8))
 
 
@@ -181,7 +181,8 @@ def _norm(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def _svd(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
-    # Copied by columns (`svd_cusolver`); cuSOLVER's workspace is documented nowhere, and left out.
+    # The matrix is copied by columns (`svd_cusolver`). cuSOLVER's workspace is documented nowhere and left
+    # out.
     return (OUTPUTS, *nest(Buffer("info", 4), Buffer("copy by columns", _nbytes(arguments[0]))))
 
 
@@ -198,7 +199,8 @@ def _cudnn_forward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 def _fused_attention_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     query, key = arguments[1], arguments[2]
     batch, heads, length, width = query.shape
-    # An fp32 accumulator of the query's gradient and one fp32 row, exact on three recorded shapes.
+    # The buffer is an fp32 accumulator of the query's gradient and one fp32 row. It is exact on three
+    # recorded shapes.
     size = 4 * batch * heads * length * width + 4 * batch * heads * length + 256
     if key.size(1) != heads:
         # With grouped queries, the ungrouped gradients of key and value are stored too.
@@ -243,7 +245,7 @@ def _efficient_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scr
     tiles = -(-length // rows) * -(-width // columns)
     workspace = Buffer("attention workspace", batch * heads * tiles * (4 * rows * columns + TILE_HEAD))
     freed = Buffer(workspace.name, -workspace.nbytes)
-    # In 16 bits the kernel itself computes delta.
+    # In 16 bits the kernel itself computes delta, the row sums of gradient times output.
     if half and gpu.capability > (7, 0):
         return Buffer("delta", row), workspace, Buffer("delta", -row), freed
     product = _nbytes(gradient)
@@ -268,8 +270,8 @@ def _efficient_tile(widest: int, *, half: bool, capability: tuple[int, int]) -> 
     """Return (rows, columns) of a tile in efficient attention's backward kernel, for heads of this width.
 
     The source is `mem_eff_attention/kernels/generate_kernels.py`. Tiles of 128 rows need more shared memory
-    than architectures of 100 KiB have, which use 64. In 32 bits, an H100 showed 128 x 64 for a width of 128,
-    and 64 x 64 for 64. The others come from the source.
+    than architectures of 100 KiB have, which use 64. In 32 bits, an H100 used tiles of 128 x 64 for heads of
+    128, and of 64 x 64 for heads of 64. The other sizes come from the source.
     """
     # These architectures have at most 100 KiB of shared memory per block.
     small = capability < (8, 0) or capability in ((8, 6), (8, 9)) or capability[0] == 12
@@ -293,17 +295,19 @@ MOST_BYTES = 2**31 - 1
 """Largest size in bytes of an operand that one kernel reduces; larger ones are split."""
 
 MOST_THREADS = 512
-"""Number of threads in a thread block of a reduction."""
+"""Number of threads in one thread block of a reduction kernel."""
 
 FEW, MANY = 16, 256
-"""Smallest and largest number of values per thread when a reduction's output is split over thread blocks."""
+"""Smallest and largest number of values that one thread sums if several thread blocks share a reduction's
+output.
+"""
 
 ACCUMULATED = 4
-"""Bytes of one partial result of a reduction: sums accumulate in fp32."""
+"""Bytes of one partial result of a reduction, which accumulates in fp32."""
 
 
-# Sums and norms over rows (gradients of biases, states of a factored optimizer) are split over thread blocks
-# when each thread would have many values: `setReduceConfig` and `gpu_reduce_kernel`,
+# A reduction over rows (gradients of biases, states of a factored optimizer) is split over thread blocks if
+# threads would have many values. The sources are `setReduceConfig` and `gpu_reduce_kernel` in
 # `native/cuda/Reduce.cuh`. The buffer can be twice the matrix.
 
 
@@ -346,9 +350,9 @@ def partial_results(
     return buffers
 
 
-# The halves (`TensorIterator::with_32bit_indexing`) are reduced one after the other, each with its own
-# buffer. For the norms of columns in Adafactor over an embedding (256,000 x 2,176 in fp32), an H200 reserved
-# 133 MiB.
+# The two halves (`TensorIterator::with_32bit_indexing`) are reduced one after the other, each with its own
+# buffer. For Adafactor's norms of columns over an embedding (256,000 x 2,176 in fp32), an H200 reserved 133
+# MiB.
 def _pieces(shape: Sequence[int], strides: Sequence[int], item: int) -> Iterator[tuple[int, ...]]:
     """Yield the shape of a reduction's operand, divided into halves until each is small enough for 32-bit
     indices.
@@ -367,7 +371,7 @@ class ReductionBytes(NamedTuple):
     """Bytes of the two temporary buffers of one CUDA reduction."""
 
     partials: int
-    """Bytes of partial results of its thread blocks."""
+    """Bytes of the partial results of a reduction's thread blocks."""
     semaphores: int
 
 
@@ -378,14 +382,14 @@ def reduction(inputs: int, outputs: int, inner: bool, gpu: GpuSize) -> Reduction
     stride. Source: `setReduceConfig`, `ReduceConfig::global_memory_size`, Reduce.cuh.
     """
     vector = 4
-    # Reduced dimensions in front of others are read in vectors of outputs.
+    # If reduced dimensions are in front of others, each thread reads vectors of several outputs.
     if inner:
         vector, dim0, dim1 = 1, inputs, outputs
     else:
         while vector > 1 and outputs % vector:
             vector //= 2
         dim0, dim1 = outputs // vector, inputs
-    # A block has a power of two in each axis, and up to 32 threads along the fast one.
+    # A block has a power of two of threads in each axis, and up to 32 threads along the fast one.
     most = MOST_THREADS // vector
     power0, power1 = min(_power(dim0), most), min(_power(dim1), most)
     width = min(power0, 32)
@@ -400,7 +404,7 @@ def reduction(inputs: int, outputs: int, inner: bool, gpu: GpuSize) -> Reduction
     else:
         step_out *= height
     per_thread = -(-inputs // step_in)
-    # With a whole grid of blocks, the GPU is busy without a split.
+    # If the blocks fill the GPU, no split is needed.
     grid = -(-(outputs // vector) // step_out)
     target = gpu.multiprocessors * (gpu.threads // (width * height))
     if not (tall and per_thread >= MANY and grid <= target):

@@ -85,14 +85,14 @@ def softmax_backward(
 
 
 def shrunk_loss(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *_: Any) -> torch.Tensor:
-    """Return an empty tensor for the result of a loss: its elements, or one number in a buffer of the
-    elements' size.
+    """Return an empty tensor for the result of a loss. It has all elements, or one number in a buffer of
+    their size.
 
     The sources are `TORCH_META_FUNC(mse_loss)` and `(smooth_l1_loss)` in `native/BinaryOps.cpp`.
     """
     shape, dtype = torch.broadcast_shapes(first.shape, second.shape), torch.result_type(first, second)
     elements = torch.empty(shape, dtype=dtype, device="meta")
-    # One number in a buffer of all elements, which torch's own functions on `meta` hide.
+    # torch stores one number in a buffer of all elements, which its own shape functions for `meta` hide.
     return elements.resize_(()) if reduction else elements
 
 
@@ -106,8 +106,9 @@ def binary_cross_entropy(
 
 
 def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return the gradient of a margin loss with respect to its input (`native/cuda/MultiMarginLoss.cu` and
-    `MultiLabelMarginCriterion.cu`)."""
+    """Return an empty tensor for the gradient of a margin loss with respect to its input
+    (`native/cuda/MultiMarginLoss.cu` and `MultiLabelMarginCriterion.cu`).
+    """
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -119,7 +120,8 @@ def convolution_backward(
     Input and weight alone determine a channels-last layout (`determine_backend_memory_format`,
     `native/Convolution.cpp`).
     """
-    # Releases differ in this layout, and accumulation copies a gradient with another layout than its weight.
+    # Releases differ in this memory layout. Accumulation copies a gradient whose layout differs from its
+    # weight's.
     layouts = [torch._prims_common.suggest_memory_format(operand) for operand in (x, weight)]
     layout = layouts[0] if layouts[0] is not torch.contiguous_format else layouts[1]
 
@@ -137,9 +139,10 @@ def convolution_backward(
 def addmm_in(
     added: torch.Tensor, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, **_: Any
 ) -> torch.Tensor:
-    """Return a 16-bit product plus an fp32 matrix, in `dtype` (`_addmm_dtype_cuda`,
-    `native/cuda/Blas.cpp`)."""
-    # torch 2.11 mistakes the precision for a factor.
+    """Return an empty tensor for a 16-bit matrix product plus an fp32 matrix, in `dtype`
+    (`_addmm_dtype_cuda`, `native/cuda/Blas.cpp`).
+    """
+    # torch 2.11 confuses the precision argument with a factor.
     return torch.empty(first.size(0), second.size(1), dtype=dtype, device="meta")
 
 
@@ -172,4 +175,4 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.addmm.dtype_out: addmm_in_place,
     torch.ops.aten._scaled_mm.out: scaled_mm_in_place,
 }
-"""Shape functions of operators, by operator."""
+"""Functions that compute an operator's output shapes, by operator."""

@@ -1,8 +1,8 @@
 """Temporary GPU memory of sorts and scans (cumulative sums), in torch's kernels and in CUB.
 
 The rules come from torch's sources (`native/cuda/Sort.cpp`, `SortStable.cu`, `ScanUtils.cuh`) and CUB's
-(`cub/device/dispatch`). They were compared with histories recorded on an H200. Those have sorts of 1,854
-indices by small tiles, and of 2,048 to 147,456 by radix. Their scans are of 4 to 14,745 numbers.
+(`cub/device/dispatch`). They were compared with allocations recorded on an H200. The recorded sorts have
+1,854 indices (small tiles) and 2,048 to 147,456 (radix). The recorded scans have 4 to 14,745 numbers.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import Any
 from snugfit.rehearsal.device.buffers import OUTPUTS, Buffer, GpuSize, Scratch, nest
 
 SMALL_SORT = 4096
-"""Elements of a row up to which one thread block sorts it in place (`should_use_small_sort`)."""
+"""Number of elements of a row up to which one thread block sorts it in place (`should_use_small_sort`)."""
 
 FEW_ROWS, LONG_ROW = 128, 1_000_000
 """Number of rows below which all rows are sorted in one call, and row length from which each is sorted alone.
 
-The source is `do_launch_stable_sort_kernel`.
+The source is torch's `do_launch_stable_sort_kernel`.
 """
 
 INDEX = 8
 """Bytes of an int64 index."""
 
-# Tuned by CUB for sm_90 and 8-byte keys. On other GPUs the sizes change by a few KiB.
+# CUB tuned these sizes for sm_90 and 8-byte keys. On other GPUs, buffers change by a few KiB.
 SINGLE_TILE, SORT_TILE, SCAN_TILE = 256 * 9, 384 * 12, 128 * 15
-"""Items per thread block of CUB's sorts and scans. The tile of scans is CUB's oldest and only bounds a few
-hundred bytes."""
+"""Items per thread block of the sorts and scans of CUB (CUDA's library of primitives). The tile of scans is
+CUB's oldest, and changes a size by a few hundred bytes only.
+"""
 
 
 def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
@@ -60,8 +61,8 @@ def sort(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 
 
 def scan(operand: Any, out: Any) -> Scratch:
-    """Return the temporary buffer of a scan, such as `cumsum`: CUB's state. Only one-dimensional operands
-    need it (`scan_dim`).
+    """Return the temporary buffer of a scan, such as `cumsum`: the state of CUB's algorithm. Only
+    one-dimensional operands need it (`scan_dim`).
     """
     if out.numel() < 1 or max(out.shape, default=0) != out.numel():
         return ()
@@ -71,9 +72,9 @@ def scan(operand: Any, out: Any) -> Scratch:
 def sort_bytes(count: int, key: int, bits: int = 0) -> int:
     """Return the bytes of CUB's buffers for a sort of `key`-byte keys and 8-byte values.
 
-    The sort uses all bits or the lowest `bits`. The buffers are bins, look-back, the other key and value
-    buffer, and counters (`InvokeOnesweep`, `cub/device/dispatch/dispatch_radix_sort.cuh`). A single tile
-    needs none, and requests one byte.
+    The sort uses all bits or the lowest `bits`. The buffers are those of bins, look-back, a second copy of
+    keys and values, and counters (`InvokeOnesweep`, `cub/device/dispatch/dispatch_radix_sort.cuh`). A single
+    tile needs none, and requests one byte.
     """
     if count <= SINGLE_TILE:
         return 1
@@ -84,7 +85,7 @@ def sort_bytes(count: int, key: int, bits: int = 0) -> int:
 
 
 def scan_bytes(tiles: int, item: int) -> int:
-    """Return the bytes of CUB's state of a scan.
+    """Return the bytes of the state of CUB's scan over this number of tiles.
 
     It has a word of twice the value's size per tile, and 32 words of padding (`ScanTileState`,
     `cub/agent/single_pass_scan_operators.cuh`).

@@ -1,12 +1,12 @@
 """Detect operators of a backward pass that would write in place if no dispatch mode were active.
 
-If several uses of a tensor send back gradients, the autograd engine sums them on arrival. It adds in place to
-the first gradient if nothing else refers to that tensor (`can_accumulate_inplace`,
+If several uses of a tensor have gradients, the autograd engine sums them. It adds in place to the first
+gradient if nothing else refers to that gradient (`can_accumulate_inplace`,
 `torch/csrc/autograd/input_buffer.cpp`). That requires use counts of 1 for tensor and storage, and a dense
-layout. With an active dispatch mode, it never adds in place. Under the recorder, the addition arrives as
+layout. With an active dispatch mode, it never adds in place. The recorder therefore receives the operator
 `aten::add.Tensor`.
 
-Derivatives that scatter a gradient into zeros also do so in place, and out of place under a dispatch mode
+Derivatives that scatter a gradient into zeros also write in place, and out of place under a dispatch mode
 (`areAnyTensorSubclassLike`).
 """
 
@@ -37,26 +37,27 @@ class UseCounts(NamedTuple):
 aten = torch.ops.aten
 
 SCATTERS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
-    # `index_backward` and `gather_backward`: `torch/csrc/autograd/FunctionsManual.cpp`.
+    # Sources: `index_backward` and `gather_backward` in `torch/csrc/autograd/FunctionsManual.cpp`.
     aten.index_put.default: lambda x: x[torch.zeros(2, dtype=torch.long, device="meta")],
     aten.scatter_add.default: lambda x: x.gather(0, torch.zeros(2, 4, dtype=torch.long, device="meta")),
-    # Max, topk and sort: `value_selecting_reduction_backward`, `native/ReduceOps.cpp`.
+    # Source for max, topk and sort: `value_selecting_reduction_backward` in `native/ReduceOps.cpp`.
     aten.scatter.src: lambda x: x.max(-1)[0],
-    # `index_select_backward` and `masked_select_backward`: `native/TensorAdvancedIndexing.cpp`.
+    # Sources: `index_select_backward` and `masked_select_backward` in `native/TensorAdvancedIndexing.cpp`.
     aten.index_add.default: lambda x: x.index_select(0, torch.zeros(2, dtype=torch.long, device="meta")),
     aten.masked_scatter.default: lambda x: aten.masked_select(x, torch.ones_like(x, dtype=torch.bool)),
 }
-"""Operators that a backward formula runs in place on its own zeros, each with a function that has this
-backward formula."""
+"""Operators that autograd runs in place on zeros it has created, each with a function whose backward formula
+runs the operator.
+"""
 
 
 class SoleOwner:
-    """Test for operators of a backward pass that run in place because nothing else refers to their first
-    operand.
+    """Test that returns True for operators of a backward pass that run in place. They do so if nothing else
+    refers to their first operand.
     """
 
     def __init__(self) -> None:
-        # The use counts are private functions of torch, which another release may not have.
+        # The reference counts come from private functions of torch, which another release may not have.
         try:
             self._most = {id(aten.add.Tensor): _addition_counts()}  # an operator itself hashes slowly
         except AttributeError as error:
@@ -67,8 +68,8 @@ class SoleOwner:
             ) from error
         for operator, example in SCATTERS.items():
             counts = _counts_in_backward(operator, example)
-            # With several runs or none, no single count shows sole ownership: the operator then stays out of
-            # place.
+            # If the example ran several times or never, no count identifies a sole owner. The operator then
+            # stays out of place.
             if len(counts) == 1:
                 self._most[id(operator)] = counts[0]
 
@@ -103,8 +104,7 @@ def _may_be_added(first: torch.Tensor, other: Any) -> bool:
 
 def _use_counts(arguments: tuple[Any, ...]) -> UseCounts:
     first = arguments[0]
-    # Counts include references of the engine and of the path through Python: they depend on the torch
-    # release.
+    # The counts include references of autograd's engine and of Python, which depend on the torch release.
     storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
     return UseCounts(first._use_count(), storage, sys.getrefcount(first))
 

@@ -4,7 +4,7 @@ The allocation of a storage is the first operator that returns it. Its free is t
 reference of Python and autograd disappears (a weak reference's callback).
 
 Blocks of weights, gradients, states, caches and workspaces get their category during the run. All other
-blocks get theirs at its end.
+blocks get their category at its end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ NO_BLOCK = -1
 """Index of a memory block for a storage that has none, since it has no bytes."""
 
 _ZEROS = "aten::_efficientzerotensor"
-"""Operator for the zeros of forward-mode autograd, which requests no memory (`ZeroTensorAllocator`)."""
+"""Operator that creates the zeros of forward-mode autograd. It allocates no memory (`ZeroTensorAllocator`).
+"""
 
 
 class Allocations:
@@ -43,13 +44,13 @@ class Allocations:
     def __init__(self, policy: Policy, modules: ModuleTracker) -> None:
         self.policy, self.modules = policy, modules
         self.phase, self.step = "build", -1
-        """Phase (forward, backward, ...) and step of the next allocations."""
+        """Phase (forward, backward, ...) and step number of the allocations that follow."""
         self.kind_of: Callable[[str, str, str], str] = lambda operator, module, dtype: Kind.TEMPORARIES
         """Function that returns the category of a block without one, in a phase that a feature defines
         (`Step.kind_of`)."""
         self.events: list[int] = []
         """Allocations and frees, in the form of `Trace.events`."""
-        self._blocks: list[list[Any]] = []  # the fields of `Block`; the kind is "" until it is claimed
+        self._blocks: list[list[Any]] = []  # the fields of `Block`; the kind is "" until a rule determines it
         self._live: dict[int, tuple[int, Any]] = {}  # storage's address -> block, weak reference
         self._workspaces: dict[tuple[str, str], int] = {}
         self._from = Memory.OWN
@@ -58,7 +59,7 @@ class Allocations:
         self.streams: dict[int, int] = {}
         """CUDA stream of each block by its index, unless it is the default stream."""
         self._played: dict[int, Any] = {}  # storage's address -> weak reference
-        self._released: set[int] = set()  # blocks that were freed before their storages
+        self._released: set[int] = set()  # blocks that were freed before their tensors
         self._recomputed: set[int] = set()
         """Indices of blocks that activation checkpointing allocated again in a backward pass."""
 
@@ -67,7 +68,7 @@ class Allocations:
         if isinstance(out, torch.Tensor):
             self._add_tensor(operator, out)
         elif isinstance(out, (list, tuple)):
-            # A kernel may allocate its outputs in another order than it returns them, and the order decides
+            # A kernel may allocate its outputs in another order than it returns them. The order determines
             # addresses.
             for item in self.policy.output_alloc_order(operator, out):
                 if isinstance(item, torch.Tensor):
@@ -77,12 +78,12 @@ class Allocations:
 
     def add_kernel(self, operator: str, out: Any, scratch: Scratch, workspaces: Iterable[Buffer]) -> None:
         """Record the allocations of a kernel: its outputs, its temporary buffers, and workspaces that its
-        thread lacks.
+        host thread has not yet allocated.
         """
-        # Scratch with a marker places the outputs between its buffers; otherwise they come first.
+        # A list with a marker has the outputs between its buffers. Otherwise the outputs come first.
         if not scratch or (OUTPUTS not in scratch and ONE_OUTPUT.keys().isdisjoint(scratch)):
             self.add_outputs(operator, out)
-        # On CUDA, autograd runs the backward pass in a thread of its own, and cuBLAS has workspaces per
+        # On CUDA, autograd runs the backward pass in a separate thread, and cuBLAS has a workspace per
         # thread.
         thread = "backward" if self.phase == "backward" else "main"
         for name, nbytes in workspaces:
@@ -188,13 +189,14 @@ class Allocations:
         for address, (index, reference) in [*self._live.items()]:
             if index in self._of_graphs:
                 self._released.add(index)
-                # The tensor may live on: its later free must not free the block again.
+                # The tensor may still exist: when it is freed later, the block must not be freed again.
                 self._live[address] = (NO_BLOCK, reference)
                 self._add_free(index)
 
     def give_workspaces_back(self) -> None:
-        """Record frees of the workspaces of all threads. The next kernel that needs one allocates it
-        again."""
+        """Record frees of the workspaces of all host threads. The next kernel that needs one allocates it
+        again.
+        """
         for index in self._workspaces.values():
             self._add_free(index)
         self._workspaces.clear()

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 100
 
 _PASSES_ON = ("torch", "snugfit.rehearsal", "contextlib", "functools")
-"""Packages whose stack frames are skipped, since other code calls them to read a value."""
+"""Prefixes of packages whose stack frames are skipped, since they read a value on behalf of other code."""
 
 _LOOPS = ("snugfit", "accelerate", "transformers.trainer", "transformers.optimization", "bitsandbytes")
-"""Packages that read values only for a log or a check, which changes no step."""
+"""Packages that read values only for a log or a check. Such a read does not change a step."""
 
 _WARNS = ("warn_if_padding_and_no_attention_mask",)
-"""Functions of transformers that read a value only for a warning."""
+"""Functions of transformers that read a value only to decide on a warning."""
 
 
 class CodeLine(NamedTuple):
     """A line of the model's code and its stack frame."""
 
     frame: FrameType
-    """Stack frame of its function."""
+    """Stack frame of the function with this line."""
     line: int
-    """Line number in its file."""
+    """Number of the line in its source file."""
 
     @classmethod
     def asking(cls) -> Self | None:
@@ -45,8 +45,8 @@ class CodeLine(NamedTuple):
         # The read passes through frames of torch and of the simulation; the first other frame is its origin.
         while frame is not None and _is_of(module_of(frame), _PASSES_ON):
             frame = frame.f_back
-        # A training loop reads for a log, or for a check that ordinary data passes: no allocation depends on
-        # it.
+        # A training loop reads a value for a log, or for a check that ordinary data passes. No allocation
+        # depends on it.
         if frame is None or _is_of(module_of(frame), _LOOPS) or frame.f_code.co_name in _WARNS:
             return None
         return cls(frame, frame.f_lineno)
@@ -88,10 +88,10 @@ _NUMBERS = (
 def lists_in_index() -> list[Any]:
     """Return the lists among the indices of the model's current expression, as in `x[:, [-1, 0]]`.
 
-    torch makes a tensor on `meta` from such a list, without its numbers and invisible to any mode. A replaced
-    `Tensor.__getitem__` would turn tensors into sequences for torch permanently. So the source of the index
-    is evaluated a second time if that has no side effect. This is true for a name, an attribute, or a list of
-    whole numbers.
+    torch creates a tensor on `meta` from such a list, without its numbers. No dispatch mode receives this
+    operation. A replaced `Tensor.__getitem__` would turn tensors into sequences for torch permanently. So the
+    source of the index is evaluated a second time if that has no side effect. This is true for a name, an
+    attribute, or a list of whole numbers.
     """
     line = CodeLine.asking()
     expression = _expression(line.frame) if line is not None else None

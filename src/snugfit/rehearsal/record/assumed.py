@@ -5,7 +5,7 @@
 - Conditions and masks are true everywhere, which is the upper bound of a mask's selection.
 - Numbers are 1.
 
-The same holds for values that the device draws at random.
+The same assumptions apply to values that the device draws at random.
 
 Assumed values are tracked on the CPU like known ones (`shadows.py`), so values computed from them are
 consistent. For example, the experts' tokens add up to all tokens, and a mask and its inverse together select
@@ -45,9 +45,9 @@ class Assumed(NamedTuple):
     """A CPU tensor with assumed values for a tensor on `meta`, and the reason for the assumption."""
 
     assumption: Assumption
-    """The reason why a value had to be assumed."""
+    """Reason why the value had to be assumed."""
     make: Callable[[], torch.Tensor]
-    """Function that creates the value on the CPU."""
+    """Function that creates the tensor of assumed values on the CPU."""
 
 
 def assume(func: Any, args: tuple[Any, ...], index: int, out: torch.Tensor, routing: str) -> Assumed:
@@ -81,7 +81,7 @@ _CHOICES: dict[Any, int] = {
     aten.argsort.default: 0,
     aten.argsort.stable: 0,
 }
-"""Operators that choose among options, with the index of the result that contains the chosen indices."""
+"""Operators that choose among options, each with the index of the output that contains the chosen indices."""
 
 
 def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
@@ -105,7 +105,7 @@ def _choices(shape: tuple[int, ...], dim: int, options: int, *, spread: bool, wh
     """
     count = shape[dim] if dim >= 0 else 1
     samples = [size for at, size in enumerate(shape) if at != dim]
-    # A sort uses every option, so a shift by `count` would be a shift by 0.
+    # A sort uses every option, so a shift by `count` would not change the choices.
     first = torch.arange(torch.Size(samples).numel(), device="cpu") * (1 if whole else count)
     choices = first.view(*samples, 1) * int(spread) + torch.arange(count, device="cpu")
     # An empty dimension has no options; `max` avoids a division by zero.

@@ -1,8 +1,8 @@
 """A float with an assumed value, which model code receives in place of a number that depends on weights.
 
-Most numbers that a model reads go into a log or scale a tensor, and no allocation depends on them. So an
-assumed number is a float that only reports comparisons and conversions to an integer. Results of Python's
-operators and of `math` are such floats too.
+Most numbers that a model reads are logged or scale a tensor, and no allocation depends on them. So an assumed
+number is a float that reports only comparisons and conversions to an integer. Results of Python's operators
+and of `math` are such floats too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 
 # torch receives it as an ordinary float, so only an unusual value identifies it in an operator.
 ABOUT_ONE = 1.0 + 2.0**-40
-"""The assumed number: 1, plus a small fraction by which it and values computed from it are recognized."""
+"""Assumed value of unknown numbers: 1, plus a small fraction by which it and values computed from it are
+recognized.
+"""
 
 
 class AssumedFloat(float):
     """A float whose value is assumed in a simulation. It calls `decides` if code compares it or converts it
-    to an integer. Its value is added to `known`.
+    to an integer. The value is added to the set `known` of assumed numbers.
     """
 
     __slots__ = ("_decides", "_known")
@@ -29,7 +31,7 @@ class AssumedFloat(float):
         """Return an assumed float with this value."""
         number = super().__new__(cls, value)
         number._decides, number._known = decides, known
-        if not (4 * value).is_integer():  # 0 is the result of many computations, so it identifies none
+        if not (4 * value).is_integer():  # 0 results from many computations, so it identifies none
             known.add(value)
         return number
 
@@ -45,7 +47,7 @@ class AssumedFloat(float):
         return result
 
     def __array_ufunc__(self, function: Any, method: str, *operands: Any, **keywords: Any) -> Any:
-        # A numpy float could not report later decisions, so the conversion counts as one.
+        # A numpy float could not report later decisions, so the conversion itself is reported as one.
         self._decides()
         # `float(one)` would call the replaced `__float__` and report a second time.
         plain = [float.__add__(one, 0.0) if isinstance(one, AssumedFloat) else one for one in operands]

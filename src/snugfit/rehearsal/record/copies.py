@@ -59,7 +59,7 @@ class CopyRecorder(LinkObserver):
 
     def await_copy(self, later: int) -> None:
         """Record that the device waits for a copy with `later` copies queued after it."""
-        # A wait has no tensors: the clock reads this field as the number of later copies.
+        # A wait has no tensors. `KernelClock` reads this field as the number of later copies.
         self._write(AWAIT_COPY, _moving(0, tensors=later))
 
     def stage_out(self, nbytes: int) -> None:

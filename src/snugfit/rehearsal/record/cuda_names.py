@@ -24,7 +24,7 @@ from snugfit.rehearsal.device.notes import PolicyNotes
 from snugfit.rehearsal.device.policy import CudaPolicy
 
 LIBRARIES = frozenset({"torch", "snugfit", "transformers", "accelerate", "peft", "bitsandbytes", "datasets"})
-"""Packages whose code sees `meta` as the device of its tensors."""
+"""Packages whose code gets `meta`, and not `cuda`, as the device of its tensors."""
 
 
 def _getter(name: str) -> Any:
@@ -40,7 +40,7 @@ _PROPERTIES: dict[Any, Any] = {
     torch.Tensor.get_device: 0,
 }
 _READINGS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-"""Names of functions of `torch.cuda` that return the memory in use."""
+"""Names of the functions of `torch.cuda` that return the amount of memory in use."""
 
 _PLACES = frozenset({torch.Tensor.to, torch.Tensor.new_tensor, torch.Tensor.type})
 # Some models of transformers create tensors on the host if their weights are on `meta` (LongT5's buckets).

@@ -1,8 +1,8 @@
 """Classify operators by their effect on tensor values, for values tracked on the CPU (`shadows.py`).
 
-A simulation computes some small tensors' values in addition to shapes. For each operator it must find which
-tensors are written, and if the result follows from the operands' values. Most of this follows from the
-operator's schema and its tags.
+A simulation computes some small tensors' values in addition to shapes. For each operator it needs the written
+tensors, and the dependence of the result on the operands' values. Most of this follows from the operator's
+schema and its tags.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ class Effect(Enum):
     """
 
     COMPUTES = "computes"
-    """The result follows from the operands' values."""
+    """Result that is computed from the operands' values."""
     FILLS = "fills"
-    """The result is a given number; no operand is read."""
+    """Result that is filled with a given number; no operand is read."""
     DRAWS = "draws"
-    """The result is drawn at random on the device."""
+    """Result that is drawn at random on the device."""
     WRITES = "writes"
-    """The first operand is written, from the others."""
+    """The operator writes its first operand, from the other operands."""
     WRITES_MANY = "writes many"
-    """Several tensors are written."""
+    """The operator writes several tensors."""
     KEEPS = "keeps"
-    """The written tensors keep their values if all gradients are finite, as those of a gradient scaler."""
+    """The operator leaves tensors unchanged if all gradients are finite, as a gradient scaler's operators do.
+    """
 
 
 EMPTIES = frozenset(
@@ -45,7 +46,7 @@ EMPTIES = frozenset(
         aten.new_empty_strided.default,
     }
 )
-"""Operators with uninitialized results, which are written before they are read."""
+"""Operators that return uninitialized tensors. Other operators write these before any reads them."""
 
 FILLED: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     aten.zeros.default: lambda args: 0,
@@ -60,10 +61,11 @@ FILLED: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     aten.scalar_tensor.default: lambda args: args[0],
     **dict.fromkeys(EMPTIES, lambda args: 0),
 }
-"""Operators that create tensors, each with a function that returns the fill value."""
+"""Operators that create filled tensors, each with a function that returns the fill value from the arguments.
+"""
 
 OVERWRITES = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default})
-"""Operators that overwrite their target completely."""
+"""Operators that overwrite every element of their first operand."""
 
 BY_MASKS = frozenset(
     {
@@ -86,7 +88,7 @@ DISTINCT = frozenset(
         aten.unique_dim_consecutive.default,
     }
 )
-"""Operators that remove duplicates, such as `unique`."""
+"""Operators that remove duplicate values, such as `unique`."""
 
 SHAPED_BY_DATA = DISTINCT | {
     aten.nonzero.default,
@@ -95,12 +97,13 @@ SHAPED_BY_DATA = DISTINCT | {
     aten.repeat_interleave.Tensor,
     aten._ctc_loss.Tensor,
 }
-"""Operators whose output shapes depend on their operands' values."""
+"""Operators whose output shapes depend on the values of their operands."""
 
 ASKING = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten._to_copy.default, aten.copy_.default}
 )
-"""Operators through which the host reads values, including copies if their target is on the host."""
+"""Operators through which the host reads values of tensors. Copies count only if their target is on the host.
+"""
 
 # A gradient scaler divides by a scale and checks for infinity: finite values leave its flags unchanged.
 _KEEPING = frozenset(

@@ -25,7 +25,9 @@ _TIMED: list[bool] = [True]
 
 
 def times_anything() -> bool:
-    """Return True if this process benchmarks the configurations of the generated kernels that it runs."""
+    """Return True if this process benchmarks the configurations of the generated (Triton) kernels that it
+    runs.
+    """
     return _TIMED[-1]
 
 

@@ -52,16 +52,16 @@ _CONTRACTING = (
 _NORMALISING = ("norm", "softmax", "sum", "mean", "var", "std", "amax", "argmax", "cumsum", "nll_loss")
 
 LARGEST_CACHED = 50 * MIB
-"""Size in bytes from which an operand that is read across its rows transfers a whole memory sector per
-element.
+"""Size in bytes from which reading an operand across its rows transfers a whole memory sector per element.
 
-It is the size of an H200's second-level cache. On one, T5's position bias of 16 MiB was added at full speed.
-One of 64 MiB was added at a fifth of it (2026-11-22).
+It is the size of an H200's second-level cache. On one H200, T5's position bias of 16 MiB was added at full
+speed. One of 64 MiB was added at a fifth of it (2026-11-22).
 """
 
 MATRICES = 3
-"""Number of matrix operands in a product. A grouped product that runs group by group creates a view of each
-matrix per group."""
+"""Number of matrix operands in a product. If a grouped product runs group by group, torch creates a view of
+each matrix for each group.
+"""
 
 
 KEEPS_CONTEXT = MATRIX_PRODUCTS | {
@@ -72,8 +72,7 @@ KEEPS_CONTEXT = MATRIX_PRODUCTS | {
     "aten::arange",
     "aten::_scaled_dot_product_cudnn_attention",
 }
-"""Operators whose kernels do not make the CUDA driver release the address space that it reserved with the
-context."""
+"""Operators whose kernels leave reserved the address space that the CUDA driver reserved with the context."""
 
 
 class KernelCost(NamedTuple):
@@ -93,11 +92,12 @@ def releases_context(operator: str) -> bool:
     kernel.
 
     The driver reserves 414 MiB of the address space behind the process's first segment when it creates the
-    context. After the release they are a hole that segments use. So the order of addresses depends on earlier
-    allocations (`prediction/allocator.py`). Each operator was run in a fresh process without caching
+    context. After the release, segments of the allocator can use these addresses. So their order depends on
+    earlier allocations (`prediction/allocator.py`). Each operator was run in a fresh process without caching
     (`results/h200-2026-11-22/holes.json`). An H200's driver released the space at `fill_`, `ones`, `zeros`,
-    `cos`, a cast and efficient attention. It did not at `KEEPS_CONTEXT`, nor at copies from the host. An
-    untested operator counts as releasing, because most kernels are element-wise like those above.
+    `cos`, a cast and efficient attention. It did not at the operators of `KEEPS_CONTEXT`, nor at copies from
+    the host. An untested operator counts as releasing, because most kernels are element-wise like those
+    above.
     """
     return operator not in KEEPS_CONTEXT
 
@@ -147,10 +147,12 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if func._schema.name in _UNREAD:
         moved -= _nbytes(inputs[1])
     flops = flops_of(func, args, kwargs, out)
-    # Without a formula, one operation per output element only groups operators: bytes bound their kernels.
+    # Without a formula for its FLOPs, a kernel counts one per output element. Its bytes determine its
+    # seconds.
     flops = sum(tensor.numel() for tensor in outputs) if flops is None else flops
     shapes = tuple(tuple(tensor.shape) for tensor in inputs[:3])
-    # The first operand of `addmm` is the bias; the matrices after it decide about the arithmetic.
+    # The first operand of `addmm` is the bias. The matrices after it determine the precision of the
+    # arithmetic.
     operand = (inputs or outputs)[1 if func._schema.name in WITH_BIAS else 0]
     dtype, layout = _arithmetic(func, operand), _layout(func, args, kwargs, inputs, outputs)
     return KernelCost(flops, moved, shapes, dtype, len(inputs), layout, _leading(func, inputs, outputs))
@@ -202,13 +204,13 @@ def _pointwise_layout(operands: list[Any]) -> str:
     if not alike:
         return TRANSPOSED if any(map(_across, operands)) else STRIDED
     floats = [one.dtype for one in operands if one.is_floating_point()]
-    narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has own kernels for it
+    narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has a separate kernel for it
     return CASTS if len(set(floats)) > 1 and not narrows else ""
 
 
 def _across(operand: torch.Tensor) -> bool:
-    """Return True if a kernel reads this large operand against its memory order, so that neighbours in a row
-    are not adjacent in memory.
+    """Return True if a kernel reads this large operand across its rows: consecutive elements of a read are
+    not adjacent in memory.
     """
     apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
     return apart and _nbytes(operand) > LARGEST_CACHED
@@ -235,7 +237,7 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> li
     groups = args[0].size(0) if ends is None else ends.size(0)
     (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
     if args[0].dim() == args[1].dim():
-        # The groups' real sizes depend on data: equal groups, rounded up, have about the same sum.
+        # The groups' real sizes depend on data. Equal groups, rounded up, have about the same sum.
         inner = -(-inner // groups)
     else:
         rows = -(-rows // groups)
@@ -306,7 +308,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     """
     if func._schema.name == "aten::_grouped_mm":
         return _grouped_flops(args[0], args[1])
-    # The registry lists operators out of place only.
+    # The registry has only the out-of-place variants of operators.
     out_of_place = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").rstrip("_"), None)
     formula = flop_registry.get(func._overloadpacket) or flop_registry.get(out_of_place)
     if formula is None:
@@ -336,7 +338,7 @@ def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
 
 
 PRODUCTS = MATRIX_PRODUCTS | {"aten::convolution", "aten::convolution_backward"}
-"""Operators on fp32 tensors that torch passes to cuBLAS and cuDNN, which may compute them in TF32."""
+"""Operators on fp32 tensors that torch runs with cuBLAS and cuDNN, which may compute them in TF32."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
@@ -346,7 +348,7 @@ _COPYING = frozenset({"aten::_to_copy", "aten::clone", "aten::copy_"})
 _GATHERING = dict.fromkeys(
     ("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::nll_loss_forward"), 0
 )
-"""Operators that read a few elements of a large operand, with the index of that operand."""
+"""Operators that read a few elements of a large operand, each with the index of that operand."""
 
 _UNREAD = frozenset({"aten::nll_loss_backward"})
 """Operators that use only the shape of their second operand."""
@@ -365,9 +367,9 @@ TILE = 128
 an H200 runs for RoBERTa-large (results/h200-2026-11-27/profile-roberta.json)."""
 
 _ENDS = {"aten::_flash_attention_forward": 3, "aten::_flash_attention_backward": 6}
-"""Index of the operator's argument with the cumulative sequence lengths of queries.
+"""Index, by operator, of the argument with the cumulative sequence lengths of queries.
 
-The next argument has those of keys, and the two after it the longest lengths of both.
+The next argument has those of keys. The two after it are the longest lengths of queries and of keys.
 """
 
 
@@ -394,7 +396,7 @@ def cost_by_lengths(
     # Sequences fill whole tiles, so their lengths are rounded up.
     queries, keys = (-(-one // TILE) * TILE for one in lengths)
     whole = len(lengths[0]) * int(args[at + 2]) * int(args[at + 3])
-    # The formula's FLOPs are an upper bound; rounding up to tiles must not exceed it.
+    # The formula's FLOPs are an upper bound, which rounding up to tiles must not exceed.
     share = min(1.0, int((queries * keys).sum()) / whole) if whole else 1.0
     return cost._replace(flops=int(cost.flops * share))
 

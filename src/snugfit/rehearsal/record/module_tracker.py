@@ -21,10 +21,12 @@ from snugfit.feature_folders import FOLDER
 
 Hook = Callable[[Any], Any]
 
-# torch's and the core's cost is in other constants, or they replace parts of torch that are C++ on a GPU.
+# The cost of torch's and the core's Functions is in other constants. Some replace parts of torch that are C++
+# on a GPU.
 _NO_LIBRARY, _COUNTED = ("torch.", "snugfit."), f"{FOLDER}."
-"""Prefixes of modules whose autograd Functions are not counted, and of modules whose Functions are counted
-nevertheless."""
+"""Prefixes of the modules whose autograd Functions are not counted, and of exceptions among them that are
+counted.
+"""
 
 
 class ModuleTracker:
@@ -36,7 +38,7 @@ class ModuleTracker:
         self.intercepted = 0
         """Number of operators since the last kernel that selective checkpointing intercepted."""
         self.functions = 0
-        """Number of libraries' autograd Functions that began since the last kernel, forward or backward."""
+        """Number of autograd Functions of libraries that began since the last kernel, forward or backward."""
         self._calls = [0]  # a number for each active call of a module
         self._called = 0
         self._paths: list[str] = []
@@ -64,7 +66,7 @@ class ModuleTracker:
             yield
 
     def path(self, phase: str) -> str:
-        """Return the name of the active module, or "" outside of all."""
+        """Return the name of the active module in this phase; empty outside of all modules."""
         if self._paths:
             return self._paths[-1]
         if phase == "backward":
@@ -88,8 +90,8 @@ class ModuleTracker:
         self.checkpoints = self.intercepted = self.functions = 0
 
     def first_kernel_of(self) -> int:
-        """Return the number of current modules that have launched no kernel before this one, and count them
-        as launched.
+        """Return the number of active modules without a kernel before this one. Count them as modules with a
+        kernel from now on.
         """
         modules = len(self._paths) - self._with_kernels
         self._with_kernels = len(self._paths)
@@ -121,8 +123,8 @@ class ModuleTracker:
 
         init = saved_tensors_hooks.__init__
 
-        # torch does not report checkpoints, but each creates such a pair of hooks, forward and at its
-        # recomputation.
+        # torch does not report checkpoints, but each creates such a pair of hooks, in forward and when it is
+        # recomputed.
         def count(pair: Any, pack_hook: Hook, unpack_hook: Hook) -> None:
             self.checkpoints += 1
             init(pair, pack_hook, unpack_hook)
@@ -137,7 +139,7 @@ class ModuleTracker:
             return run
 
         with contextlib.ExitStack() as patches:
-            # The cost of the hooks per saved tensor was counted once too, and explained no measurement.
+            # A separate cost of the hooks per saved tensor was tried, and it explained no measurement.
             patches.enter_context(patch.object(saved_tensors_hooks, "__init__", count))
             for mode in (_CachingTorchDispatchMode, _CachedTorchDispatchMode):
                 dispatch = with_count(mode.__torch_dispatch__)

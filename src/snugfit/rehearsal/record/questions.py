@@ -29,8 +29,9 @@ from snugfit.rehearsal.record.shadows import Shadows
 aten = torch.ops.aten
 
 MOST_ASKED = 1000
-"""Largest number of reads of assumed values by one line of code within one call of a module; more than any
-model has experts."""
+"""Largest number of reads of assumed tensor values by one line of code within one call of a module. It
+exceeds the number of any model's experts.
+"""
 
 LARGEST = 2**27
 """Largest operand, in elements, with which a data-dependent operator runs on the CPU."""
@@ -58,7 +59,7 @@ class Questions:
         self._asked: Counter[Hashable] = Counter()
         self._told: set[Hashable] = set()  # functions with a warning so far, by assumption
         self.answers: list[list[Hashable]] = [[]]
-        """Exact results of the reads in each micro-batch, in order."""
+        """Exact results of the model's reads of tensor values, in order; one list per micro-batch."""
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator that reads a tensor's value, or NotImplemented for a copy within
@@ -103,7 +104,7 @@ class Questions:
         if assumption is None:
             self._log(answer)
         else:
-            # A number that is only logged needs no warning: its float reports a decision later.
+            # If a number is only logged, no warning is needed: its float reports a later decision.
             self._warn_of(assumption, deferred=self._by_item and isinstance(answer, float))
         return answer
 
@@ -114,7 +115,7 @@ class Questions:
         (one, assumed), (other, assumed_too) = self._value(first), self._value(second)
         assumption = assumed or assumed_too
         if assumption is not None:
-            # Assumed values are equal: both are ones.
+            # Assumed values compare as equal, since both are ones.
             self._warn_of(Assumption.MASK)
             return True
         answer = torch.equal(one, other)
@@ -161,7 +162,7 @@ class Questions:
         ):
             self._warn_of(Assumption.NUMBER)
 
-    # The host computes with real numbers, so the assumption is a mark on the storage.
+    # The host computes with real numbers, so the storage itself is marked as assumed.
     def host_ran(self, args: Any, out: Any) -> None:
         """Mark the outputs of an operator on host tensors as assumed if an operand's values are assumed."""
         if self._shadows.is_unsure(args):
@@ -282,7 +283,7 @@ class Questions:
     # ---- steps -------------------------------------------------------------------------------------------
 
     def next_batch(self) -> None:
-        """Start a new micro-batch, to which later reads of values belong."""
+        """Start a new micro-batch. Later reads of tensor values belong to it."""
         # The limit is for one call of a module, so it starts again with each micro-batch.
         self._asked.clear()
         if self.answers[-1]:
@@ -303,9 +304,9 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
     """Context in which the simulation follows numbers that pass between torch and plain Python without an
     operator.
 
-    They leave torch by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of numbers creates a
-    tensor on `meta`, and the numbers are tracked on the CPU. For lists in an index, see `lists_in_index` in
-    `asker.py`.
+    Numbers pass from torch to Python by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of
+    numbers creates a tensor on `meta`, and the numbers are tracked on the CPU. For lists in an index, see
+    `lists_in_index` in `asker.py`.
     """
     item, tolist, numpy = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy
     show, make = torch.Tensor.__format__, torch.tensor
@@ -332,14 +333,14 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
         return tensor
 
     def show_number(tensor: torch.Tensor, how: str) -> str:
-        if tensor.is_meta and tensor.dim() == 0:  # formatted as a device's tensor, not as one on `meta`
+        if tensor.is_meta and tensor.dim() == 0:  # formatted like a tensor on a device, not on `meta`
             # On `meta`, torch prints no number; on a device it prints the value.
             return format(tensor.detach().item(), how)
         text: str = show(tensor, how)  # type: ignore[no-untyped-call]
         return text
 
-    # A later call would cache the replaced `torch.tensor`, and the real one would no longer follow the
-    # device.
+    # Otherwise a later call would cache the replaced `torch.tensor`, and the real one would no longer follow
+    # the device.
     _device_constructors()
     methods: Any = {"item": read_one, "tolist": read_and(tolist), "numpy": read_and(numpy)}
     with (

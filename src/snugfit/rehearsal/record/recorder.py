@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode, Observer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy, self.steps = policy, steps
         self.rank: int | None = None
-        """The rank that is simulated; None for the rank with the highest memory use."""
+        """Number of the rank (process) that is simulated; None for the rank with the highest memory use."""
         self._modules = ModuleTracker()
         self._shadows = Shadows(routing)
         self._questions = Questions(
@@ -108,7 +108,8 @@ class Recorder(TorchDispatchMode, Observer):
         self._played = False  # True while a CUDA graph is replayed
         self._recorded_in = -1  # the last step in which a CUDA graph was recorded or scheduled for it
         self._again: Counter[int] | None = None
-        """Remaining recomputed matrix products of the running compiled backward pass, by FLOPs.
+        """Number of matrix products that the running compiled backward pass has yet to recompute, by their
+        FLOPs.
 
         None in a compiled forward pass, and outside of compiled code.
         """
@@ -116,7 +117,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._optimizer: torch.optim.Optimizer | None = None
         self._doubts: dict[str, None] = {}
         self.host: HostCopies | None = None
-        """Weights and states on the host; None without any."""
+        """Recorder of weights and optimizer states in host memory; None if there are none."""
         self._undo = contextlib.ExitStack()
 
     @classmethod
@@ -156,13 +157,13 @@ class Recorder(TorchDispatchMode, Observer):
     def recording(self, attention: Iterable[str]) -> Recording:
         """Return the recording: the trace, with categories of blocks that depend on the whole run, and all
         marks."""
-        # Optimizers create their states in the first update, so the states are named at the end of the run.
+        # Optimizers create their states in the first update, so states are labelled at the end of the run.
         self._claim_states()
         phases = [mark for mark in self._marks if mark.kind is MarkKind.PHASE]
         blocks = self.memory.blocks(phases)
         if self._questions.vary and _last_steps_differ(blocks, self.steps):
             self.doubt(STEPS_DIFFER)
-        # The other marks only serve to split the run into relative moves (`trace/relative.py`).
+        # The other marks are needed only to split the run into relative events (`trace/relative.py`).
         lasting = (MarkKind.PHASE, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
         trace = Trace(
             blocks,
@@ -276,7 +277,7 @@ class Recorder(TorchDispatchMode, Observer):
         operator = SHAPE_CACHE.operator(func)
         if operator.is_composite or (types and any(map(_holds_tensors, types))):
             return self._hand_on(func, types, args, kwargs)
-        if operator.is_view:  # every second operator: no kernel, and an allocation at most
+        if operator.is_view:  # half of all operators: no kernel, and at most an allocation
             out = func(*args, **kwargs)
             self.memory.add_outputs(operator.name, out)
             self._views += (not isinstance(out, torch.Tensor) or out.is_meta) and not self._compiled
@@ -284,13 +285,13 @@ class Recorder(TorchDispatchMode, Observer):
         if (
             self.host is not None
             and operator.asks
-            # Weights and states on the host come first: a copy to it moves them and reads no value.
+            # Copies of weights and states to the host come first: they move bytes and read no value.
             and (answer := self.host.copy_out(func, args, kwargs)) is not NotImplemented
         ):
             return answer
         if operator.asks and (answer := self._questions.answer(func, args, kwargs)) is not NotImplemented:
             return answer
-        # With an active mode, autograd adds gradients out of place; a device adds into the first one.
+        # Under an active mode, autograd adds gradients out of place. A device adds into the first one.
         in_place = not kwargs and self._phase == "backward" and self._writes_in_place(func, args)
         # A GPU finds the positions of a mask's true elements with `nonzero`, which makes the host wait.
         if operator.by_masks and args[0].is_meta:
@@ -356,9 +357,9 @@ class Recorder(TorchDispatchMode, Observer):
         name = name_of_call(operator.name, args, kwargs)
         self.memory.add_kernel(name, out, scratch, self.policy.workspaces(name, args))
         last_step = self.is_last_step
-        # In the last step, `_run` records the wait with its position.
+        # In the last step, `_run` counts the wait and records its position.
         self.times_waited += not last_step and reads_groups(operator.func, args, self.policy)
-        # Earlier steps need kernels only until the first one that releases the context's address space.
+        # Earlier steps need kernels only until one releases the address space of the CUDA context.
         if not last_step and self._released:
             return
         cost = SHAPE_CACHE.cost(operator, call, args, kwargs, out)
@@ -385,7 +386,7 @@ class Recorder(TorchDispatchMode, Observer):
             if one is None or one.dtype not in (torch.bool, torch.uint8):
                 numbers.append(one)
                 continue
-            # Through the dispatch, so that the kernel and the wait of `nonzero` are recorded.
+            # The call goes through the dispatch, so that the kernel and the wait of `nonzero` are recorded.
             where = self.__torch_dispatch__(aten.nonzero.default, (), (one,))
             selects = ((where, 1, dim) for dim in range(one.dim()))
             numbers += [self.__torch_dispatch__(aten.select.int, (), select) for select in selects]
@@ -427,7 +428,7 @@ class Recorder(TorchDispatchMode, Observer):
     def _add_copy_or(
         self, operator: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost
     ) -> None:
-        """Record the kernel of an operator, which may be a copy from the host."""
+        """Record the kernel of an operator. If the operator copies from the host, record it as a copy."""
         if self.host is not None and self.host.copies_back(func, args, kwargs):
             # The last tensor argument is the source of the copy; its bytes are read and written.
             source = next(one for one in reversed(args) if isinstance(one, torch.Tensor))
@@ -436,8 +437,8 @@ class Recorder(TorchDispatchMode, Observer):
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
 
     def _place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the simulated CUDA stream of the kernel with this index, and the kernels of other streams
-        for which it waits.
+        """Return the simulated CUDA stream of the kernel with this index, and the indices of the kernels for
+        which it waits.
         """
         return DEFAULT_STREAM, ()
 
@@ -497,11 +498,12 @@ class Recorder(TorchDispatchMode, Observer):
     def _is_again(self, operator: str, flops: int) -> bool:
         """Return True if this kernel recomputes a part of the forward pass in the backward pass."""
         if self._phase != "backward":
-            # Eager recomputation has gradient mode on; a forward program in backward belongs to a checkpoint.
+            # Uncompiled recomputation has gradient mode on. A forward program in backward belongs to a
+            # checkpoint.
             return False
         if not self._compiled or self._again is None:
             return self._compiled or torch.is_grad_enabled()
-        # A joint program mixes recomputed and new contractions, which only their FLOPs separate.
+        # A joint program has recomputed and new matrix products, which only their FLOPs distinguish.
         again = self._again[flops] > 0 and group_of(operator) == CONTRACTIONS
         self._again[flops] -= again
         return again
@@ -538,7 +540,7 @@ class Recorder(TorchDispatchMode, Observer):
         return self._step == self.steps - 1
 
     def add_kernels(self, kernels: Sequence[Kernel]) -> None:
-        """Record kernels that run again, such as those of a replayed CUDA graph."""
+        """Add kernels that run again, such as those of a replayed CUDA graph, to the trace."""
         mark = Mark(len(self.memory.events), self._step, self._phase, MarkKind.KERNEL)
         self._marks += [mark] * len(kernels)
         self.kernels += kernels

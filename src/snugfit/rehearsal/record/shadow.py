@@ -18,11 +18,14 @@ from snugfit.rehearsal.record.assumed import Assumption
 from snugfit.units import MIB
 
 COPIED = MIB
-"""Size in bytes up to which a host tensor is copied immediately; a larger one is read when its value is
-needed."""
+"""Size in bytes up to which a host tensor's values are copied immediately. Values of a larger tensor are read
+when needed.
+"""
 
 DEEPEST = 64
-"""Largest length of a chain of deferred operators; a longer chain is computed immediately."""
+"""Largest length of a chain of operators whose computation is deferred. A longer chain is computed
+immediately.
+"""
 
 _CPU = torch.device("cpu")
 
@@ -45,9 +48,9 @@ class Shadow:
         self._make: Callable[[], torch.UntypedStorage] | None = make
         self._contents: torch.UntypedStorage | None = None
         self.assumption, self.depth = assumption, depth + 1
-        # A read runs the chain by recursion, so its length is limited.
+        # Reading a value runs the chain recursively, so its length is limited.
         if depth >= DEEPEST:
-            with contextlib.suppress(NotFollowed):  # raised again at the read
+            with contextlib.suppress(NotFollowed):  # the read raises it again
                 self.contents()
             self.depth = 1
 
@@ -60,7 +63,7 @@ class Shadow:
             if self._make is None:
                 raise NotFollowed
             make, self._make = self._make, None
-            # `make` holds the operands; they are dropped even if it fails.
+            # `make` keeps the operands alive, so it is dropped even if it fails.
             try:
                 self._contents = make()
             except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as refused:
@@ -102,8 +105,8 @@ class Geometry(NamedTuple):
     def shadow(
         self, make: Callable[[], torch.Tensor], assumption: Assumption | None = None, depth: int = 0
     ) -> Shadow:
-        """Return a new `Shadow` for the storage of a tensor with this geometry. `make` computes the tensor's
-        value on the CPU at the first read.
+        """Return a new `Shadow` for the storage of a tensor with this geometry. The function `make` computes
+        the tensor's value on the CPU at the first read.
         """
         return Shadow(lambda: self.contents(make()), assumption, depth)
 
@@ -128,7 +131,9 @@ class HostValue(NamedTuple):
     value: torch.Tensor
     version: int
     real: Callable[[], torch.Tensor] | None = None
-    """Function that creates the real values, if the tensor is a placeholder (`step/batches.py`)."""
+    """Function that creates the real values of a placeholder tensor (`step/batches.py`); None for other
+    tensors.
+    """
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> HostValue:
@@ -143,7 +148,7 @@ class HostValue(NamedTuple):
         """Return the host tensor's value. Raise `NotFollowed` if the tensor was modified after it was
         stored.
         """
-        # A large tensor is not copied, so a later write makes the noted value unknown.
+        # A large tensor is not copied, so a later write makes its recorded value unknown.
         if self.value._version != self.version:
             raise NotFollowed
         return self.value if self.real is None else self.real()

@@ -1,9 +1,9 @@
 """Shadows: the values of tensors on `meta` that follow from the batch, tracked on the CPU.
 
-The batch is synthetic, so values that follow from it are known: lengths, masks, positions, labels, grids of
-patches. A shadow represents the contents of a storage. So all views of the storage share it, and a write
-through one view is visible through all. A shadow is a deferred computation: if all operands of an operator
-have shadows, the call is stored. It runs on the CPU at the first read (`questions.py`).
+The batch is synthetic, so values computed from it are known, such as lengths, masks, positions, labels and
+grids of patches. A shadow represents the contents of a storage. So all views of the storage share it, and a
+write through one view is visible through all. A shadow is a deferred computation: if all operands of an
+operator have shadows, the call is stored. It runs on the CPU at the first read (`questions.py`).
 
 Values that depend on weights have no shadow, except integers and booleans. These are assumed (`assumed.py`),
 and values computed from them keep a reference to the assumption.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.shape_cache import Operator
 
 LARGEST = 512 * MIB
-"""Size in bytes of the largest shadow; values of larger tensors are not tracked."""
+"""Size in bytes of the largest tensor whose values are tracked (by a copy called shadow)."""
 
 
 _CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ class _ByStorage:
         address, known = storage._cdata, self._by_address
 
         def forget(reference: Any) -> None:
-            # The address may have a newer storage, whose shadow stays.
+            # The address may belong to a newer storage, whose shadow stays.
             if address in known and known[address][0] is reference:
                 del known[address]
 
@@ -83,7 +83,7 @@ class Shadows:
         self.assumed_numbers: set[float] = set()
         """Assumed numbers that the model's code has received (`assumed_float.py`)."""
         self.unsure: dict[int, Any] = {}
-        """Storages of the host that contain assumed numbers, by address, each with a weak reference."""
+        """Host storages that contain assumed numbers, by address, each with a weak reference."""
 
     def of(self, tensor: torch.Tensor) -> View | None:
         """Return the tracked values of a tensor on `meta`, or None if they are unknown."""
@@ -112,7 +112,7 @@ class Shadows:
         elif effect is Effect.DRAWS:
             self._assume(operator.func, args, out)
         elif effect is Effect.WRITES_MANY:
-            # Several written tensors are too rare to follow each.
+            # Operators that write several tensors are too rare to follow each tensor.
             self._forget_all(args)
             self._forget_all(tuple(kwargs.values()))
 
@@ -124,7 +124,7 @@ class Shadows:
 
     def is_unsure(self, operands: Any) -> bool:
         """Return True if a number or a host tensor among these has assumed values."""
-        # The usual case, in which no operand needs a search.
+        # In the usual case, no operand needs a search.
         if not self.unsure and not self.assumed_numbers:
             return False
         unsure, assumed = self.unsure, self.assumed_numbers
@@ -140,7 +140,9 @@ class Shadows:
                 self._forget_all(operand)
 
     def _is_plainly_unknown(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Return True if a float result has no tracked value because the first operand has none."""
+        """Return True if the result is a float tensor without tracked values because the first operand has
+        none.
+        """
         first = args[0] if args else None
         return (
             isinstance(out, torch.Tensor)
@@ -164,7 +166,8 @@ class Shadows:
         try:
             noted = self._note((args, kwargs))
         except NotFollowed:
-            # An unknown operand makes floats unknown, but integers and booleans decide about shapes.
+            # Floats computed from an unknown operand stay unknown. Integers and booleans determine shapes, so
+            # they are assumed.
             self._assume(func, args, out)
             return
         results = list(tensors_in(out))
@@ -222,7 +225,7 @@ class Shadows:
             assumption, depth = rest.assumption or assumption, max(depth, rest.depth)
 
         def write() -> torch.UntypedStorage:
-            # A copy, since stored calls may still read the previous contents.
+            # The contents are copied, since stored calls may still read the previous ones.
             contents = torch.UntypedStorage(geometry.nbytes) if rest is None else rest.contents().clone()
             operands, keywords = values_of(noted)
             func(geometry.within(contents), *operands, **keywords)

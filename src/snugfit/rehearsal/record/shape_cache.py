@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 LARGEST_CACHE = 200_000
-"""Largest number of cached calls, at about a kilobyte each; one simulation has some hundreds of different
-calls."""
+"""Largest number of cached operator calls, each of about a kilobyte. One simulation has some hundreds of
+different calls.
+"""
 
 
 class KnownCall:
@@ -42,10 +43,11 @@ class KnownCall:
         """Shape, strides and dtype of the result, or True if the operator works in place; None if nothing is
         cached."""
         self.costs: dict[Any, KernelCost | None] = {}
-        """Work of the kernel by the precision of fp32 products; the key is None for operators that do not
-        depend on it."""
+        """Work of the kernel (FLOPs and bytes) by the precision of fp32 products. The key is None for
+        operators that do not depend on it.
+        """
         self.scratch: dict[Any, Scratch] = {}
-        """Temporary buffers of the kernel by the number of the device's policy (`_number_of`)."""
+        """Temporary buffers of the kernel, by the number of the device policy (`_number_of`)."""
 
 
 class Operator:
@@ -101,13 +103,14 @@ class ShapeCache:
         arguments.
         """
         try:
-            # Without a dtype, some results have the default one, which is set while a model is built.
+            # Without a dtype argument, some results have the default dtype, which changes while a model is
+            # built.
             key = _key(args), _key(kwargs.items()) if kwargs else (), torch.get_default_dtype()
         except _NotAKey:
             return None
         call = operator.calls.get(key)
         if call is None:
-            # Dropping everything is rare and cheaper than an order of use for each call.
+            # Clearing the cache is rare, and cheaper than recording the order of use at each call.
             if self._size >= LARGEST_CACHE:
                 self._size = 0
                 for known in self._operators.values():
@@ -210,7 +213,7 @@ def _distinct_elements(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     `meta` computes each element of a foreach operator alone, and a deep model has thousands of equal ones.
     """
-    # Lists of the same length belong together: element by element they form one call.
+    # Lists of equal length are processed together: the elements at one position form one call.
     columns = [arg for arg in args if isinstance(arg, (tuple, list)) and len(arg) == len(args[0])]
     rows = {_key(row): row for row in zip(*columns, strict=True)}
     cut = iter([list(column) for column in zip(*rows.values(), strict=True)] or [[] for _ in columns])
@@ -253,13 +256,13 @@ def _is_composite(func: Any) -> bool:
 
 
 _KERNELS_OF_CUDA = frozenset({"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"})
-"""Operators that have kernels only on CUDA, which are missing in a torch without CUDA."""
+"""Operators that have kernels only on CUDA. They are missing in a torch without CUDA."""
 
 
 _PLAIN = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-"""Types of arguments that become parts of a cache key unchanged."""
+"""Types of operator arguments that become parts of a cache key unchanged."""
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:

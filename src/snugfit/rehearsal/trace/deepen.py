@@ -30,14 +30,14 @@ from snugfit.rehearsal.trace.trace import Kernel, MarkKind
 from snugfit.results.footprint import Kind
 
 PASSES = ("forward", "backward")
-"""Phases in which compiled programs run."""
+"""Phases of a step in which compiled programs run."""
 
 
 def deepen(
     shallow: RelativeTrace, deeper: RelativeTrace, periods: int, *, compiled: bool = True
 ) -> RelativeTrace | None:
-    """Extend the traces of two small models to a model with `periods` more repetitions of the layers; return
-    it or None.
+    """Extend the traces of two small models to a model with `periods` more repetitions of the layers. Return
+    its trace or None.
 
     The deeper model has one period more than the shallow one. Return None if their traces do not differ by a
     period. In `compiled` passes, the order of consecutive frees depends on names, and is ignored.
@@ -67,7 +67,7 @@ class _Placed(NamedTuple):
 
     pile: Alloc
     younger: int
-    """Number of younger live blocks in its pile."""
+    """Number of live blocks in its pile that were allocated after it."""
     older: int
 
 
@@ -99,8 +99,8 @@ class _Piles:
         Their order does not matter. In a compiled program it follows from buffer names (`buf9`, `buf10`).
         With `by_name`, the blocks are sorted independently of names.
         """
-        # Consecutive frees are popped in their recorded order, since each distance counts the blocks still
-        # there.
+        # Consecutive frees are removed in their recorded order, since each distance counts the remaining
+        # blocks.
         freed = [self._stacks[free[0]].pop(-1 - free[1]) for free in frees]
         if not by_name:
             return freed
@@ -108,8 +108,8 @@ class _Piles:
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
 
     def drop(self, number: int) -> _Placed:
-        """Remove a freed memory block from the blocks of equal size (its pile); its stack has lost it
-        already.
+        """Remove a freed memory block from the blocks of equal size (its pile); it is already removed from
+        its stack.
         """
         pile = _pile_of(self._allocs[number])
         blocks = self.piles[pile]
@@ -127,7 +127,7 @@ def _is_open(alloc: Alloc) -> bool:
 @functools.lru_cache(maxsize=1 << 17)
 def _pile_of(alloc: Alloc) -> Alloc:
     stack = alloc.stack
-    # In a program, a buffer reuses the place of another that a different operator allocated.
+    # In a compiled program, a buffer reuses the place of another that a different operator allocated.
     return stack._replace(operator="", kind="") if _is_open(alloc) or not stack.kind else stack
 
 
@@ -199,9 +199,9 @@ class _CopiedProperties(NamedTuple):
     """Properties that an event of a small model has in common with its copies in the deep one."""
 
     sized: bool
-    """True if its sizes in bytes grow with the number of layers."""
+    """True if the event's sizes in bytes grow with the number of layers."""
     pile: Alloc | None
-    """Pile (live blocks of equal size) of the allocated block; None for kernels."""
+    """Pile (live blocks of equal size) to which the allocated block belongs; None for kernels."""
     is_open: bool
 
     @classmethod
@@ -222,7 +222,7 @@ class _Written:
     def __init__(self, grows: set[Hashable]) -> None:
         self.grows = grows
         self._shared: dict[int, _CopiedProperties] = {}
-        """Properties of the small model's events, by id."""
+        """Cached properties of the small model's events, by the event's id."""
         self._written: list[int | Move] = []
         """Events of the full model; a free is stored as the number of its block."""
         self._allocs: list[int] = []
@@ -266,12 +266,13 @@ class _Written:
         those of equal size.
 
         It counts from the end at which the position is the same at any depth. In a pile that never grows, the
-        shallow model's block may be arbitrary. There a program's buffer reuses the place that was freed last.
+        shallow model's block may be arbitrary. In such a pile, a compiled program's buffer reuses the place
+        that was freed last.
         """
         younger, older, *size = grown.numbers
         blocks = self._piles[like.pile._replace(nbytes=size[0]) if size else like.pile]
         last = len(blocks) - 1
-        # One end of the pile moves with the depth; the free counts from the other one.
+        # One end of the pile moves with the depth, so the free counts from the other end.
         if younger != like.younger:
             if older == like.older:
                 younger = last - older
@@ -293,7 +294,7 @@ class _Written:
         """Yield all events of the full model, each free with the position of its memory block."""
         live = LiveSet()
         for move in self._written:
-            # Piles served to find the block; the trace names it by its stack again.
+            # Piles are used only to find the block. The trace refers to it by its stack again.
             if isinstance(move, int):
                 yield live.free_of(move)
                 continue
@@ -303,7 +304,7 @@ class _Written:
 
 
 _MODULE_AT = {kind: kind._fields.index("module") for kind in (Alloc, Kernel)}
-"""Position of the module's name among the fields of an event."""
+"""Index of the module's name among the fields of an event, by the event's class."""
 
 
 @functools.cache

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """The number of layers of a model whose number of layers can be changed, and its config keys."""
+    """Number of layers of a model, and the config keys by which this number can be changed."""
 
     keys: tuple[str, ...]
     """Config keys that count the layers."""
     layers: int
-    """The common value of these keys: the number of layers in each stack."""
+    """Number of layers in each stack, which is the common value of these keys."""
     period: int
-    """Number of layers after which the layer types repeat."""
+    """Number of layers after which the pattern of layer types repeats."""
 
     def shallower(self, job: Job, layers: int) -> Job:
         """Return the job with a model of this many layers; config lists with an entry per layer are
@@ -57,7 +57,7 @@ def depth_of(job: Job, setup: Setup) -> Depth | None:
     if job.model.module is not None or len(counts) != 1:
         return None
     layers = counts.pop()
-    # Only the complete config lists the kinds of layers for the forward pass (`layer_types`).
+    # Only the complete config has the layer types for the forward pass (`layer_types`).
     complete = job.config_to_read().to_dict()
     per_layer = [value for value in complete.values() if isinstance(value, list) and len(value) == layers]
     period = math.lcm(*(_period_of(value) for value in per_layer)) if per_layer else 1
@@ -75,7 +75,7 @@ def _periodic_checkpoint(wish: CheckpointWish | None, layers: int) -> tuple[Chec
     """
     if wish is None:
         return None, 1
-    # The first layers have no period, so the whole depth counts as one.
+    # The first layers do not repeat, so the whole depth counts as one period.
     if wish.first is not None:
         return wish, layers
     if wish.layers_per_span:
@@ -90,9 +90,9 @@ class PeriodicSetup(NamedTuple):
 
     setup: Setup
     period: int
-    """Number of layers after which the checkpointing repeats."""
+    """Number of layers after which the pattern of checkpointed layers repeats."""
     alike: int
-    """Number of layers in one group, which checkpointing treats like every other group."""
+    """Number of layers in one group. Checkpointing treats all groups alike."""
 
 
 def periodic_setup(setup: Setup, layers: int) -> PeriodicSetup:
@@ -130,7 +130,7 @@ def is_periodic(model: nn.Module, layers: int, period: int) -> bool:
     ]
     for stack in stacks:
         kinds = [_description(layer) for layer in stack]
-        # Every shallow model has a first, a last and one period between, so only those between must be alike.
+        # Each shallow model has a first, a last and one period between, so only those between must be equal.
         if any(kinds[at] != kinds[at + period] for at in range(period, layers - 2 * period)):
             return False
     return bool(stacks)
@@ -147,7 +147,7 @@ def _description(layer: nn.Module) -> list[Any]:
             {
                 key: value
                 for key, value in vars(module).items()
-                # Layer numbers differ in every layer, so they must not count.
+                # Layer numbers differ in every layer, so the comparison excludes them.
                 if isinstance(value, (bool, int, float, str, type(None))) and not _is_number(key)
             },
         )

@@ -23,9 +23,9 @@ class Entry(NamedTuple):
     """
 
     key: Hashable
-    """Key of the entry that is the same at any depth and in any layer."""
+    """Key that corresponding entries share at any depth and in any layer."""
     numbers: tuple[int, ...] = ()
-    """Numbers that differ between layers and depths."""
+    """Numbers of the entry that differ between layers or depths."""
 
 
 class Grown(NamedTuple):
@@ -34,10 +34,10 @@ class Grown(NamedTuple):
     """
 
     like: int
-    """Index of the corresponding entry in the deeper of the two sequences."""
+    """Index of the corresponding entry in the sequence of the deeper small model."""
     numbers: tuple[int, ...]
     repeats: bool = False
-    """True if it belongs to the repeated entries of an insertion."""
+    """True if the element belongs to the entries that repeat with each further layer."""
 
 
 class _Insertion(NamedTuple):
@@ -46,15 +46,15 @@ class _Insertion(NamedTuple):
     """
 
     shallow: int
-    """Number of entries of the shallow sequence before it."""
+    """Number of entries of the shallow model's sequence before the insertion."""
     deeper: int
-    """Number of entries of the deeper sequence before it."""
+    """Number of entries of the deeper model's sequence before the insertion."""
     length: int
 
 
 def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> list[Grown] | None:
-    """Extrapolate the sequences of two small models to a model with `periods` more repetitions of the layers;
-    return it or None.
+    """Extrapolate the sequences of two small models to a model with `periods` more repetitions of the layers.
+    Return its sequence or None.
 
     The deeper model has one period more than the shallow one. Return None if an insertion does not repeat the
     entries before it.
@@ -70,14 +70,14 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
     if insertions is None:
         return None
     grown: list[Grown] = []
-    at, behind = 0, 0  # index in the deeper list, and how many entries fewer the shallow one has before it
+    at, behind = 0, 0  # index in the deeper list, and number of entries that the shallow one lacks before it
     for ahead, end, length in [*insertions, _Insertion(len(left), len(right), 0)]:
         for index in range(at, end):
             few, more = shallow[index - behind].numbers, deeper[index].numbers
             # Numbers are linear in the depth, so two depths determine them.
             grown.append(Grown(index, tuple(m + (m - f) * periods for f, m in zip(few, more, strict=True))))
         for index in [*range(end, end + length)] * (periods + 1 if length else 0):
-            # Within an insertion, each copy continues the numbers by the step between the last two copies.
+            # Within an insertion, each copy continues the numbers by the difference of the last two copies.
             step = zip(deeper[index].numbers, deeper[index - length].numbers, strict=True)
             before = grown[-length].numbers
             moved = tuple(b + now - then for b, (now, then) in zip(before, step, strict=True))
@@ -95,13 +95,13 @@ def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] |
     behind = 0
     while True:
         at += _common(left, at - behind, right, at)
-        # Entries of `right` that still have no counterpart: no insertion may be longer.
+        # These entries of `right` still have no counterpart, and no insertion can be longer.
         more = len(right) - len(left) - behind
         if more == 0:
             return insertions if at == len(right) else None
         length = _length_at(left, at - behind, right, at, more)
         if not length:
-            # The sequences differ in another way than by repeated entries.
+            # The sequences differ by more than repeated entries.
             return None
         index = _middle(right, start, at, length)
         insertions.append(_Insertion(index - behind, index, length))
@@ -111,17 +111,17 @@ def _insertions(left: Sequence[int], right: Sequence[int]) -> list[_Insertion] |
 
 
 def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, most: int) -> int:
-    """Return the number of entries of `right` that are inserted here, or 0.
+    """Return the number of entries of `right` that are inserted at this position, or 0.
 
-    They repeat the entries before them. If several lengths are possible, the one with the longest agreement
-    behind it is returned.
+    They repeat the entries before them. If several lengths are possible, it is the one after which the most
+    entries match.
     """
     best = longest = 0
     for length in range(1, min(most, at) + 1):
         # The inserted entries equal both the entries before them and those after.
         if right[at] == right[at - length] and right[at - length : at] == right[at : at + length]:
             agree = _common(left, start, right, at + length)
-            # At the end of the shallow sequence no length agrees further, and the shortest one is taken.
+            # At the end of the shallow sequence, no length matches further, and the shortest one is chosen.
             if agree > longest or (agree == 0 and start == len(left) and not best):
                 best, longest = length, agree
     return best
@@ -130,7 +130,7 @@ def _length_at(left: Sequence[int], start: int, right: Sequence[int], at: int, m
 def _middle(right: Sequence[int], start: int, at: int, length: int) -> int:
     """Return the middle of the possible positions of repeated entries in a sequence.
 
-    Entries at the ends of the repetition may have equal keys and other numbers.
+    Entries at the ends of the repetition may have equal keys but different numbers.
     """
     earliest = at
     # A repetition may be shifted as long as the entries at both ends are equal.

@@ -27,9 +27,9 @@ class MicroBatchProfile(NamedTuple):
     number: int
     """Number of the micro-batch in its step, from 1; 0 for an update."""
     peaks: Mapping[str, int]
-    """Peak of allocated bytes by phase and module; layers of one stack count as one."""
+    """Peak of allocated bytes by phase and module; layers of one stack count as one module."""
     live_after: int
-    """Allocated bytes at the end of the micro-batch or update."""
+    """Bytes allocated at the end of the micro-batch or update."""
     work: Work
     kept_bytes: Mapping[str, int]
     """Bytes that layers save from forward to backward, by the operator that allocated them."""
@@ -53,7 +53,7 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
     # Events after the last step free the model and are no part of a micro-batch.
     over = marks[-1].event  # the last step's end
     lasting = _lasting(trace.events[:over])
-    # Up to here, kernels may only fill allocations that outlive the run.
+    # Up to this event, kernels may only fill allocations that outlive the run.
     all_made = max((at for at in range(over) if trace.events[at] in lasting), default=0) + 1
     live, kernels = _live(trace, lasting), iter(trace.kernels)
     parts = _marks_by_micro_batch(marks)

@@ -32,7 +32,7 @@ from snugfit.rehearsal.trace.trace import (
 from snugfit.results.footprint import Kind
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""Regular expression for a layer's number in a module's dotted name."""
+"""Regular expression of a layer number in a module's dotted name."""
 
 STATES: str = Kind.OPTIMIZER_STATES
 
@@ -53,8 +53,8 @@ class Alloc(NamedTuple):
 
     @property
     def stack(self) -> Alloc:
-        """Key of the stack that the memory block is on: size, operator, module and other properties that its
-        blocks have in common.
+        """Key of the memory block's stack: size, operator, module and other properties that all blocks of a
+        stack share.
         """
         return _stack_of(self)
 
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
     stream: int
     since: int
-    """Number of kernels in this stream between the kernel and the event."""
+    """Number of kernels of this stream between the kernel and the event."""
 
 
 class Free(NamedTuple):
@@ -75,13 +75,13 @@ class Free(NamedTuple):
 
     stack: Alloc
     stack_distance: int
-    """Number of younger live blocks on its stack."""
+    """Number of live blocks on its stack that were allocated after it."""
     awaited: tuple[Place, ...] = ()
     """Kernels that must finish before the allocator reuses the block (`Trace.awaited`)."""
 
 
 class StreamWait(NamedTuple):
-    """A wait: the next kernel's stream waits for these kernels of other streams (`Kernel.after`)."""
+    """Wait of the next kernel's stream for kernels of other streams (`Kernel.after`)."""
 
     after: tuple[Place, ...]
 
@@ -94,7 +94,8 @@ class PhaseStart(NamedTuple):
 
 
 Move = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
-"""Type of a run's events in relative form: allocations, frees, kernels, waits, phases and other marks."""
+"""Type of an event in a `RelativeTrace`: allocation, free, kernel, wait, start of a phase, or another mark.
+"""
 
 
 @functools.cache
@@ -129,8 +130,7 @@ class RelativeTrace:
     doubts: tuple[str, ...] = ()
     """Warnings about assumptions of the simulation."""
     groups: int = 0
-    """Number of process groups, as in `Trace.groups`."""
-    """Element type and dimensions of weights, gradients and states."""
+    """Number of process groups with communication, as in `Trace.groups`."""
 
     @classmethod
     def of(cls, trace: Trace, marks: Sequence[Mark] = ()) -> RelativeTrace:
@@ -160,7 +160,8 @@ def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[Move]:
             kernel = next(kernels)
             if kernel.after:
                 yield StreamWait(order.places(kernel.after))
-                # Indices of kernels would change with each joined part, so a move names them by their places.
+                # Kernel indices change with each joined part, so an event refers to kernels by stream and
+                # distance.
                 kernel = kernel._replace(after=())
             order.add(kernel)
             yield kernel
@@ -175,7 +176,7 @@ def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: Str
         if event > 0:
             block = trace.blocks[event - 1]
             stream = streams.get(event - 1, DEFAULT_STREAM) if streams else DEFAULT_STREAM
-            # Graphs have a pool of their own: the stream keeps its blocks on separate stacks.
+            # Graphs have a separate pool: blocks of their stream are on separate stacks.
             if of_graphs and event - 1 in of_graphs:
                 stream = GRAPH_STREAM
             # `tuple.__new__` skips the named constructor: a long run has millions of blocks.
@@ -192,7 +193,7 @@ class StreamKernels:
     """The kernels of a trace's step so far, by stream, to convert between indices and relative positions."""
 
     def __init__(self) -> None:
-        self._of: list[tuple[int, int]] = []  # each kernel's stream and its index there
+        self._of: list[tuple[int, int]] = []  # stream of each kernel, and its index in the stream
         self._streams: dict[int, list[int]] = defaultdict(list)
 
     def add(self, kernel: Kernel) -> None:
@@ -206,7 +207,8 @@ class StreamKernels:
         streams.
         """
         of = [self._of[number] for number in kernels]
-        # Counted from the newest kernel, so that the last kernel has the same place in every micro-batch.
+        # The distance counts from the newest kernel, so that the last kernel has the same place in every
+        # micro-batch.
         return tuple(Place(stream, len(self._streams[stream]) - 1 - number) for stream, number in of)
 
     def numbers(self, places: Iterable[Place]) -> tuple[int, ...]:
@@ -223,9 +225,9 @@ class LiveSet:
 
     def __init__(self) -> None:
         self.allocs: list[Alloc] = []
-        """The allocation of every block, including freed ones."""
+        """Allocation of every block, including freed ones, by block number."""
         self.stacks: dict[Alloc, list[int]] = defaultdict(list)
-        """The live blocks of each stack, oldest first."""
+        """Numbers of the live blocks on each stack (blocks of equal allocations), oldest first."""
 
     def alloc(self, alloc: Alloc) -> int:
         """Allocate a memory block and return its number."""
@@ -285,7 +287,9 @@ class TraceWriter:
         self._last, self._streams = _SteadyStep(), dict[int, int]()
         self._stacks: dict[Alloc, list[int]] = defaultdict(list)
         self._by_move: dict[int, list[int]] = {}
-        """Stacks by the id of an event: repeated events are the same object, and hashing one is slow."""
+        """Stacks (lists of live blocks of equal allocations) by the id of an allocation event. Repeated
+        events are one object, and computing their hash is slow.
+        """
         self._step, self._phase, self._released = -1, "", False
         self._is_plain = all(map(_is_plain, moves))
 
@@ -320,10 +324,10 @@ class TraceWriter:
                 if move[2]:
                     last.awaited[number - 1] = last.order.numbers(move[2])
             elif type(move) is PhaseStart:
-                # Repeated pieces carry the step of their recording, so the caller sets the current one.
+                # Repeated events have the step of their recording, so the caller gives the current one.
                 begins = move.step if step is None else step
                 if begins != current:
-                    # Only the last step has kernels in a trace, so each new step drops those before it.
+                    # A trace has kernels of the last step only, so each new step drops those before it.
                     last = self._last = _SteadyStep()
                 current = self._step = begins
                 self._phase = move.phase
@@ -409,7 +413,7 @@ class TraceWriter:
         """Return True if the live blocks are those of `before`, with block numbers above `first` increased by
         `by`.
         """
-        # Blocks from before the repeated part stay; only those of the part itself may move.
+        # Blocks from before the repeated part stay. Only blocks of the part itself may move.
         stacks = {id(stack): stack for stack in self._stacks.values()}
         return all(
             stacks[key] == [number + by if number > first else number for number in numbers]
@@ -434,7 +438,7 @@ class TraceWriter:
             launches = time * len(of_kernels)
             last.waits += [wait + launches for wait in of_waits]
             last.launched += [event + later for event in launched]
-        # The stacks must continue as if every copy had been written.
+        # The stacks must have the same contents as if every copy had been written.
         by = times * len(of_blocks)
         for stack in {id(stack): stack for stack in map(self._stack, moves) if stack is not None}.values():
             stack[:] = [number + by if number > first else number for number in stack]

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
-# The first step creates the optimizer states. If the second ends with its first live blocks, it repeats.
+# The first step creates the optimizer states. If the second ends with the live blocks of its beginning, it
+# repeats.
 RECORDED_STEPS = 2
-"""Number of steps to record for a run of more steps."""
+"""Number of optimizer steps to record in place of a longer run."""
 
-# The first allocates the gradients, and the last frees its batch. Those between them are equal.
+# The first micro-batch allocates the gradients, and the last frees its batch. Those between them are equal.
 RECORDED_MICRO_BATCHES = 3
-"""Number of micro-batches to record for a step with more. The last but one is repeated."""
+"""Number of micro-batches to record for a step with more. The last but one represents the omitted ones."""
 
 
 class ShortRun(NamedTuple):
@@ -38,9 +39,9 @@ class ShortRun(NamedTuple):
     setup: Setup
     steps: int
     micro_batches: int
-    """Number of micro-batches in a step of the long run."""
+    """Number of micro-batches in a step of the long run that the short run represents."""
     skips: bool = False
-    """True if the run has all micro-batches, and skips forward and backward of most."""
+    """True if the run has all micro-batches but skips the forward and backward passes of most."""
 
 
 def whole_run(job: Job, setup: Setup, steps: int) -> ShortRun:
@@ -91,7 +92,7 @@ class PeriodicRun:
     build: Sequence[Move]
     """Events before the first step, such as the model's construction."""
     recorded: Sequence[Sequence[Piece]]
-    """Events of the recorded steps, of which the last is repeated."""
+    """Events of the recorded steps. The last recorded step represents all later ones."""
     steps: int
     rest: Sequence[Move]
     """Events after the last step."""
@@ -204,7 +205,7 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
     starts = micro_batch_starts(moves)
     if len(starts) == micro_batches:
         return _fill_skipped(moves, starts)
-    # Without the last micro-batch but one, the moves fit one micro-batch fewer.
+    # If the last micro-batch but one is omitted, the events are those of one micro-batch fewer.
     if len(starts) < RECORDED_MICRO_BATCHES or micro_batches < len(starts) - 1:
         return None
     before_last, last = starts[-2:]
@@ -231,6 +232,6 @@ def _fill_skipped(moves: Sequence[Move], starts: Sequence[int]) -> Sequence[Piec
 def _leaves_as_many(moves: Sequence[Move]) -> bool:
     """Return True if these events leave the number of live blocks unchanged, for each stack (blocks with
     equal properties)."""
-    # Equal counts per stack suffice: a stack identifies blocks only by their position.
+    # Equal counts per stack suffice, since a stack identifies blocks only by their position.
     allocated = Counter([move.stack for move in moves if type(move) is Alloc])
     return allocated == Counter([move.stack for move in moves if type(move) is Free])

@@ -1,7 +1,7 @@
 """The trace: every allocation, free and kernel of a recorded run, in order, each with its origin.
 
-A trace is plain data. `blocks` are the allocations, in order. `events` contains allocations and frees. There
-`i + 1` allocates block `i`, `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never
+A trace is plain data. `blocks` are the allocations, in order. `events` contains allocations and frees: `i +
+1` allocates block `i`, and `-(i + 1)` frees it. Blocks that outlive the run (weights, states) are never
 freed. `marks` are positions between two events, such as the start of a phase. All predicted bytes follow from
 these three lists.
 """
@@ -24,7 +24,8 @@ GENERATED = "generated::"
 """Prefix for the name of a kernel that a compiler generated."""
 
 PREPARED = "Memcpy HtoD, prepared"
-"""Name of the copy of a batch from page-locked host memory, prepared by `Kernel.tensors` worker processes."""
+"""Name of the copy of a batch from page-locked host memory, which `Kernel.tensors` worker processes prepared.
+"""
 
 
 COPY_OUT = "Memcpy DtoH, activations"
@@ -41,7 +42,7 @@ PREFETCH = "cudaMemPrefetchAsync"
 """Name of an entry for a prefetch: the host requests pages of managed memory before the device needs them."""
 
 COPIES = frozenset({COPY_OUT, COPY_BACK})
-"""Names of copies that run in parallel to the computation, one after the other."""
+"""Names of copies of activations, which run in parallel to the computation, one after the other."""
 
 STAGE_OUT = "Memcpy DtoH, update"
 """Name of a copy of weights or gradients to page-locked host memory, in the computing stream."""
@@ -53,7 +54,7 @@ STAGE_BACK = "Memcpy HtoD, update"
 """Name of a copy of updated weights to the device, in the computing stream."""
 
 WORK_ON_HOST = "pass of the host"
-"""Name of an entry for the host's own reads and writes of weights, gradients or optimizer states."""
+"""Name of an entry for reads and writes of weights, gradients or optimizer states by the host itself."""
 
 SWAPPED = "swap with the disk"
 """Name of an entry for a wait of the host while a disk reads or writes weights, gradients or optimizer
@@ -102,7 +103,7 @@ BY_HOST = frozenset(
         PINNED_ON_HOST,
     }
 )
-"""Names of entries that run on the host and not on the device."""
+"""Names of entries whose work the host does, and not the device."""
 
 STAGED = frozenset({STAGE_OUT, STAGE_BACK})
 """Names of copies of weights and gradients in the computing stream."""
@@ -118,7 +119,7 @@ COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BRO
 is gathered or scattered, as in NCCL's tests."""
 
 ALONE = (1, 0)
-"""Value of `Kernel.peers` for a kernel without communication."""
+"""Value of `Kernel.peers` for a kernel that does not communicate."""
 
 WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::baddbmm_"})
 """Names of matrix products that add their first operand."""
@@ -126,7 +127,7 @@ WITH_BIAS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addmm_", "aten::ba
 MATRIX_PRODUCTS = WITH_BIAS | {"aten::mm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_mm"}
 
 CASTS, STRIDED, TRANSPOSED, WITH_DROPOUT = "casts", "strided", "transposed", "with dropout"
-"""Values of `Kernel.layout` for torch's operators."""
+"""Values of `Kernel.layout` for kernels of torch's own operators."""
 
 POINTWISE, REDUCTION = "generated pointwise", "generated reduction"
 WITH_FUNCTIONS, WITH_RANDOM = "generated with functions", "generated with random numbers"
@@ -141,7 +142,7 @@ class Block(NamedTuple):
     """One memory block of a run, of at least one byte, from its allocation to its free."""
 
     nbytes: int
-    """Requested bytes, before the allocator rounds them."""
+    """Bytes that the program requested, before the allocator rounds them."""
     operator: str
     """Name of the torch operator that requested the block (`aten::addmm`), or the block's purpose (`cuBLAS
     workspace`)."""
@@ -164,8 +165,7 @@ Other streams count from 1, in the order of their creation.
 """
 
 GENERATOR_BYTES = 8
-"""Size in bytes of each of two numbers on the device: seed and offset of a random generator that CUDA graphs
-use.
+"""Size in bytes of the seed, and of the offset, of a random generator that CUDA graphs use on the device.
 
 The source is `c10::CUDAGeneratorState::register_graph`.
 """
@@ -219,24 +219,23 @@ class Kernel(NamedTuple):
     phase: str
     flops: int
     nbytes: int
-    """Bytes read and written."""
+    """Bytes that the kernel reads and writes."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the first three tensor inputs."""
     dtype: str
-    """Dtype of the first input; `tf32` for a product of fp32 tensors that runs in it."""
+    """Dtype of the first input; `tf32` for a product of fp32 tensors that is computed in TF32."""
     tensors: int
     """Number of input tensors; for foreach optimizers, the tensors in their lists."""
     layout: str = ""
-    """Property that selects a kernel besides the operands' sizes.
+    """Property of the operands that changes the kernel's speed, besides their sizes.
 
     For a pointwise operator or a copy: `strided` for operands with different strides, `casts` for mixed
     precisions. `transposed` means that an operand larger than any cache is read across its rows. For
-    attention: `with dropout`. For a kernel that a compiler generated: the bound of its speed (`POINTWISE` and
-    the constants after it).
+    attention: `with dropout`. For a kernel that a compiler generated: its speed class (`POINTWISE` and the
+    constants after it).
     """
     leading: tuple[int, ...] = ()
-    """Leading dimensions of a matrix product's operands, as in BLAS: the stride from row to row, in
-    elements."""
+    """Leading dimensions of a matrix product's operands, as in BLAS: the strides in elements between rows."""
     recomputed: bool = False
     """True for a forward operator that runs again in the backward pass."""
     modules: int = 0
@@ -296,9 +295,9 @@ class Peak(NamedTuple):
     """The moment of a run with the most requested bytes alive."""
 
     nbytes: int
-    """Requested bytes, before the allocator rounds them."""
+    """Bytes requested at the peak, before the allocator rounds them."""
     position: int
-    """Index of the first event after which this many bytes are alive; -1 without allocations."""
+    """Index of the event after which the peak is first reached; -1 without allocations."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +314,7 @@ class Trace:
     kernels: tuple[Kernel, ...]
     """Kernels of the last step only, which all later steps would repeat."""
     waits: tuple[int, ...]
-    """Indices of the kernels before which the host waits for the device, in the last step."""
+    """Indices, in the last step, of the kernels before which the host waits for the device."""
     attention: tuple[str, ...]
     """Names of the attention kernels that the run uses."""
     doubts: tuple[str, ...] = ()
@@ -328,13 +327,13 @@ class Trace:
     The allocator never uses the memory of one stream for another.
     """
     awaited: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Kernels of other streams in the last step that are unfinished when a block is freed, by the block's
-    index.
+    """Kernels of other streams that are unfinished when a block is freed, by the block's index. They are
+    kernels of the last step.
 
-    The allocator does not reuse the block before they finish.
+    The allocator reuses the block only after they finish.
     """
     launched: tuple[int, ...] = ()
-    """Number of events before each kernel; empty unless `awaited` has entries."""
+    """Number of events before each kernel; empty if `awaited` is empty."""
     groups: int = 0
     """Number of process groups with communication, besides that of all ranks."""
     passes: tuple[int, ...] = ()
@@ -356,7 +355,7 @@ class Trace:
 
     @property
     def syncs(self) -> int:
-        """Number of times the last step of a trace waits for the device."""
+        """Number of times that the host waits for the device in the last step of a trace."""
         return len(self.waits)
 
     def live(self) -> list[int]:
@@ -398,6 +397,8 @@ class Recording(NamedTuple):
     """Every mark of the run, in order: the trace's own, ends of steps, and kernels and waits of the last
     step."""
     varies: bool = False
-    """True if the model's code depends on a micro-batch's values, so that none represents the others."""
+    """True if the model's code depends on the values in a micro-batch. Then no micro-batch represents the
+    others.
+    """
     settled: bool = True
-    """True if the last two steps replayed every CUDA graph of these steps."""
+    """True if the last two steps replayed every one of their CUDA graphs."""

@@ -68,7 +68,9 @@ class LoaderHandler(Handler):
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The allocator's environment variable, and its name before torch 2.9, which torch still reads."""
+"""Names of the allocator's environment variable: the present one, and the one before torch 2.9, which torch
+still reads.
+"""
 
 EXPANDABLE = "expandable_segments:True"
 

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Slot, Technique
 
 Context = Callable[[], AbstractContextManager[Any]]
-"""A function that returns a context manager, which is entered once."""
+"""Type of a function that returns a context manager, which is entered once."""
 
 
 STAYS = "stays"
-"""Result of `Handler.built_on` for a model on the host that `distribute` moves to the devices."""
+"""Result of `Handler.built_on` for a model that is built on the host and that `distribute` moves to the
+devices.
+"""
 
 
 @contextlib.contextmanager
@@ -50,16 +52,16 @@ class LiveTraining:
     """A model already in training, and the new recipe that is applied to it."""
 
     front_end: str
-    """Name of the front-end, one of `applier.FRONT_ENDS`."""
+    """Name of the user's training loop (front-end), one of `applier.FRONT_ENDS`."""
 
     recipe: Recipe
     """The new recipe that is applied to the model."""
 
     model: Any
-    """The model; a handler may replace it by another."""
+    """Model in training; a handler may replace it."""
 
     device: torch.device
-    """The device of all of the model's weights."""
+    """Device on which all of the model's weights are."""
 
     own_forwards: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     """Modules with a replaced forward method, each with its attributes before the replacement."""
@@ -90,7 +92,7 @@ class ScriptContext:
     """True for a script with a Trainer, whose arguments express most fields."""
 
     library: str
-    """`transformers` and its version, for messages."""
+    """Name and version of `transformers`, for messages."""
 
     checkpointing_name: str
     """Name of the checkpointing method in this version of transformers."""
@@ -129,22 +131,22 @@ class Handler:
     """
 
     wish: ClassVar[str]
-    """Name of the field of `Setup`."""
+    """Name of the field of `Setup` that the handler applies."""
 
     slot: ClassVar[Slot]
-    """Slot of the techniques that set the field."""
+    """Slot (choice of a recipe) of the techniques that set the field."""
 
     stage: ClassVar[InstallStage]
-    """Stage at which the handler runs, before those of later stages."""
+    """Stage of the model's preparation at which the handler runs. Stages run in order."""
 
     refused: ClassVar[Mapping[str, str]] = {}
-    """Front-ends that cannot implement the field, each with the reason."""
+    """Front-ends (training loops) that cannot implement the field, each with the reason."""
 
     accelerate_does_it: ClassVar[bool] = False
-    """True if accelerate's own arguments add the field's effect around a forward pass."""
+    """True if accelerate's own arguments apply the field around a forward pass."""
 
     read_by_loops: ClassVar[bool] = False
-    """True if every loop implements the field itself and reads it from the Setup."""
+    """True if every training loop reads the field from the Setup and implements it itself."""
 
     def why_refused(self, value: Any, front_end: str) -> str:
         """Return the reason why a loop that implements the field cannot implement this value; empty if it

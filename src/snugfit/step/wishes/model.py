@@ -47,7 +47,7 @@ class AttentionHandler(Handler):
         modules for a feature's attention.
         """
         now = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        # `sdpa` is the plain wish, under which a model without it keeps its own attention.
+        # `sdpa` is the default setting, with which a model without SDPA keeps its own attention.
         if value != "sdpa" and now not in (None, value) and hasattr(model, "set_attn_implementation"):
             with no_package_asked_for(value, next(model.parameters()).device):
                 model.set_attn_implementation(value)
@@ -89,7 +89,7 @@ class AttentionHandler(Handler):
         """
         self.import_code(value)
         now = getattr(getattr(live.model, "config", None), "_attn_implementation", None)
-        # An attention of our own has changed modules, which transformers' switch does not undo.
+        # snugfit's own attention functions have changed modules, which transformers' switch does not undo.
         if now != value and (before := own_attentions().get(now)):
             before.leave.run(live.model)
         if now == value or not hasattr(live.model, "set_attn_implementation"):

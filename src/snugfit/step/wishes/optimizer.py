@@ -1,4 +1,4 @@
-"""Handler of the Setup's optimizer, which is made after all changes of modules."""
+"""Handler of the Setup's optimizer, which is created after all changes of modules."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def known_numbers(wish: OptimizerWish, numbers: Mapping[str, Any]) -> dict[str, 
     """Return the user's hyperparameters, such as `lr`, that the constructor takes and the recipe does not
     set.
 
-    Only hyperparameters with the same meaning in every optimizer are included. `eps` has it only with two
-    `betas` (Adafactor has two of them, AdEMAMix three betas).
+    Only hyperparameters with the same meaning in every optimizer are included. `eps` is included only with
+    two `betas` (Adafactor has two `eps`, AdEMAMix three `betas`).
     """
     accepted = inspect.signature(wish.factory.resolve()).parameters.keys() - wish.factory.arguments.keys()
     is_of_adam = "betas" in accepted and len(numbers.get("betas", ())) == 2

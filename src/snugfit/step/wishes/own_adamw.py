@@ -1,4 +1,4 @@
-"""Base class of AdamW variants with an update of their own, and the parts that they share."""
+"""Base class of AdamW variants with a separate update, and functions that they share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from snugfit.errors import RecipeError
 
 STEP = "step"
-"""Key of an optimizer state for the number of steps of a weight."""
+"""Key of an optimizer's state under which it stores a weight's number of steps."""
 
 
 class OwnAdamW(torch.optim.Optimizer):
     """Base class of AdamW variants: it has the arguments and defaults of torch's AdamW, without an update."""
 
     further: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of a subclass with their defaults, which are stored in groups too."""
+    """Further arguments of a subclass, with their defaults. They are stored in the parameter groups too."""
 
     def __init__(
         self,

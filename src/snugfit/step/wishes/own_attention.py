@@ -21,16 +21,17 @@ class OwnAttention:
     why_no_script: str
     """Reason why no exported script can use the attention."""
     register: Call
-    """Function that registers the attention in transformers."""
+    """Function that registers the attention function in transformers."""
     enter: Call
     """Function that changes a given model to compute with the attention."""
     leave: Call
-    """Function that undoes the changes of `enter` in a given model."""
+    """Function that undoes the changes that `enter` made to a model."""
     pieces: Call
-    """Function that returns host micro-batches in the form that the attention takes; its arguments are the
-    loop, the model and micro-batches."""
+    """Function that converts micro-batches on the host to the form that the attention takes. Its arguments
+    are the loop, the model and the micro-batches.
+    """
     on_cpu: Call
-    """Context manager for a simulated step of a CPU."""
+    """Function that returns a context manager for a simulated step on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,8 @@ class PackageAttention:
     refuse: Call
     """Function that raises `RecipeError` for a device on which the kernels cannot run."""
     on_shapes: Call
-    """Context manager for a simulated step, in which the kernels compute shapes."""
+    """Function that returns a context manager for a simulated step, in which the kernels compute only shapes.
+    """
 
 
 @functools.cache

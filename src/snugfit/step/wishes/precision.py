@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 MIXED = {None: "no", "bfloat16": "bf16", "float16": "fp16"}
-"""accelerate's `mixed_precision` by the dtype of autocast."""
+"""Values of accelerate's `mixed_precision` argument, by the dtype of autocast."""
 
 
 class AutocastHandler(Handler):

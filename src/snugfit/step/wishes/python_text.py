@@ -1,4 +1,6 @@
-"""Values and calls as Python text, for exported scripts; strings have double quotes, as formatters like."""
+"""Convert values and calls to Python text for exported scripts. Strings have double quotes, as code
+formatters write them.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ class CallText:
     """A call of another library's function with its arguments, as Python text."""
 
     imported: str
-    """The line that imports the function."""
+    """Line of Python that imports the function."""
 
     called: str
-    """The expression that calls the function."""
+    """Python expression that calls the function."""
 
 
 def call_text(call: Call, first: str) -> CallText | None:

@@ -38,7 +38,7 @@ class MicroBatches(Technique):
     counterparts: ClassVar = (Counterpart(arguments={"gradient_accumulation_steps": Setting("n")}),)
 
     n: int = between(1, 1 << 20)
-    """Pieces; a divisor of the global batch."""
+    """Number of micro-batches in a step; a divisor of the global batch."""
 
     @property
     def value(self) -> int:
@@ -59,7 +59,7 @@ class MicroBatches(Technique):
         """Return the reason why no plan may split this job's batch; empty if it may. Its samples may depend
         on each other, or random data may hide such a dependence.
         """
-        # A loss that compares samples (contrastive, batch statistics) has another value for pieces.
+        # A loss that compares samples (contrastive, batch statistics) has another value for micro-batches.
         if reason := mixing_of(job).reason:
             return (
                 f"its loss is not a mean over samples, so a batch in pieces would train differently: {reason}"

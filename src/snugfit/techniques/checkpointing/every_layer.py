@@ -54,7 +54,7 @@ class EveryLayer(Technique):
             note="snugfit uses non-reentrant checkpoints, which keep the same inputs. torch advises "
             "against reentrant ones",
         ),
-        Counterpart(  # its inputs wait on the host, which belongs to another slot
+        Counterpart(  # its inputs are copied to the host, which is another slot's technique
             arguments={
                 "activation_checkpointing": True,
                 "activation_checkpointing_kwargs.use_reentrant": False,

@@ -36,7 +36,7 @@ class EveryNthLayer(Technique):
                 "activation_checkpointing_kwargs.offload": False,
             }
         ),
-        Counterpart(  # its inputs wait on the host, which belongs to another slot
+        Counterpart(  # its inputs are copied to the host, which is another slot's technique
             arguments={
                 "activation_checkpointing": True,
                 "activation_checkpointing_kwargs.use_reentrant": False,
@@ -47,7 +47,9 @@ class EveryNthLayer(Technique):
     )
 
     n: int = between(1, 10_000, default=2)
-    """Interval of the recomputed layers, from the first: with 2 every second one, with 1 every layer."""
+    """Interval between recomputed layers, which start with the first: with 2 every second layer, with 1 every
+    layer.
+    """
 
     @property
     def value(self) -> CheckpointWish:

@@ -29,14 +29,14 @@ class FirstLayers(Technique):
     elsewhere: ClassVar = ("recompute_num_layers", "recompute_method", "activations_checkpoint_num_layers")
 
     k: int = between(1, 10_000)
-    """Number of recomputed layers, from the first; an encoder and a decoder have as many each. The number of
-    all layers is `every_layer`.
+    """Number of recomputed layers, from the first, in each of encoder and decoder if the model has both. For
+    all layers, use `every_layer`.
     """
 
     @property
     def value(self) -> CheckpointWish:
         """Return the checkpointing setting for the first k layers, each recomputed by itself."""
-        # Backward comes to the first layers last, when the activations of all others are freed.
+        # Backward reaches the first layers last, when the activations of all others are freed.
         return CheckpointWish(first=self.k)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -65,7 +65,7 @@ class FirstLayers(Technique):
         """Return first_layers(k) for k from 1 to L - 1 in a model with L layers. Each recomputes more and
         needs less memory than the one before.
         """
-        # All layers together are `every_layer`, a technique of its own.
+        # The technique for all layers is `every_layer`.
         return [cls(k=k) for k in range(1, job.model.layers)]
 
     @classmethod

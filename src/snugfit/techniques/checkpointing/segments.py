@@ -35,7 +35,7 @@ class Segments(Technique):
     elsewhere: ClassVar = ("checkpoint_sequential",)
 
     k: int | None = between(1, 10_000, default=None)
-    """Segments per stack of layers; by default the square root of its length, rounded."""
+    """Number of segments in each stack of layers; by default the square root of its length, rounded."""
 
     @property
     def value(self) -> CheckpointWish:
@@ -47,7 +47,7 @@ class Segments(Technique):
         models whose layers return more than the hidden state.
         """
         yield from dropped_prefix(job)
-        # A segment's layers are called together and pass on the hidden state alone.
+        # The layers of a segment are called together and pass on only the hidden state.
         if job.trains and job.model.architecture in HANDING_ON:
             yield (
                 f"the layers of {job.model.architecture} pass a position bias from one to the next, so "

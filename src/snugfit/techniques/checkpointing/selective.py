@@ -36,16 +36,17 @@ class Selective(Technique):
     elsewhere: ClassVar = ("selective_checkpointing", "selective_activation_checkpointing")
 
     what: What
-    """Results to keep: `attention` (fused), `products` (attention, products with weights, convolutions) or
-    `every_other_product` (attention, every second product). Attention with dropout is kept only in a recorded
-    step with seeded dropout.
+    """Results that a recomputed layer keeps: `attention` (fused), `products` (attention, products with
+    weights, convolutions) or `every_other_product` (attention, every second product). Attention with dropout
+    is kept only in a recorded step with seeded dropout.
     """
 
     def install(self, setup: Setup) -> Setup:
         """Set checkpointing of each layer by itself, with the results of some operators kept. Attention with
         dropout is kept only in CUDA graphs with seeded dropout, which cannot draw random numbers twice.
         """
-        # A recorded step cannot draw twice, so attention is kept; seeds repeat all other dropout.
+        # A recorded step (CUDA graph) cannot draw the same numbers twice, so attention is kept. Seeds repeat
+        # all other dropout.
         drawn = draws_once(setup) and seeds_dropout(setup)
         return setup.with_fields(checkpoint=CheckpointWish(keep=self.what, keep_drawn=drawn))
 
@@ -74,13 +75,14 @@ class Selective(Technique):
         measured and predicted.
         """
         stated = {} if job.model.module is not None else job.model.config
-        # The width in the job's own config avoids an import of transformers for most jobs.
+        # The width in the job's config makes an import of transformers unnecessary for most jobs.
         short = not has_sequence(job.task) or job.sequence_length < _stated_width(stated)
         if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
-            if may_be_seeded(stated.get("model_type")):  # the one kind of recomputing that can be recorded
+            if may_be_seeded(stated.get("model_type")):  # the only recomputation that CUDA graphs can record
                 return ""
             return f"attention has dropout ({dropout}), so it is computed again and not kept"
-        # A token costs 24 h^2 in products with weights and 4 s h in attention: below a seventh if s < h.
+        # A token costs 24 h^2 FLOPs in products with weights and 4 s h in attention. These are below a
+        # seventh if s < h.
         if short or job.sequence_length < _width(job):
             return (
                 "attention is less than a seventh of a layer's work where sequences are shorter than the "
@@ -113,7 +115,7 @@ class Selective(Technique):
 def _stated_width(facts: Mapping[str, Any]) -> int:
     """Return the hidden size in the model's own config, without importing transformers; 0 if the config has
     sub-configs."""
-    # A config with parts has a width for each, and only transformers knows the one of the text.
+    # A config with several parts has a width for each, and only transformers can return that of the text.
     parts = any(isinstance(value, Mapping) for key, value in facts.items() if key.endswith("config"))
     width = 0 if parts else facts.get("hidden_size", 0)
     return width if isinstance(width, int) else 0

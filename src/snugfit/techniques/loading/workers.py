@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 FEW = 2
-"""Worker processes that a plan takes for batches of tokens, enough for any step."""
+"""Number of worker processes that a plan chooses for batches of tokens. Two suffice for any step."""
 
 MOST = 8
 """Largest number of worker processes in a plan (chosen): hosts have that many cores for each GPU."""
 
 BYTES_OF_ONE = 3 * 2**20
-"""Bytes of fp32 pictures or sound per worker. One process prepares them in some 4 ms at the packaged rates of
-a host, so that few steps wait for them.
+"""Bytes of fp32 pictures or sound that a plan assigns to each worker. A worker prepares them in some 4 ms at
+the packaged rates of a host, so that few steps wait for them.
 """
 
 
@@ -45,7 +45,7 @@ class Workers(Technique):
     )
 
     n: int = between(1, 256, default=FEW)
-    """Processes that prepare batches."""
+    """Number of worker processes that prepare batches."""
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -2,7 +2,7 @@
 
 State: two fp32 moments, 8 bytes an element of fp32 weights. The lists make few kernels, and one temporary as
 large as all weights together (the square roots of the second moments). That temporary is the peak when
-activations are few. torch picks foreach by itself on CUDA; the recipe sets it by name so that every device
+activations are few. torch selects foreach by itself on CUDA. The recipe sets it by name so that every device
 does the same.
 """
 

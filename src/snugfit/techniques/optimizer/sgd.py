@@ -22,7 +22,7 @@ class Sgd(Technique):
     )
 
     momentum: float = between(0.0, 1.0, default=0.9)
-    """Share of the last update in the next one; 0 keeps no state at all."""
+    """Share of the previous update that is added to the next; with 0 the optimizer keeps no state."""
 
     @property
     def value(self) -> OptimizerWish:

@@ -1,7 +1,7 @@
 """Everything in bfloat16: weights, activations, gradients and optimizer states, half of fp32 throughout.
 
 bfloat16 has 8 significant bits, so an update below about 1/256 of a weight is lost in the addition. Small
-learning rates stall where fp32 weights would move. It learns, but it is another algorithm. The optimizer
+learning rates stall where fp32 weights would move. The model learns, but by another algorithm. The optimizer
 `adamw_stochastic` rounds so that none is lost on average.
 """
 

@@ -41,7 +41,7 @@ class Fp16(Technique):
         """Return True if `other` is `bf16` and the GPU multiplies bfloat16 at float16's rate. `bf16` needs no
         gradient scaler.
         """
-        # From Ampere on, both have the same rate, and bfloat16 needs no scaler.
+        # From Ampere on, both have the same speed, and bfloat16 needs no gradient scaler.
         return other.name == "bf16" and compute_capability is not None and compute_capability >= (8, 0)
 
     @classmethod

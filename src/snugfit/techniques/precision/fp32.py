@@ -1,6 +1,6 @@
 """Everything in 32 bits: weights are cast up when they are loaded; activations, gradients and states follow.
 
-For weights that are loaded in 32 bits anyway it changes nothing.
+It has no effect on weights that are loaded in 32 bits.
 """
 
 from __future__ import annotations

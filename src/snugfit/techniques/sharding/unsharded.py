@@ -1,4 +1,6 @@
-"""Default technique without sharding: the loop trains the model itself, and the GPU holds all that trains."""
+"""Default technique without sharding: the loop trains the model itself, and the GPU has all trained weights
+and states.
+"""
 
 from __future__ import annotations
 
