@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from snugfit.cli.request import Request
 
 TAKE_AUTO = ("predict", "measure", "train")
-"""Commands that replace `auto` in a recipe: those about one recipe on one GPU."""
+"""Commands in which `auto` in a recipe is replaced by a found recipe: those that run one recipe on one GPU.
+"""
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
@@ -188,7 +189,7 @@ def file_option(name: str, help: str, endings: Sequence[str], rule: str) -> Any:
 
 
 PLOT_FILE = ((".png", ".svg"), "a plot is a .png or a .svg file")
-"""Endings of a plot's file, and their rule."""
+"""Allowed file endings of a plot, and the sentence of the error for any other."""
 Details = Annotated[
     bool, typer.Option("--details", "-v", "--verbose", help="Print the whole report, with tables.")
 ]

@@ -45,22 +45,25 @@ from snugfit.techniques.registry import features, hooks
 from snugfit.training.ranks import ToldElsewhere
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]
-"""Typer's root of all usage errors. It carries click with it under a private name, so the class is reached
-through the one public member of its family."""
+"""The base class of all usage errors in typer's private copy of click, reached through the public
+`BadParameter`."""
 
 INTERRUPTED = 130
 FEW_COLLECTIONS = 100_000
-"""Number of objects created between two garbage collections; Python's own number is 700."""
+"""Number of objects created between two garbage collections, fewer than with Python's own threshold of 700.
+"""
 
 SHORT_FORMS = {
     "--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-len": "--sequence-length",
     "--context": "--sequence-length", "--ctx": "--sequence-length", "--context-length": "--sequence-length",
     "--data": "--dataset", "--vram": "--memory", "--device": "--gpu",
 }  # fmt: skip
-"""Options that people guess, whose letters are too far from ours to be found by likeness."""
+"""Options that users guess, each with the right option, where the spelling is too different to find it by
+similarity."""
 
 SHORTEST_WORD = 4
-"""Smallest length of a word that identifies an option: `--gpu` is as similar to `--cpu` as to any other."""
+"""Smallest number of letters of a word in an option that is compared with a mistyped one. Shorter words such
+as `gpu` and `cpu` are too similar."""
 
 app = typer.Typer(
     name="snugfit",
@@ -181,10 +184,10 @@ NO_COMMANDS = {
     "help": "It is written --help: `snugfit --help`, `snugfit plan --help`.",
     "version": "It is written --version: `snugfit --version`.",
 }
-"""Words that people write as a command, with advice for each."""
+"""Words that users type as a command but that are none, each with advice for the error message."""
 
 REMOVED_OPTIONS = {option: advice for one in features() for option, advice in one.removed_options.items()}
-"""Options of earlier versions and of other commands, each with advice."""
+"""Options of earlier versions and of other commands, each with advice for the error message."""
 
 
 def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:

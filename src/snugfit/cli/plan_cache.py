@@ -50,10 +50,10 @@ _Answer = TypeVar("_Answer", bound=Storable)
 
 
 LARGEST_FILE = 16 << 20
-"""Largest size of one stored answer in bytes. A plan is some hundred kilobytes."""
+"""Largest size of one stored plan in bytes. A plan has some hundred kilobytes."""
 
 LARGEST_FOLDER = 64 << 20
-"""Largest size of all stored answers together in bytes: some hundreds of answers."""
+"""Largest size of all stored plans together in bytes, enough for some hundreds of them."""
 
 
 def folder() -> Path:

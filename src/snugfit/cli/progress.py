@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from snugfit.errors import escape_controls
 
 SPINNER = 3
-"""Number of columns without text: the spinner, a space, and the terminal's last."""
+"""Number of terminal columns that the progress text cannot use: the spinner, a space, and the last column."""
 
 QUIET = 30.0
-"""Seconds before the second line where stderr is not a terminal. Each further one comes when twice as much
-time has passed, so that hours are a dozen lines."""
+"""Seconds until the second progress line where stderr is not a terminal. The time between lines then doubles,
+so that hours of work give a dozen lines."""
 
 
 @contextmanager

@@ -25,10 +25,11 @@ from typing import TextIO
 from snugfit.errors import SnugfitError, escape_controls
 
 SIMILAR_LETTERS = {"×": "x", "→": "->", "·": "-", "–": "-", "—": "-", "…": "...", "’": "'", "µ": "u"}
-"""Replacements of letters that an encoding does not have, apart from those of tables and curves."""
+"""ASCII replacements of characters that the output's encoding lacks, apart from those of tables and curves.
+"""
 
 SIMILAR = "snugfit.similar"
-"""Name of the error handler that uses `SIMILAR_LETTERS`."""
+"""Name of the codec error handler that uses `SIMILAR_LETTERS`."""
 
 
 def similar_letters(fault: UnicodeError) -> tuple[str, int]:

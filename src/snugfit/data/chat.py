@@ -24,11 +24,12 @@ class ChatTokens(NamedTuple):
 
     ids: list[int]
     assistant: list[bool] | None
-    """One flag per token, True for the assistant's tokens; None if the template has no marks."""
+    """One flag per token, True for tokens that the assistant wrote. None if the chat template does not mark
+    them."""
 
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""ShareGPT's names of the speakers, mapped to roles."""
+"""Names of speakers in ShareGPT datasets, mapped to the roles of chat templates."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -37,8 +38,8 @@ ALL_WORDS = (
     "of the conversations, also the user's."
 )
 ONLY_THE_ASSISTANT = "The model learns only the assistant's words, which the chat template marks."
-"""The note on a dataset of conversations whose loss counts the assistant's tokens alone; otherwise it is
-`ALL_WORDS`."""
+"""Note for the user on conversations in which only the assistant's tokens enter the loss. All other
+conversations get `ALL_WORDS`."""
 
 NO_TOOLS = "The column 'tools' is ignored: conversations are written without tools."
 

@@ -33,10 +33,11 @@ class Collate:
     """A picklable function from samples of tokens (`samples.py`) to the model's batch."""
 
     job: Job
-    """The job: its task decides the kind of labels, its lengths limit those of a batch."""
+    """The training job. Its task determines the kind of labels, and its sequence lengths limit those of a
+    batch."""
 
     pad_token: int
-    """The token that pads sequences."""
+    """The token id that pads sequences."""
 
     pad_to_multiple_of: int | None = field(default=None, kw_only=True)
     """The length of a batch is rounded up to a multiple of this number of tokens."""

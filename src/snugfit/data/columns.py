@@ -24,7 +24,8 @@ INPUTS: dict[Task, tuple[Form, ...]] = {
     Task.MASKED_LM: (("input_ids",), ("text",)),
     Task.SEQ2SEQ_LM: (("input_ids",), ("source", "target")),
 }
-"""The forms of input of each task. Modules from Python need datasets of their own; features read theirs."""
+"""Sets of columns that give the input of each task, in the order of preference. Other tasks need prepared
+samples."""
 
 USUAL: dict[Form, tuple[Form, ...]] = {
     ("input_ids",): (("input_ids",),),
@@ -53,7 +54,7 @@ LABELS: dict[Task, Form] = {
 """Names of the label's column per task, for inputs that are not token ids."""
 
 NO_TEXT = ("id", "idx", "index", "guid", "label", "labels", "label_text", "__index_level_0__")
-"""Names of columns that are never guessed to be the text."""
+"""Names of columns that are never taken for the text of a sample."""
 
 
 def columns_of(

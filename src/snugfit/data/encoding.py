@@ -28,7 +28,8 @@ from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
 
 ROWS_AT_ONCE = 512
-"""Number of rows per call of the tokenizer: enough for a fast tokenizer's threads, and little memory."""
+"""Number of dataset rows per call of the tokenizer. It occupies a fast tokenizer's threads and needs little
+memory."""
 
 Numbered = Sequence[tuple[int, Row]]
 
@@ -41,16 +42,17 @@ class Encoded:
     """The token ids of the input."""
 
     labels: list[int] | None = None
-    """One label per token, or the target's tokens. For words, each token's index into `row_labels`."""
+    """One label per token, or the tokens of the target sequence. For rows of words, an index into
+    `row_labels` per token."""
 
     row_labels: list[Any] = field(default_factory=list)
-    """Labels as the row has them, not yet numbers: one per word, or one per sequence."""
+    """Labels in the dataset's own form, such as names of classes: one per word, or one per sequence."""
 
     types: list[int] | None = None
-    """1 for each token of the second text, else 0; None if the model takes no types."""
+    """Token types: 1 for each token of the second text, else 0. None if the model has no token types."""
 
     cut: int = 0
-    """Number of truncated tokens."""
+    """Number of tokens lost by truncation."""
 
 
 @final
@@ -68,10 +70,10 @@ class Encoder:
     ) -> None:
         self.rows, self.columns, self.job = rows, columns, job
         self.tokenizer = tokenizer
-        """The tokenizer; None for rows of token ids."""
+        """The tokenizer; None if the dataset has token ids instead of texts."""
         self.limit = limit
-        """Largest number of tokens of an input. None, for packing, truncates nothing and ends each text with
-        the end token."""
+        """Largest number of tokens of an input. None packs texts: nothing is truncated, and the end token
+        closes each text."""
 
     def __iter__(self) -> Iterator[Encoded]:
         encoders = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Where = Callable[[int], str]
-"""The type of a function that returns the place of the n-th value, for an error message."""
+"""The type of a function that returns the location of the n-th label in the dataset, for an error message."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _KINDS = {int: "a number", str: "text"}

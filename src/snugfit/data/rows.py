@@ -43,8 +43,8 @@ ROLES = (
     "input_ids",
     "messages",
 )
-"""Names of the roles that a column may have in a task, apart from those of features; `columns.py` has the
-roles of each task."""
+"""Roles of columns in training samples, which a user may assign to columns by name; `columns.py` has those of
+each task."""
 
 
 class Rows(Indexed[Row]):
@@ -53,7 +53,7 @@ class Rows(Indexed[Row]):
     """
 
     source: str
-    """The file or folder, as it was given."""
+    """Path of the dataset's file or folder, as the user gave it."""
 
     columns: tuple[str, ...]
     """The names of the first row's columns."""
@@ -62,10 +62,11 @@ class Rows(Indexed[Row]):
     """The folder that relative paths in a row start from: that of the file, if there is one."""
 
     same_columns: bool = False
-    """True if every row has every column. Then all files of one dataset must have the same columns."""
+    """True if every row has every column. A dataset of several files then needs equal columns in all of them.
+    """
 
     named: Mapping[str, str] = {}
-    """The columns that the user has named, by role."""
+    """Columns that the user assigned, by role (`text`, `label`, ...)."""
 
     def __iter__(self) -> Iterator[Row]:
         return (self._item(index) for index in range(len(self)))

@@ -56,10 +56,10 @@ class Samples(IndexedSamples):
     """The token ids of each sample."""
 
     types: Ragged | None = None
-    """1 for each token of a second text, else 0."""
+    """Token types: 1 for each token of a second text, else 0. None without token types."""
 
     masking: Masking | None = None
-    """The masking of a masked language model."""
+    """Random masking of tokens for masked language models; None for other tasks."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -155,7 +155,7 @@ class _RowLabels:
 
     values: list[Any]
     rows: array[int]
-    """The index of the row of each value."""
+    """The index of the dataset row of each label."""
 
     def where(self, where: Where) -> Where:
         return lambda index: where(self.rows[index])
@@ -270,8 +270,8 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
 
 
 PREDICTED, HIDDEN, REPLACED = 0.15, 0.8, 0.1
-"""Share of tokens to predict, and of these the shares that the mask token hides and that other tokens
-replace."""
+"""Shares in BERT's masking: predicted tokens among all; among those, tokens hidden by the mask token, and
+tokens replaced by random ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,19 +279,19 @@ class Masking:
     """Settings of random masking for a masked language model."""
 
     seed: int
-    """The run's seed for data."""
+    """Seed from which the random masks are drawn."""
 
     mask_token: int
-    """The token id that hides a token."""
+    """Id of the token that replaces hidden tokens."""
 
     known: int
-    """Number of tokens with a row in the model's embedding."""
+    """Number of token ids that have a row in the model's embedding."""
 
     vocabulary: int
-    """Number of token ids from which replacement tokens are drawn."""
+    """Number of token ids from which random replacements are drawn."""
 
     special: tuple[int, ...]
-    """Tokens that are never predicted."""
+    """Ids of special tokens, which are never masked."""
 
     @classmethod
     def of(cls, tokenizer: Any, vocabulary: int, *, seed: int) -> Masking:

@@ -28,14 +28,14 @@ from snugfit.errors import UsageError
 from snugfit.user_files import load_json
 
 LARGEST_IN_MEMORY = 1 << 30
-"""Largest size in bytes of a file that is loaded into memory."""
+"""Largest size in bytes of a dataset file that is loaded into memory as a whole."""
 
 LARGEST_CELL = 64 << 20
-"""Largest number of characters in a table's cell; csv's own limit, 128 KiB, is too small for a long
-document."""
+"""Largest number of characters in a cell of a CSV file. Python's own limit of 128 KiB is too small for long
+documents."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""The mark that Windows writes before UTF-8 text."""
+"""Byte order mark, which Windows programs write before UTF-8 text."""
 
 
 @final
@@ -180,7 +180,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".csv": TableRows,
     ".tsv": TableRows,
 }
-"""Function that opens a file, by the file's suffix."""
+"""Function that opens a dataset file, by the file's suffix."""
 
 
 def read_text(path: Path) -> str:

@@ -46,16 +46,16 @@ class Tokens:
     """The tokens of one text, or of a pair of texts."""
 
     ids: list[int]
-    """The token ids of the text, special ones included."""
+    """The token ids of the text, including special tokens."""
 
     types: list[int] | None
-    """1 for each token of the second text, else 0; None if the model takes no types."""
+    """Token types: 1 for each token of the second text, else 0. None if the model has no token types."""
 
     words: list[int | None]
-    """The index of each token's word if the text was a list of words; None for special tokens."""
+    """The index of each token's word in an input that is a list of words; None for special tokens."""
 
     cut: int = 0
-    """Number of truncated tokens."""
+    """Number of tokens lost by truncation."""
 
 
 @final

@@ -61,33 +61,35 @@ if TYPE_CHECKING:
 
 
 SAMPLES, ON_THE_HOST, FEWEST = 6, 4, 2
-"""Numbers of compared samples: for gradients if a micro-batch has as many, at least on the CPU, and at least
-on a GPU. A GPU's memory may have room for no more."""
+"""Numbers of samples whose gradients are compared: the usual number, the least on the CPU, and the least on a
+GPU. A GPU's memory may have room for no more."""
 
 
 class Tolerance(NamedTuple):
     """Relative differences up to which two gradients count as equal."""
 
     relative: float
-    """Bound for the gradient of one parameter, relative to its norm."""
+    """Largest accepted difference of one parameter's gradients, relative to their norm."""
     floor: float
-    """Bound relative to the norm of all gradients, for gradients that are mathematically 0."""
+    """Largest accepted difference relative to the norm of all gradients. It is for gradients that are
+    mathematically 0."""
     loss: float
-    """Relative bound for losses, where losses are compared."""
+    """Largest accepted relative difference of two losses."""
 
 
 OF_32_BIT, OF_16_BIT = Tolerance(0.01, 1e-4, 1e-3), Tolerance(0.15, 1e-2, 0.02)
-"""The tolerances for 32 and 16 bits.
+"""Tolerances of gradients computed in 32 and in 16 bits.
 
 In 16 bits, kernels for other sizes round differently: gradients of BERT-large in bfloat16 differed by 7 % on
 an H200. Tensor cores round fp32 in this way if tf32 is allowed.
 """
 
 LossOf = Callable[[Any, dict[str, Any]], Any]
-"""The type of a function of the model and a batch on its device that returns the loss, a scalar tensor."""
+"""The type of a function that returns the loss, a scalar tensor, of a model and a batch on its device."""
 
 ItemsOf = Callable[[Mapping[str, Any]], float]
-"""The type of a function of a batch that returns the number of items over which its loss is a mean."""
+"""The type of a function that returns a batch's number of items (samples or labels), over which its loss is a
+mean."""
 
 
 class Verdict(NamedTuple):
@@ -259,14 +261,14 @@ def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
 
 
 LONGEST_ROW = 1 << 16
-"""Largest number of values of a sample in a tensor whose values are counted; counts of pictures and sound
-mean nothing."""
+"""Largest number of values per sample in a tensor whose distinct values describe the sample. Pixels and sound
+have more, and their counts mean nothing."""
 
 Traits = Sequence[Sequence[float]]
-"""The type of the samples' features, from 0 to 1, by which unlike samples are chosen."""
+"""The type of the samples' properties, each scaled to 0 to 1. Samples that differ most in them are chosen."""
 
 Parts = tuple[tuple[int, ...], tuple[int, ...]]
-"""The type of a division into two pieces: sample indices of each, the smaller piece first."""
+"""The type of a split into two micro-batches: the sample indices of each, the smaller micro-batch first."""
 
 
 def chosen_samples(batch: Mapping[str, Any], layout: BatchLayout, most: int) -> Parts:
@@ -345,27 +347,27 @@ def _traits(batch: Mapping[str, Any], layout: BatchLayout) -> Traits:
 
 
 MOST_VALUES = 1 << 22
-"""Largest number of compared gradient values, unless the smallest parameter alone has more.
+"""Largest number of gradient values to compare, unless the smallest parameter alone has more.
 
 Three copies take 16 MiB each in fp32. The smallest parameters are taken first: norms, biases, routers and
 heads, of all layers.
 """
 
 DRAWS = ("Dropout", "DropPath", "StochasticDepth")
-"""Parts of class names of layers that drop values at random in training."""
+"""Substrings of class names of layers that drop values at random in training."""
 
 RATES = ("drop", "zoneout")
-"""Parts of attribute names of drop rates: `attention_dropout`, `drop_path_rate`, `layerdrop`."""
+"""Substrings of attribute names of drop rates: `attention_dropout`, `drop_path_rate`, `layerdrop`."""
 
 NOISE = 0.3
-"""Standard deviation of the noise added to weights when losses are compared."""
+"""Standard deviation of the noise that is added to weights before losses are compared."""
 
 LOSS_SCALE = 1024.0
-"""Factor that protects fp16 gradients from underflow."""
+"""Factor of the loss that keeps fp16 gradients from underflowing to zero."""
 
 PieceLoss = Callable[[Any, dict[str, Any], dict[str, Any]], "torch.Tensor | None"]
-"""The type of a function of a model, a piece and the whole batch on the device. It returns the piece's term
-of the loss, a scalar tensor; None for a piece without counted items."""
+"""The type of a function of a model, a micro-batch and the whole batch on the device. It returns the
+micro-batch's term of the loss, a scalar tensor; None if no item counts."""
 
 
 class Taken(NamedTuple):
@@ -373,7 +375,7 @@ class Taken(NamedTuple):
 
     loss: float
     gradients: Sequence[torch.Tensor]
-    """Gradients of the compared parameters; empty when only losses are computed."""
+    """Gradients of the compared parameters; empty when only losses are compared."""
 
 
 class CutRuns:
@@ -388,7 +390,7 @@ class CutRuns:
         self.device = next(model.parameters()).device
         self.names, self._parameters = _compared_weights(model)
         self.in_16_bit = False
-        """True after any 16-bit result in a run."""
+        """True once a run has returned a 16-bit loss or gradient."""
 
     @property
     def has_few_digits(self) -> bool:

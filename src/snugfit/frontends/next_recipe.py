@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY_FACTOR = 0.9
-"""Memory limit of the next recipe, as a share of the failed recipe's predicted need. The margin of a tenth
-exceeds the error of any prediction (docs/accuracy.md), and most techniques save more."""
+"""Memory limit of the next recipe, as a share of the memory that was predicted for the failed one. The margin
+of a tenth exceeds the error of any prediction (docs/accuracy.md), and most techniques save more."""
 
 CHANGING = frozenset({Slot.ATTENTION, Slot.CHECKPOINTING, Slot.BATCHING, Slot.GRADIENTS, Slot.ALLOCATOR})
-"""Slots that may change when a run is rebuilt, because its states do not depend on them."""
+"""Slots (groups of alternative techniques) that may change during a run, because optimizer states do not
+depend on them."""
 
 RANKED = 32
-"""Number of a plan's best recipes that are checked for a live model. Each costs a replay, and only those with
-fewer micro-batches are rejected."""
+"""Number of a plan's best recipes that are checked on a live model. Each check repeats a prediction, and only
+recipes with fewer micro-batches are rejected."""
 
 
 def next_recipe(
@@ -107,7 +108,7 @@ def _plan_smaller(
 
 
 SEARCHED_ON_SEVERAL = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
-"""Slots that may change and that plans for several GPUs search."""
+"""Slots (groups of alternative techniques) that may change and that plans for several GPUs search."""
 
 
 def _plan_smaller_on_several(

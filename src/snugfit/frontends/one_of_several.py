@@ -24,19 +24,20 @@ from snugfit.errors import SnugfitError, escape_controls
 from snugfit.training.ranks import ToldElsewhere, world
 
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
-"""Arguments of the running command, without the program's name."""
+"""Command-line arguments of the running command, without the program's name."""
 
 OWN_PROCESS: ContextVar[bool] = ContextVar("OWN_PROCESS", default=False)
-"""True if the process runs one command and ends with it."""
+"""True if the process runs one command and then exits."""
 
 LAUNCHED = "SNUGFIT_LAUNCHED"
-"""Environment variable of processes that `--gpus N` started."""
+"""Name of the environment variable in processes that `--gpus N` started."""
 
 STARTED_AGAIN = "SNUGFIT_STARTED_AGAIN"
-"""Environment variable of processes that `--gpus N` restarted for the same run."""
+"""Name of the environment variable in processes that `--gpus N` restarted to continue the same run."""
 
 CAN_START_AGAIN = "can_start_again"
-"""Attribute of an error, and key in the launcher's file, for a command that can start again."""
+"""Name of an error's attribute, and of a key in the launcher's file. Either means that the command can
+restart."""
 
 
 def is_started_again() -> bool:

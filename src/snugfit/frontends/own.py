@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from snugfit.training.run.trained import Trained
 
 RANDOM = "random"
-"""Value of `weights` for random weights instead of a folder."""
+"""Value of the argument `weights` for random weights instead of a checkpoint folder."""
 
 MADE_IN_PYTHON = ("python", "config", "drawn")
-"""Origins of models without a checkpoint: a module has its own weights, a config random ones."""
+"""Origins of models without a checkpoint. A module has its own weights, and a config gets random ones."""
 
 
 def train(

@@ -60,13 +60,14 @@ if TYPE_CHECKING:
 
 
 SEED = 0
-"""Seed of the random weights and data, equal in every run."""
+"""Random seed of weights and data, the same in every run."""
 
 HISTORY_STEP = 2
-"""Index of the step after which recorded allocations are written: the first that is like all later ones."""
+"""Index of the step after which the recorded allocations are saved: the first step that is like all later
+ones."""
 
 HISTORY_ENTRIES = 1_000_000
-"""Largest number of recorded allocations and frees. A choice, not measured."""
+"""Largest number of allocations and frees to record (chosen, not measured)."""
 
 
 def main() -> None:
@@ -215,17 +216,18 @@ class _Context(NamedTuple):
     """The result of creating a CUDA context in the measured process: its bytes, and the process group."""
 
     growth_bytes: int | None
-    """Growth of the device's used bytes; None on a CPU, and where NVML does not answer."""
+    """Bytes by which the CUDA context increased the device's used memory. None on a CPU, or if NVML gives no
+    data."""
 
     ready: float
-    """The time at which the context and the process group were created, by the monotonic clock."""
+    """Time at which the CUDA context and the process group existed, in seconds of the monotonic clock."""
 
     group: Any = None
-    """The process group of the ranks; None where one process trains."""
+    """The process group of all ranks; None for a single process."""
 
     communication_bytes: int | None = None
-    """Growth of the device's used bytes by the first exchange of the group; None as for `growth_bytes`, and
-    without a group."""
+    """Bytes by which the first exchange of the process group increased the device's used memory. None without
+    a group, and as for `growth_bytes`."""
 
 
 def _open_group(request: Mapping[str, Any], device: torch.device) -> Any:
@@ -349,7 +351,7 @@ def _versions() -> dict[str, str]:
 PEAKS = ("requested_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
 
 _BEFORE: dict[str, int] = {}
-"""The largest value of each of the allocator's peaks before a reset of its counters."""
+"""The largest value of each memory peak of the allocator before its counters were reset."""
 
 
 def keep_peaks() -> None:

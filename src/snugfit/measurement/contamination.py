@@ -32,19 +32,21 @@ from snugfit.units import MIB, show_mib
 _T = TypeVar("_T")
 
 PATIENCE = 10.0
-"""Seconds to wait for other processes to leave the GPU (chosen): the delay of a driver was not measured."""
+"""Longest wait in seconds for other processes to leave the GPU (chosen). The delay of a driver was not
+measured."""
 
 IDLE_BYTES = 64 * MIB
-"""Upper bound on the used bytes of an idle GPU, without the driver's reserve. A choice; published idle
+"""Largest used bytes of a GPU that counts as idle, without the driver's reserve (chosen). Published idle
 readings are 0."""
 
 DRIFT_BYTES = 32 * MIB
-"""Upper bound on the difference of the used bytes before and after an experiment. A choice."""
+"""Largest accepted difference in bytes between the GPU's used memory before and after an experiment (chosen).
+"""
 
 LIBRARY_BYTES = 512 * MIB
-"""Upper bound on the bytes that kernels and libraries loaded during a run add to the context of the first
-tensor. In twenty runs of seven model families on an H200 it was 130 to 146 MiB. NCCL or another eager loader
-would add more."""
+"""Largest accepted growth of a CUDA context in bytes, by kernels and libraries that are loaded after the
+first tensor. In twenty runs of seven model families on an H200 it was 130 to 146 MiB. NCCL or another eager
+loader would add more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +54,13 @@ class GpuBaseline:
     """The GPU before an experiment, as the reference for all later readings."""
 
     used_bytes: int | None
-    """Used bytes before the experiment began; None where NVML does not answer."""
+    """Used bytes of the GPU before the experiment began; None if NVML gives no data."""
 
     pids: frozenset[int]
-    """Processes on the GPU before the experiment."""
+    """Ids of the processes on the GPU before the experiment."""
 
     reason: str | None
-    """Reason why the GPU is not clean; None when it is."""
+    """Reason why a measurement on this GPU would be wrong, such as another process; None if it is idle."""
 
     def growth(self, peak_bytes: int | None) -> int | None:
         """Return the bytes that a run adds to the GPU's used bytes in NVML, until its peak."""

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_LOAD_SECONDS = 0.2
-"""Shortest time in seconds between two readings of the load; for less the kernel's ticks are too coarse
-(chosen)."""
+"""Shortest time in seconds between two readings of the CPU load (chosen). The kernel's counters are too
+coarse for less."""
 
 CROWDED_BUSY_SHARE, CROWDED_OTHER_SHARE = 0.9, 0.1
-"""Shares of all cores that count as crowded: busy in total, and busy with other processes. Choices."""
+"""Shares of the host's total CPU time above which it counts as crowded (chosen): of all processes, and of
+other processes."""
 
 
 def oom_kills(root: Path = Path("/")) -> int:
@@ -92,14 +93,14 @@ class HostLoad:
     """CPU counters at one moment, in seconds since a fixed start."""
 
     wall: float
-    """Seconds of the monotonic clock."""
+    """Time of the reading, in seconds of the monotonic clock."""
 
     busy: float
-    """Busy seconds of all cores of the machine together."""
+    """CPU seconds that all cores of the machine were busy."""
 
     own: float
-    """CPU seconds of this process and its living and waited-for children, or of all living processes of a
-    family."""
+    """CPU seconds of this process and of its children, both running and finished. For a family of processes,
+    those of all its running members."""
 
 
 def host_load(family: int | None = None) -> HostLoad | None:

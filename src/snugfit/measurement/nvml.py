@@ -20,15 +20,15 @@ from snugfit.errors import SnugfitError
 from snugfit.units import show_mib
 
 MEMORY_V2 = 0x02000028
-"""`nvmlMemory_v2`: sizeof(nvmlMemory_v2_t) | 2 << 24, from nvml.h."""
+"""Version number of the struct `nvmlMemory_v2_t` from nvml.h: its size in bytes | 2 << 24."""
 
 
 CLOCK_SM = 1
-"""`NVML_CLOCK_SM`, the clock of the multiprocessors, from nvml.h."""
+"""`NVML_CLOCK_SM` from nvml.h: the clock of the GPU's multiprocessors."""
 
 CLOCK_REASONS = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "the hardware": 0x08, "its settings": 0x02}
-"""Reasons for a lower clock in words, with the bits of `nvmlClocksEventReasons` from nvml.h. An idle GPU is
-no such reason."""
+"""Reasons for a reduced GPU clock in words, with their bits in `nvmlClocksEventReasons` of nvml.h. An idle
+GPU is no such reason."""
 
 
 class NvmlUnavailable(SnugfitError):
@@ -42,10 +42,10 @@ class DeviceMemory:
     total_bytes: int
 
     used_bytes: int
-    """Used by processes; under version 1 including the driver's reserve."""
+    """Bytes that processes use; with version 1 of the query, including the driver's reserve."""
 
     reserve_bytes: int | None
-    """The driver's own reserve, or None where only version 1 answers."""
+    """Bytes that the driver reserves for itself. None if only version 1 of the query works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class GpuProcess:
     """A process with a context on the GPU."""
 
     pid: int
-    """Process id of the driver; in a container this may be no process that is visible here."""
+    """Process id as the driver reports it. In a container, no visible process may have this id."""
 
     bytes: int | None
-    """Bytes of the process; None where the driver does not report them."""
+    """GPU memory of the process in bytes; None if the driver does not report it."""
 
 
 class Card:

@@ -31,13 +31,14 @@ from typing import Self
 from snugfit.measurement.host import oom_kills
 
 TAIL_BYTES = 64 * 1024
-"""Size of the stored end of a child's output: enough for a long traceback."""
+"""Number of stored bytes at the end of a child's output, enough for a long traceback."""
 
 GRACE_SECONDS = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL when a child must end."""
 
 REAP_SECONDS = 2.0
-"""Seconds to wait for killed descendants to exit. A choice; contamination.py checks the GPU itself."""
+"""Longest wait in seconds for killed descendants to exit (chosen). `contamination.py` checks the GPU itself.
+"""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,14 +51,14 @@ class ChildExit:
     """Exit code, or minus the signal's number."""
 
     timed_out: bool
-    """True if the process was still running at its deadline."""
+    """True if the process was killed because its time limit was over."""
 
     tail: str
-    """The last output of the process to stdout and stderr."""
+    """The last part of the process's stdout and stderr."""
 
     oom_kills: int
-    """Number of processes that the kernel killed for memory during the run, from the counters visible
-    here."""
+    """Number of processes that the kernel killed for lack of memory during the run, from the counters that
+    this process can read."""
 
 
 class Child:

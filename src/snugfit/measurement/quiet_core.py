@@ -24,26 +24,27 @@ from contextlib import suppress
 from pathlib import Path
 
 LOOP_ITERATIONS = 1_500
-"""Number of iterations of the timed loop, which take 20 to 40 microseconds."""
+"""Number of iterations of a loop that measures the core's speed. They take 20 to 40 microseconds."""
 
 DISTURBED_RATIO = 1.25
-"""Ratio of the loop's time to its shortest time above which a core counts as disturbed. Measured ratios were
-1.0 to 1.1 and 1.6 to 1.9."""
+"""Ratio of the loop's time to its shortest time, above which other processes count as disturbing the core.
+Measured ratios were 1.0 to 1.1 and 1.6 to 1.9."""
 
 INTERVAL, INTERVAL_ALL_DISTURBED = 0.2, 1.0
-"""Seconds until the next check if some core was undisturbed, and if none was (chosen). A check takes 0.1 ms,
-and 2 ms if all of 16 cores are tried."""
+"""Seconds between two checks of the core: if an undisturbed core was found, and if all were disturbed
+(chosen). A check takes 0.1 ms, and 2 ms if all of 16 cores are tried."""
 
 MAX_CORES_TRIED = 32
-"""Number of cores tried in one check. Cores that were quiet last, or never tried, come first."""
+"""Largest number of cores to try in one check. Cores that were undisturbed last, or never tried, come first.
+"""
 
 TASKS = Path("/proc/self/task")
 
 AUTOGRAD = "pt_autograd"
-"""Prefix of torch's names of the threads of its backward pass."""
+"""Prefix of the names that torch gives to the threads of its backward pass."""
 
 ALL_CORES: set[int] = set()
-"""The cores that a forked process may use again; empty while no thread is pinned."""
+"""Indices of all cores, which a forked process may use again; empty while no thread is bound to one core."""
 
 
 class QuietCore:
@@ -58,17 +59,17 @@ class QuietCore:
             os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") and TASKS.is_dir() else set()
         )
         self._candidates = sorted(self._cores)[share[0] :: share[1]]
-        """The cores to which the thread may move."""
+        """Indices of the cores to which the thread may move."""
         self._loop_seconds: dict[int, float] = {}
-        """Last measured seconds of the loop on each core."""
+        """Last measured seconds of the loop on each core, by the core's index."""
         self._best = math.inf
         self._next_check = 0.0
         self._is_autograd: dict[str, bool] = {}
-        """True for threads of autograd, by thread id as text."""
+        """True for threads of torch's backward pass, by thread id as text."""
         self._samples: list[float] = []
         """Seconds of the loop at each check."""
         self.disturbed_samples = 0
-        """Number of checks so far that found the core disturbed."""
+        """Number of checks so far in which other processes disturbed the core."""
 
     def sample(self) -> None:
         """Time the test loop once and count a disturbance of the core; move no thread."""

@@ -20,17 +20,18 @@ from snugfit.measurement.clock import ClockReading, read_clock
 from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable
 
 INTERVAL = 0.01
-"""Seconds between two readings."""
+"""Seconds between two readings of the GPU's used memory."""
 
 READINGS_PER_CENSUS = 25
-"""Number of memory readings per process list. A list takes longer than a memory reading. A choice."""
+"""Number of memory readings per list of GPU processes (chosen). Such a list takes longer than a memory
+reading."""
 
 READINGS_PER_CLOCK = 5
-"""Number of memory readings per reading of the clock. Steps may be timed for less than half a second, so the
-clock is read all the time. A choice."""
+"""Number of memory readings per reading of the GPU's clock (chosen). Steps may be timed for less than half a
+second, so the clock is read throughout."""
 
 MAX_REFUSALS = 100
-"""Number of failed readings in a row, a second of them, after which sampling stops: the GPU or NVML is
+"""Number of successive failed readings, over one second, after which sampling stops. The GPU or NVML is then
 lost."""
 
 
@@ -39,13 +40,13 @@ class Census:
     """The processes with a CUDA context on the GPU at one moment, and their bytes."""
 
     used_bytes: int
-    """Bytes in use on the device by all processes."""
+    """Bytes that all processes use on the device."""
 
     own: tuple[GpuProcess, ...]
-    """Processes of this measurement, for which `belongs` is True."""
+    """GPU processes of this measurement, for which `belongs` returns True."""
 
     foreign: tuple[GpuProcess, ...]
-    """All the other processes."""
+    """All other processes on the GPU."""
 
 
 class Sampler:
@@ -64,15 +65,16 @@ class Sampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snugfit-sampler", daemon=True)
         self.peak_bytes: int | None = None
-        """Largest used bytes so far; None before the first reading."""
+        """Largest used bytes of the device so far; None before the first reading."""
         self._rises: list[tuple[float, int]] = []
-        """Each increase of the largest used bytes, with its time by the monotonic clock."""
+        """Each increase of the device's largest used bytes: its time in seconds of the monotonic clock, and
+        the bytes."""
         self.censuses: dict[frozenset[int], Census] = {}
-        """For each distinct set of process ids, the census with the most used bytes."""
+        """The process list with the most used bytes, for each distinct set of process ids."""
         self.refusal: str | None = None
-        """Reason of the last failed reading; None without one."""
+        """Reason why the last reading failed; None if none failed."""
         self.clocks: list[ClockReading] = []
-        """Readings of the SM clock; empty where the driver does not report it."""
+        """Readings of the clock of the GPU's multiprocessors (SM); empty if the driver does not report it."""
 
     def __enter__(self) -> Self:
         # There is one reading and one census however short the run is.

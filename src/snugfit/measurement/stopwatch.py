@@ -37,22 +37,22 @@ if TYPE_CHECKING:
     from snugfit.measurement.quiet_core import QuietCore
 
 MAX_STABLE_SPREAD = 0.10
-"""Spread above which the mean is called unstable. A convention of ours, not a measured bound. A host that is
-crowded all the time makes every step equally slow, which the spread does not show; `host.crowding` does."""
+"""Relative spread of step times above which their mean counts as unstable (chosen, not measured). A host that
+is always crowded makes every step equally slow, without a spread; `host.crowding` detects that."""
 
 TRIMMED_SHARE = 0.05
-"""Share of the shortest steps, and of the longest, that the mean leaves out."""
+"""Share of the shortest steps, and of the longest steps, that the mean excludes."""
 
 MIN_QUIET_STEPS, MIN_QUIET_SHARE = 5, 0.1
-"""Smallest number and share of undisturbed steps that replace all steps in the mean. Choices."""
+"""Least number and share of undisturbed steps for a mean over these alone, instead of all steps (chosen)."""
 
 WARMUP = 3
-"""Steps before the steady ones. States are created at the end of the first step, and the second is like all
-later ones."""
+"""Number of steps before the timed ones. Optimizer states are created at the end of the first step, and the
+second is like all later ones."""
 
 MIN_STEPS, MAX_STEPS = 8, 400
 HOST_BOUND_SECONDS, DEVICE_BOUND_SECONDS = 2.0, 1.0
-"""Seconds of steady steps, by the bound of the step."""
+"""Total seconds of the timed steps: if the host limits a step's speed, and if the device does."""
 
 
 def steady_steps(step_seconds: float | None, *, host: bool = True) -> int:
@@ -70,9 +70,9 @@ class _Boundary(NamedTuple):
 
     mark: Any
     disturbed_before: int
-    """Disturbed samples of the core until this boundary."""
+    """Number of checks until this boundary in which other processes disturbed the core."""
     disturbed_after: int
-    """Disturbed samples with the sample at this boundary."""
+    """Number of such checks, including the check at this boundary."""
     cpu: float
     """CPU seconds of all threads of this process until this boundary."""
 
@@ -92,9 +92,10 @@ class Stopwatch(Observer):
         self._first_step_ended = False
         self._boundaries: list[_Boundary] = []
         self.timed_from: float | None = None
-        """Start of the first steady step on the host, by the monotonic clock."""
+        """Time at which the host started the first timed step, in seconds of the monotonic clock."""
         self._starting: list[Any] = [self._mark()]
-        """Times of the start-up: this stopwatch is created, the model is built, the first step ends."""
+        """Times during the start-up: this object's creation, the end of building the model, and the end of
+        the first step."""
 
     def step_begins(self, index: int) -> None:
         """Mark the beginning of the first timed step."""

@@ -40,7 +40,7 @@ _SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(
 
 
 MAX_ON_CPU = 16
-"""Largest number of processes that train together without a GPU. A choice: as many as a node has GPUs."""
+"""Largest number of processes that train together on the CPU (chosen), the number of GPUs of a large node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +48,21 @@ class Target:
     """The device that one measured process uses, with its NVML handle and its CUDA index."""
 
     type: str
-    """`cuda` or `cpu`, the device type of torch."""
+    """Type of the torch device: `cuda` or `cpu`."""
 
     card: Card | None = None
-    """The GPU's NVML handle; None on the CPU, and where NVML does not answer."""
+    """The GPU in NVIDIA's management library (NVML); None on the CPU, and if NVML gives no data."""
 
     driver: str | None = None
 
     index: int = 0
-    """CUDA's index of the GPU in this process."""
+    """Index of the GPU among this process's CUDA devices."""
 
     doubt: str | None = None
-    """Reason why a GPU is used that NVML does not report; None otherwise."""
+    """Reason why the measurement is uncertain, for a GPU that NVML does not report; None otherwise."""
 
     beside: tuple[str, ...] = ()
-    """The UUIDs of all GPUs that train together, this one included; empty for one alone."""
+    """UUIDs of all GPUs that train together, including this one; empty for a single GPU."""
 
     @property
     def torch_device(self) -> str:

@@ -252,7 +252,7 @@ def _place(phase: str) -> int:
 
 COLUMNS = 72
 NARROWEST_NUMBER = 3
-"""Width in columns of a micro-batch from which each shows its number."""
+"""Smallest width of a micro-batch in columns of the chart at which it gets its number."""
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Event
 
 STALLED = 0.1
-"""Share of a step spent waiting for data above which more loader workers are proposed. A choice."""
+"""Share of a step spent on waiting for data, above which the report proposes more data loader workers
+(chosen)."""
 
 
 class Watching:
@@ -162,7 +163,7 @@ class _SinceLastLine:
         self.steps, self.samples, self.tokens = 0, 0, 0
         self.seconds, self.stalled, self.at_peak = 0.0, 0.0, 0.0
         self.proposed = proposed
-        """True once a report has proposed more workers."""
+        """True once a report has proposed more data loader workers."""
 
     def add(self, event: Event) -> None:
         self.steps += 1

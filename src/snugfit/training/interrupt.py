@@ -36,9 +36,9 @@ from snugfit.training.ranks import Ranks
 
 TRIGGER = "checkpoint-now"
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
-"""Exit codes of a run that one signal stopped and that can be resumed, by signal."""
+"""Exit codes of a run that stopped after one signal and can be resumed, by signal."""
 AT_ONCE = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
-"""Exit codes of a run that a second signal ended at once, by signal."""
+"""Exit codes of a run that ended immediately at a second signal, by signal."""
 
 
 class EvaluationStopped(BaseException):
@@ -167,7 +167,7 @@ def _before_each_module(look: Callable[[Any], None]) -> Any:
 
 
 _SIGNALS = tuple(EXIT_CODES)
-"""The signals in the order of `Stops.flags`."""
+"""Signals that stop a run, in the order of the flags that processes exchange (`Stops.flags`)."""
 
 
 @final

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 from snugfit.errors import UsageError
 
 Event = dict[str, Any]
-"""The type of an event: a dict whose `event` is its kind; `train.py` lists the kinds and their fields."""
+"""The type of an entry in the journal: a dict whose key `event` is its kind. `train.py` lists the kinds and
+their fields."""
 
 JOURNAL = "journal.jsonl"
 

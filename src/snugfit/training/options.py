@@ -20,7 +20,7 @@ SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
     "inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay",
 )  # fmt: skip
-"""transformers' schedules that depend on the step alone."""
+"""Names of transformers' learning rate schedules that depend on the step number alone."""
 
 STRATEGIES = ("no", "steps", "epoch")
 SAMPLING = ("random", "sequential", "group_by_length")
@@ -218,10 +218,10 @@ _WHOLE = {
     "logging_steps": 1,
     "most_skipped_in_a_row": 1,
 }
-"""Fields that are whole numbers, with the smallest allowed value."""
+"""Options that are whole numbers, each with the smallest allowed value."""
 
 _EVERY = ("save_steps", "eval_steps", "logging_steps")
-"""Fields with a number of steps that may also be a share of all steps, as in the Trainer."""
+"""Options with a number of steps. A value below 1 is a share of all steps, as in the Trainer."""
 
 _NUMBERS = {
     "num_train_epochs": True,
@@ -231,6 +231,6 @@ _NUMBERS = {
     "loss_spike_rtol": True,
     "stop_seconds": True,
 }
-"""Fields that are numbers, by whether they must be above 0."""
+"""Options that are numbers, each with True if it must be above 0, False if 0 is allowed."""
 
 _MAY_BE_NONE = {field.name for field in fields(TrainOptions) if "None" in str(field.type)}

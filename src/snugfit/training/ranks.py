@@ -40,7 +40,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The environment variables that torch's launcher sets for each process."""
 
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Parts of gloo's messages about a broken connection; its errors are plain `RuntimeError`s
+"""Substrings of gloo's messages about a broken connection. gloo raises them as plain `RuntimeError`
 (gloo/transport/tcp)."""
 
 
@@ -62,10 +62,10 @@ class World:
     """The rank of this process, from 0."""
 
     size: int
-    """Number of processes in total."""
+    """Number of processes that train together."""
 
     local_rank: int
-    """The rank of this process on its host, which is the index of its GPU."""
+    """Rank among the processes of this host, which is the index of the process's GPU."""
 
 
 def world() -> World | None:
@@ -96,13 +96,13 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, *, host: Any = None, writing: Any = None) -> None:
         self.rank, self.size = rank, size
         self.host, self.writing = host, writing
-        """Groups of torch.distributed on the host, for the loop's own thread and for the thread that writes
-        checkpoints."""
+        """Process groups on the host: one for the training loop, one for the thread that saves checkpoints.
+        """
         self.data_rank, self.data_ranks = rank, size
-        """The index of this process's part of the global batch, and the number of parts."""
+        """Index of the part of the global batch that this process computes, and the number of parts."""
         self.counts = 1.0
-        """The weight of this process's results in sums over the batch; below 1 if other processes compute the
-        same part."""
+        """Factor of this process's results in sums over the batch. It is below 1 if other processes compute
+        the same part."""
 
     def sharing(self, processes: SeveralProcesses | None) -> Ranks:
         """Return a copy of this process's `Ranks`, with its place in a recipe's device mesh."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 AGAIN_AFTER = (1, 4, 16, 64, 256, 1024)
-"""Numbers of steps after which gradients of micro-batches are compared with those of the whole batch
-again."""
+"""Numbers of finished steps after which the check is repeated that micro-batches give the gradients of the
+whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,34 +40,34 @@ class Unplanned:
 
 
 Replan = Callable[[Job, Recipe, str], Recipe | Unplanned | None]
-"""The type of a function that chooses the next recipe or None, from a job, the recipe that ran out of memory
-and the cause."""
+"""The type of a function that returns the next recipe after a lack of memory, or None. Its arguments are the
+job, the failed recipe, and the cause."""
 
 Compare = Callable[[Job, Any, Any, Mapping[str, Any], bool], Job]
-"""The type of a function that compares gradients of micro-batches with those of the whole batch.
+"""The type of a function that checks if micro-batches give the gradients of the whole batch.
 
 Its arguments are a job, its training step, its live model, a host batch (B, ...), and True after the first
-step. It returns the job. `mixes_samples` has a reason if the cut batch gives other gradients.
+step. It returns the job. If the gradients differ, the job's `mixes_samples` has the reason.
 """
 
 STEP_BOUNDARY = "step boundary"
-"""The phase of a memory shortage that was found between two steps."""
+"""Name of the phase for memory that ran short between two steps."""
 
 PLANNING = "A recipe that needs less is being looked for; nothing trains until it is found."
-"""The note in the journal before a plan is made."""
+"""Note in the run's journal before the search for another recipe."""
 
 WHAT_TO_TRY = (
     "With more free memory, the same run continues from its last checkpoint. Or start a run in a new "
     "folder with a recipe that needs less: snugfit plan --memory finds one."
 )
-"""Advice for a run that ran out of memory without another recipe."""
+"""Advice for a run that ran out of memory and has no other recipe."""
 
 CURE = (
     "Train with the whole batch, or let the loss be a sum that is divided by one count of the whole batch. "
     "In a Trainer's loss that is num_items_in_batch. For accelerate it is items=: the sum of a piece's "
     "weights, or its labels that count."
 )
-"""Advice for a loss whose micro-batches do not add up to the whole batch."""
+"""Advice for a loss whose sum over micro-batches differs from the loss of the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +77,13 @@ class Exhausted:
     """
 
     cause: str
-    """A cause that `memory_cause` returns, or `THRASHING`."""
+    """Cause of the lack of memory: a result of `memory_cause`, or `THRASHING`."""
 
     phase: str
-    """The phase of the step, or `STEP_BOUNDARY`."""
+    """Phase of the step in which memory ran out, or `STEP_BOUNDARY`."""
 
     message: str
-    """The message of the exception."""
+    """Message of the out-of-memory exception."""
 
 
 def short_of_memory() -> Exhausted:

@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 WARMUP = 3
-"""Number of first steps of a process that do not count as steady, as in measurements
+"""Number of steps at the start of a process that count as warm-up, as in measurements
 (`measurement/stopwatch.py`)."""
 
 REMEMBERED_STEPS = 1000
-"""Number of last steps from whose seconds the median at the end is computed."""
+"""Number of last steps whose seconds enter the median that the run reports at its end."""
 
 THRASHING = "allocation retries"
-"""Name of the cause in the journal if the allocator retries in each step."""
+"""Name of the cause in the run's journal if the CUDA allocator frees its cache and retries in each step."""
 
 RETRIES_IN_A_ROW = 3
-"""Number of steps in a row with retries that counts as thrashing.
+"""Number of successive steps with allocation retries that counts as a lack of memory.
 
 The first steps of a run may retry while they grow. The first step allocates the gradients and the optimizer's
 states, and the second is the first with both. One retry may fix the layout of memory for good, such as after

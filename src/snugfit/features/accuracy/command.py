@@ -70,7 +70,7 @@ Plot = Annotated[
 OUTPUT = Path("snugfit-accuracy")
 
 MOST_WORKERS = 4
-"""Most processes that predict by default. More would crowd the host while steps are timed."""
+"""Default limit on the processes that predict. More would slow down the host while steps are timed."""
 
 
 def accuracy(

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 MAX_PREDICTED = 6
-"""Largest number of predicted recipes for each requested one, after which a job counts as exhausted."""
+"""Largest number of random recipes that are predicted for each requested one. Recipes with equal bytes count
+once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,9 @@ class PlannedRecipe:
     recipe: Recipe
     footprint: Footprint
     step_seconds: float
-    """Seconds of a steady step."""
+    """Predicted seconds of a steady step (a step like all later ones)."""
     fits: bool = True
-    """True when the bytes fit the usable memory."""
+    """True when the predicted bytes fit into the usable GPU memory."""
 
     @classmethod
     def of(cls, choice: Choice, memory_bytes: int | None = None) -> Self:
@@ -166,13 +167,15 @@ def _one_line(failure: Exception) -> str:
 
 
 PLAIN_SHARE = 0.6
-"""Probability that a slot stays plain; all its other techniques are equally likely."""
+"""Probability that a slot (group of alternative techniques) keeps its default. All its other techniques are
+equally likely."""
 
 ALONE_SHARE = 0.25
-"""Probability, on several GPUs, that all of them train on the whole batch with tensor parallelism."""
+"""Probability, on several GPUs, that tensor parallelism is drawn, with which all GPUs train on the whole
+batch."""
 
 MAX_PROPOSALS = 2_000
-"""Largest number of recipes that are tried for one job, valid or not."""
+"""Largest number of random recipes that are tried for one job, valid or not."""
 
 
 def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:

@@ -38,8 +38,8 @@ DEADLINE_SECONDS = 240.0
 
 Tell = Callable[[str], None]
 Ranked = Callable[["Job"], Sequence[PlannedRecipe]]
-"""The type of a function that returns a job's best recipes by its plan, the best first. Callers pass it in,
-because this module may not import the planner.
+"""The type of a function that returns a job's best planned recipes, the best first. It is an argument because
+this module may not import the planner.
 """
 
 
@@ -47,11 +47,11 @@ class RunWriter(NamedTuple):
     """Writes runs to a result file after their prediction, and measures each one if requested."""
 
     file: Path
-    """The result file, which always contains all finished runs."""
+    """The result file, which contains all finished runs at any time."""
     measured: bool = True
     """True if each run is measured on this machine right after its prediction."""
     tell: Tell = lambda line: None
-    """Callback for progress messages."""
+    """Callback that receives progress messages."""
 
     def record(self, result: Accuracy, predicted: Iterable[ComparedRun], total: int) -> Accuracy:
         """Append these `total` predicted runs to the result, measure them if requested, and return the

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _ANY_NUMBER = re.compile(r"\[(\\d|0-9)\]|\\d|[A-Za-z_]+\d+")
-"""Parts of a regular expression that match any number, or names that end in a digit."""
+"""Pattern of the parts of a module name's regular expression that match any number, or of names with a final
+digit."""
 _NUMBER = re.compile(r"\d")
 
 

@@ -64,13 +64,13 @@ ARGUMENTS: Mapping[str, Setting] = {
     "lora.layers_to_transform": Setting("layers"),
     "lora.rank_pattern": Setting("rank_pattern"),
 }
-"""peft's arguments, each with the setting that gives its value."""
+"""Arguments of peft's `LoraConfig`, each mapped to the setting of `lora` with the same meaning."""
 
 _MORE = {
     "dora": "use_dora", "rslora": "use_rslora", "save": "modules_to_save", "exclude": "exclude_modules",
     "parameters": "target_parameters", "layers": "layers_to_transform", "rank_pattern": "rank_pattern",
 }  # fmt: skip
-"""Arguments of `LoraConfig` by the optional settings that give their values."""
+"""Optional settings of `lora`, each mapped to the argument of `LoraConfig` with the same meaning."""
 
 _PEFT_TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
@@ -79,12 +79,12 @@ _PEFT_TASKS = {
     "LMHeadModel": "CAUSAL_LM",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
-"""peft's task type by the end of a transformers class name; the type determines the head that trains
-whole."""
+"""peft's task type by the suffix of a transformers class name. From the task type, peft selects the output
+head to train in full."""
 
 _TOKEN_HEADS = ("classifier", "score")
-"""Names of token classifiers' heads, which peft trains whole. `all-linear` would adapt them too, and peft
-refuses both."""
+"""Names of the output heads of token classifiers. peft trains them in full, and refuses to adapt them too, as
+`all-linear` would."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 PLANNED = (0.75, 0.5, 0.25)
-"""Shares of the activations that a plan may choose as a budget."""
+"""Shares of a layer's activation bytes that a plan may try as a memory budget of compiled code."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,19 +56,19 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 OTHERS = tuple(
     (name, value) for name, kind in (("mode", Mode), ("backend", Backend)) for value in get_args(kind)[1:]
 )
-"""Settings that are not the default, by name."""
+"""Names and values of all settings of compilation that are not the default."""
 
 WAYS: tuple[tuple[str, dict[str, bool], dict[str, str]], ...] = (
     ("layers.compile", {"torch_compile": False, "layers.compile": True}, {}),
     ("forward.compile", {"torch_compile": False, "forward.compile": True}, {"what": "model"}),
     ("torch_compile", {"torch_compile": True}, {"what": "model", "autocast": "within"}),
 )
-"""Ways in which other libraries compile: the prefix of their options, their arguments, and the same settings
-here."""
+"""Calls with which other libraries compile: prefix of their options, their arguments, and the same settings
+in this class."""
 
 
 COMPILES = ("sdpa", "eager")
-"""Names of attention implementations that were tried in compiled code."""
+"""Names of attention implementations that were tested in compiled code."""
 
 GRAPHS_MEASURED = (
     "three models that play CUDA graphs back were measured on an H100 with torch 2.11. Reserved bytes "

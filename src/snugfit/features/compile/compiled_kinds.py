@@ -26,19 +26,19 @@ STAYS = MATRIX_PRODUCTS - {"aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
 batched products, by one kernel."""
 
 LIBRARIES = ("scaled_dot_product", "convolution")
-"""Substrings of the names of other operators that remain library calls."""
+"""Substrings of the names of further operators that remain library calls in compiled code."""
 
 COMPILED_SHARE = 0.005
-"""Largest share by which a compiled step's seconds may be below their bound. Products and attention took
-equal seconds in every compared step of BERT-large."""
+"""Largest share by which a compiled step may be faster than its computed lower bound. Products and attention
+took equal seconds in every compared step of BERT-large."""
 
 PIECES_SHARE = 0.1
-"""Largest share by which more micro-batches may be faster than fewer ones. Each micro-batch launches all
-kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four."""
+"""Largest share by which a step with more micro-batches may be faster than with fewer. Each micro-batch
+launches all kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four."""
 
 
 REST_SHARE = 0.01
-"""Largest share by which the kernels besides products and attention may be faster in another number of
+"""Largest share by which all kernels but products and attention may be faster with another number of
 micro-batches (chosen)."""
 
 
@@ -48,9 +48,9 @@ class _Counterparts(NamedTuple):
     """
 
     alike: int | None
-    """The recipe that differs only by not being compiled."""
+    """The recipe that is not compiled and otherwise the same; None without one."""
     bare: int
-    """The recipe that is not compiled, does not recompute, and has whole logits."""
+    """The recipe that is not compiled, recomputes nothing, and computes all logits at once."""
 
 
 class CompiledKinds(LoweredKinds):
@@ -66,7 +66,7 @@ class CompiledKinds(LoweredKinds):
         self._bounds: Mapping[int, Bound] = self.state.bounds
         self._uncompiled: dict[int, _Counterparts] = {}
         self._sizes: dict[int, list[int]] = {}
-        """Numbers of the same recipes with other micro-batches, by recipe."""
+        """Indices of the recipes that differ only in the number of micro-batches, by a recipe's index."""
         self.waiting: list[int] = []
         for number, candidate in enumerate(self.space.candidates):
             lowering, saving_nothing = candidate.setup.lowering, self.saves_nothing.get(number, number)

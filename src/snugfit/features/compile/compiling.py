@@ -274,7 +274,8 @@ def run_as_written(model: torch.nn.Module) -> None:
 _BEFORE: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = (
     WeakKeyDictionary()
 )
-"""Compiled modules, each with its earlier forward method; for a whole model also with the compiled one."""
+"""Earlier forward method of each compiled module; for a model that was compiled as a whole, also the compiled
+one."""
 
 
 OUTPUT = "-o"

@@ -22,7 +22,7 @@ from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
-"""Keys of configs with the dropout of attention scores."""
+"""Keys of model configs that have the dropout rate of attention scores."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 SIMILAR = 0.25
-"""Largest share by which a run's bytes may exceed the predicted step's for both to be the same job."""
+"""Largest relative excess of a run's bytes over the predicted ones at which both count as the same job."""
 
 
 def compare(

@@ -19,7 +19,7 @@ ON_GPU = frozenset({
     FailureKind.SHORTAGE, FailureKind.FRAGMENTATION, FailureKind.OUTSIDE, FailureKind.LIBRARY,
     FailureKind.UNCLEAR,
 })  # fmt: skip
-"""Kinds of failures for which the predicted step and smaller recipes matter."""
+"""Kinds of failures in GPU memory, for which the report shows the predicted step and smaller recipes."""
 
 
 def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | None]:
@@ -166,14 +166,14 @@ def general_changes(kind: FailureKind, *, expandable: bool = False) -> tuple[Sug
 
 
 CONTEXT = 1 * GIB
-"""Bytes of GPU memory that a process needs outside of PyTorch's allocator: the CUDA context and its
+"""Assumed bytes of GPU memory that a process needs outside of PyTorch's allocator: CUDA context and
 libraries. Measured contexts have 0.4 to 0.8 GiB (`job/gpus.json`)."""
 
 FEW = 0.02
-"""Share of a GPU's memory below which unallocated memory makes no difference to a run."""
+"""Share of a GPU's memory below which reserved but unallocated memory is no reason for a failure."""
 
 MANY = 0.05
-"""Share of a GPU's memory above which memory outside of PyTorch counts as a reason."""
+"""Share of a GPU's memory above which memory outside of PyTorch counts as a reason for a failure."""
 
 
 def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tuple[str, ...]]:

@@ -17,24 +17,25 @@ if TYPE_CHECKING:
 
 SMALL, SMALL_SEGMENT = 1 * MIB, 2 * MIB
 LARGE_FROM, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
-"""Sizes of segments in CUDACachingAllocator.cpp: an error message has the size of the segment, not of the
-tensor."""
+"""Sizes of segments in bytes, from CUDACachingAllocator.cpp. An error message has the segment's size instead
+of the tensor's."""
 
 SHOWN = 3
-"""Largest number of candidates in a report."""
+"""Largest number of tensors in a report that the failed request may have been for."""
 
 VOCABULARIES = {
     30_522: "BERT", 32_000: "Llama 2, Mistral", 50_257: "GPT-2", 50_265: "RoBERTa",
     128_256: "Llama 3", 129_280: "DeepSeek-V3", 151_936: "Qwen", 152_064: "Qwen", 201_088: "gpt-oss",
     202_048: "Llama 4", 248_320: "Qwen 3.5", 250_002: "XLM-R", 256_000: "Gemma", 262_208: "Gemma 3",
 }  # fmt: skip
-"""Common vocabulary sizes, for guesses of logits."""
+"""Common vocabulary sizes with their models, for guesses that the failed request was for logits."""
 
 TOKENS = 512
-"""Multiple of which the number of tokens in a guess must be."""
+"""Multiple of which a guessed number of tokens must be."""
 
 GUESS_FROM = 64 * MIB
-"""Smallest request in bytes for a guess: smaller ones have too many explanations."""
+"""Smallest failed request in bytes for which a shape is guessed. Smaller requests have too many explanations.
+"""
 
 
 def tensor_sizes(least: int, most: int) -> tuple[int, int]:

@@ -23,20 +23,20 @@ from snugfit.errors import UsageError
 from snugfit.features.diagnosis.result import Ledger, LiveTensors, SegmentUse
 
 MOST_ENTRIES = 5_000_000
-"""Largest number of blocks and events of a snapshot that is read. Shared references can make a small file
-endless."""
+"""Largest number of blocks and events that are read from a snapshot. A malicious small file may refer to one
+list many times."""
 
 MOST_FRAMES = 200
-"""Largest number of frames of a stack that are searched for code outside of PyTorch."""
+"""Largest number of stack frames that are searched for code outside of PyTorch."""
 
 LARGEST = 1 << 60
-"""Largest size in bytes that is accepted in a snapshot."""
+"""Largest size in bytes that a snapshot may give for a block."""
 
 SHOWN = 8
-"""Number of lines of code in the table of live tensors."""
+"""Number of lines of code in the table of the largest live tensors."""
 
 _SEGMENTS = {"segment_alloc": -1, "segment_map": -1, "segment_free": 1, "segment_unmap": 1}
-"""Sign of each kind of later event in the reserved bytes of an earlier moment."""
+"""Sign of each event for computing earlier reserved bytes: an allocation is subtracted, a free added."""
 
 _OF_TORCH = ("/torch/", "torch/nn/", "<eval_with_key>", "??")
 
@@ -56,10 +56,10 @@ class SnapshotFacts(NamedTuple):
     segments: SegmentUse
     live: tuple[LiveTensors, ...]
     requested: int | None
-    """Bytes of the last failed request; None without one."""
+    """Bytes of the last failed request; None if none failed."""
     failures: int
     traceback: str
-    """The line of code of the failed request."""
+    """The line of code that made the failed request."""
     notes: tuple[str, ...]
 
 
@@ -290,10 +290,10 @@ PLAIN = (
     pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS,
     pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET,
 )  # fmt: skip
-"""Pickle instructions that the reader executes."""
+"""Pickle instructions that the reader executes. It refuses all others, which could run code."""
 
 _PYTHON_READER: Any = vars(pickle)["_Unpickler"]
-"""The standard library's reader in Python. Its table of instructions can be replaced, unlike that in C."""
+"""The standard library's unpickler in Python, whose table of instructions can be replaced, unlike in C."""
 
 
 class _PlainReader(_PYTHON_READER):  # type: ignore[misc]

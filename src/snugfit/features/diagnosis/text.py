@@ -22,7 +22,7 @@ from snugfit.features.diagnosis.signs import (
 from snugfit.units import KIB, show_bytes
 
 MESSAGE = 1600
-"""Largest number of characters of an allocator's message, with its advice."""
+"""Largest number of characters of an allocator's error message, including its advice."""
 
 TRACEBACK_LINES = 400
 """Number of lines before an error that are read as its traceback."""
@@ -35,7 +35,7 @@ _PREFIX = re.compile(
     re.IGNORECASE,
 )
 _LATER_PREFIX = re.compile(r"^.{1,120}?\[rank(\d+)\]:[ ]?")
-"""Regular expression of a rank after a launcher's own prefix, such as a host or a date."""
+"""Pattern of a rank in a log line after the launcher's own prefix, such as a host name or a date."""
 
 _QUOTES = re.compile(r"^(?:> ?)+")
 _RAISED = re.compile(r"^\s*[\w.]{0,200}(?:Error|Exception)\b")
@@ -74,11 +74,11 @@ class LoggedError:
 
     sign: Sign
     wording: str
-    """The text that the sign's pattern matches."""
+    """The part of the line that the pattern of the error matches."""
     line: int
     rank: int | None
     requested: tuple[int, int] | None = None
-    """The least and the largest size of the request that the rounded figure can mean."""
+    """The smallest and largest size in bytes of the failed request that its rounded figure allows."""
     ledger: Ledger | None = None
     device: int | None = None
     traceback: str = ""

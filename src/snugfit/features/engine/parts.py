@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 RECORDED = STEPS + 1
-"""Number of simulated steps of an update: one launched kernel by kernel, one recorded, and two equal
-replays."""
+"""Number of simulated steps of an update. One launches kernel by kernel, one is recorded as a CUDA graph, and
+two replay it."""
 
 MULTIPLIES = "aten::mul"
 
 SHARE_BYTES = 4
-"""Size in bytes of the scalar that multiplies the loss of a micro-batch."""
+"""Bytes of the scalar by which a micro-batch's loss is multiplied, its share of the batch."""
 
 
 class CapturedParts(StepParts):
@@ -207,7 +207,8 @@ class _UpdateStep(NamedTuple):
     """One step of the optimizer's update, simulated alone and recorded as a CUDA graph."""
 
     before: Sequence[Move]
-    """Events until clipping or the update begins; in a recorded step, until the recording begins."""
+    """Allocations, frees and marks before clipping or the update; in a recorded step, before the recording
+    begins."""
     after: Sequence[Move]
 
 
@@ -418,7 +419,7 @@ def _kernels_of(moves: Iterable[Move]) -> list[Move]:
 
 
 PASSES = ("forward", "backward")
-"""Names of the phases that are recorded as CUDA graphs."""
+"""Names of the step's phases that are recorded as CUDA graphs."""
 
 WRITES_SHARE = Kernel("aten::fill_", "", "load", 1, 8, ((),), "torch.float32", 1)
 """Kernel that copies a micro-batch's loss factor to the device."""

@@ -47,7 +47,7 @@ UPDATES_ONE = (
     MASTER_ADAMW.factory.path,
     COMPACT_ADAMW.factory.path,
 )
-"""Import paths of optimizers whose update of a weight does not depend on other weights."""
+"""Import paths of optimizers that can update each weight separately, without access to other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 RECIPES = 3
-"""Number of recipes that are simulated in full."""
+"""Largest number of recipes (sets of techniques) that this search simulates in full."""
 
 PASSES_TWICE = 1.8
-"""Assumed factor on a step's seconds if its passes run twice to compute the norm. A recorded step of
-BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The factor is lower, so that
-no recipe is missed."""
+"""Assumed factor on a step's seconds if forward and backward pass run twice to compute the gradient norm. A
+recorded step of BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The assumed
+factor is lower, so that no faster recipe is missed."""
 
 
 def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *, smallest: bool) -> str:

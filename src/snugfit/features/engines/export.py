@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}
-"""Format of transformers' exporters by engine."""
+"""Export format of transformers by inference engine."""
 
 
 def export(engine: str, loop: Any, folder: Path) -> Mapping[str, Any]:

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     import torch
 
 PADDING_MASK = 1
-"""Number of a mask of keys, a row for each sample, in `torch._transformer_encoder_layer_fwd`."""
+"""Value of the mask type in `torch._transformer_encoder_layer_fwd` for a padding mask with one row per
+sample."""
 
 
 def use_fast_layers(model: Any) -> int:

@@ -22,7 +22,7 @@ NOT_SIMULATED = {
     "tensorrt": "allocates weights and activations in an engine of its own",
     "fastpath": "computes a layer by one operator, whose temporary memory is not simulated",
 }
-"""Reason against a prediction of the memory, as a predicate, by technique."""
+"""Reason why a technique's memory cannot be predicted, as a predicate of a sentence, by technique."""
 
 
 class _EvaluationHandler(Handler):

@@ -30,14 +30,14 @@ class MeasurementRequest:
     recipe: Recipe
     loop: str
     warmup: int
-    """Steps before the steady ones, not timed; their bytes count."""
+    """Number of steps before the timed ones. Their memory peaks count."""
     steps: int
-    """Number of steady steps."""
+    """Number of timed steps."""
     deadline_seconds: float
     history: Path | None
-    """File for the allocator's recorded history of the first rank; None records none."""
+    """File in which the first rank records the allocator's history; None records none."""
     trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `TrainingArguments` in addition to those of the recipe."""
+    """`TrainingArguments` in addition to those that the recipe sets."""
     gpus: int = 1
     """Number of GPUs that train together."""
 

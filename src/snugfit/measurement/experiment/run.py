@@ -46,7 +46,8 @@ from snugfit.step.applier import group_bytes
 from snugfit.step.host_link import managed_on_gpu
 
 _MESSAGE_LINES = 20
-"""Number of output lines of a failed process in the measurement; the ledger stores up to 64 KiB of it."""
+"""Number of output lines of a failed process that a measurement contains. The folder of results stores up to
+64 KiB of output."""
 
 
 def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tuple[Measurement, str]:
@@ -245,7 +246,7 @@ def _output(exits: Sequence[ChildExit]) -> str:
 
 
 GRACE_SECONDS = 1.0
-"""Seconds between the first bad exit and the kill of the rest. A choice."""
+"""Seconds between the first failed process and the kill of all others (chosen)."""
 
 
 class Children:
@@ -260,7 +261,7 @@ class Children:
         self._open = ExitStack()
         self._change = threading.Condition()
         self.failed: list[int] = []
-        """The numbers of the child processes that failed by themselves, in the order of detection."""
+        """Indices of the child processes that failed by themselves, in the order of detection."""
         self._ended, self._killing = 0, False
 
     def __enter__(self) -> Self:
@@ -335,12 +336,12 @@ class RankRun:
     request: MeasurementRequest
     target: Target
     baseline: GpuBaseline | None
-    """The state of the rank's GPU before the run; None on the CPU, and without NVML."""
+    """Used memory and processes of the rank's GPU before the run; None on the CPU, and without NVML."""
     sampler: Sampler | None
     result: ChildResult
     exited: ChildExit
     quiet: Sequence[bool]
-    """For each of the rank's steps: True if it was not disturbed (`quiet_on_all`)."""
+    """One flag per step: True if no other process disturbed it on any rank (`quiet_on_all`)."""
 
     def footprint(self) -> Footprint | None:
         """Return the bytes of the rank's process at their peak; None without a result."""

@@ -21,10 +21,10 @@ from snugfit.units import GIB, show_bytes, show_seconds
 
 HOUR = 3600
 FEW = 6
-"""Largest number of GPUs that a sentence lists by name."""
+"""Largest number of GPUs that a sentence of the report lists by name."""
 
 SCALED = "~"
-"""Mark before seconds whose rates were scaled from another GPU's by data sheet."""
+"""Mark before predicted seconds, if the GPU's speeds were scaled from another GPU's by their data sheets."""
 
 SCALED_NOTE = (
     f"{SCALED}: this GPU was not measured. Its seconds are scaled from an H200's by the data sheets."

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 LEAST_STARTUP = 0.05
-"""Smallest difference in start-up, in seconds, that a sentence mentions."""
+"""Smallest difference between two recipes' start-up times, in seconds, that a sentence mentions."""
 
 
 def render(plan: Plan, *, everything: bool = False, configuration: Configuration | None = None) -> Page:

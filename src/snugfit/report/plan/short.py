@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 GAINS = 3
-"""Largest number of techniques whose savings are listed."""
+"""Largest number of techniques of which the report lists the savings."""
 
 LEAST_GAIN = 0.005
-"""Smallest difference of bytes or seconds that is listed, as a share."""
+"""Smallest saving of bytes or seconds that the report lists, as a share of the total."""
 
 OTHERS = 2
-"""Largest number of listed alternatives."""
+"""Largest number of alternative recipes in the report."""
 
 CURES = 3
-"""Largest number of listed changes with which a step would fit."""
+"""Largest number of changes in the report with which a step would fit."""
 
 
 def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
@@ -108,7 +108,7 @@ class Gain(NamedTuple):
     needed_bytes: int
     step_seconds: float
     turn: str
-    """Noun for a step."""
+    """Noun for one repetition of the timed work, such as `step`."""
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -192,4 +192,4 @@ UNEQUAL = (
     "a full simulation of the answer gave other bytes than the search. This is a bug in snugfit: please "
     "report it, and check this recipe with snugfit predict."
 )
-"""Sentence for an answer whose full simulation gave other figures."""
+"""Sentence for a plan whose chosen recipe gave other figures in a full simulation than in the search."""

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 8
 APART = 0.03
-"""Fraction of bytes and of seconds: recipes that differ by less in both count as one."""
+"""Relative difference below which two recipes count as one, if both their bytes and their seconds differ by
+less."""
 
 NEAR_MISSES = 2
-"""Number of shown recipes that almost fit, if others fit."""
+"""Largest number of recipes in the table that almost fit, if others fit."""
 
 
 def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) -> list[Choice]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 UNREAD = "if the unread parts change nothing"
-"""Condition of a report's answer if the user's configuration file was not read in full."""
+"""Condition in a report's first sentence if the user's configuration file was not read completely."""
 
 SCALED_RATES = "step time, as no rates of this GPU were measured"
 

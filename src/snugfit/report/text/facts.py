@@ -11,7 +11,7 @@ from snugfit.report.text.grid import escape
 from snugfit.report.text.terminal import harmless, words
 
 LABEL = 11
-"""Width of the labels in characters, the same in all lists of a page."""
+"""Width of the labels in characters, equal in all lists of a report."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, LIGHT_BLUE, ORANGE = "#0072B2", "#56B4E9", "#E69F00"
-"""Okabe and Ito's colours, which colour-blind readers can distinguish."""
+"""Colours of the Okabe-Ito palette, which colour-blind readers can distinguish."""
 
 FONT = "DejaVu Sans"
-"""A font that comes with matplotlib."""
+"""Font of plots, which matplotlib includes."""
 
 _STYLE = {
     # A name with two `$` is no formula.

@@ -25,13 +25,13 @@ class Grid:
     """Description of the table's contents."""
 
     heads: tuple[str, ...]
-    """The columns' heads, from left to right."""
+    """The headings of the columns, from left to right."""
 
     rows: tuple[tuple[str, ...], ...]
-    """Cells, the same number in each row as heads."""
+    """Rows of cells, each with one cell per column."""
 
     note: str = ""
-    """A sentence under the table."""
+    """A sentence below the table; empty for none."""
 
     def __rich__(self) -> RenderableType:
         shown = table(self.heads, self.rows, title=self.title)

@@ -38,7 +38,7 @@ STYLES = {
     "heading": "bold", "good": "bold green", "tight": "bold yellow", "bad": "bold red",
     "uncertain": "yellow", "fault": "red",
 }  # fmt: skip
-"""Terminal styles of sentences by role."""
+"""rich's terminal styles by the role of a sentence."""
 
 _MARKDOWN = {"heading": "## {}", "good": "**{}**", "tight": "**{}**", "bad": "**{}**", "bullet": "- {}"}
 

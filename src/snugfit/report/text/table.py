@@ -19,19 +19,18 @@ from rich.text import Text
 from snugfit.report.text.terminal import words
 
 NARROWEST_HEAD = 8
-"""Smallest width in characters of the head of a column of figures."""
+"""Smallest width in characters of the heading of a column of numbers."""
 
 READABLE = 24
-"""Smallest width in characters at which text is readable. The first column, the name of the row, gets
-more."""
+"""Smallest width in characters of a column of text. The first column, which names the row, gets more."""
 
 READABLE_FIRST = 48
 
 RECIPE = "Recipe<"
-"""Head of the column that comes first."""
+"""Heading of the column of recipes, which comes first."""
 
 INDENT = 4
-"""Indentation of a line under its row, in characters."""
+"""Indentation in characters of a line below its table row."""
 
 
 class _Column:

@@ -20,7 +20,7 @@ from snugfit.documents import stdout_of_documents
 from snugfit.errors import CONTROL
 
 PIPE_WIDTH = 120
-"""Columns of an output without a terminal: a pipe, a file, a notebook."""
+"""Line width in characters of output that is no terminal: a pipe, a file, a notebook."""
 
 
 def words(value: object, style: str = "") -> Text:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_model.safetensors"
 DEFAULT = "default"
-"""Name of the adapter whose files peft writes into the folder itself."""
+"""Name of the adapter whose files peft saves into the checkpoint folder itself instead of a subfolder."""
 
 _BASE = "base_model.model."
-"""Prefix of the names of base weights in peft's files."""
+"""Prefix of the names of base model weights in peft's files."""
 
 _IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
-"""Names of the statistics of each parameter in AdaLoRA's rank allocator."""
+"""Names of the statistics that AdaLoRA's rank allocator keeps for each parameter."""
 
 
 def is_adapted(model: torch.nn.Module) -> bool:

@@ -24,17 +24,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 CODE = "code of "
-"""Prefix of the names of facts about code."""
+"""Prefix of the names under which a checkpoint records checksums of the user's functions."""
 
 TO_GO_ON = " (compare_code=False continues anyway)"
-"""Suffix of a code fact's name in an error about resuming."""
+"""Suffix of such a name in the error about resuming a run with changed code."""
 
 _DIGITS = 12
-"""Number of hexadecimal digits of a digest (chosen): enough for no two versions of a function to share
-them."""
+"""Number of hexadecimal digits of a function's checksum (chosen), enough for no two versions to share one."""
 
 _INSTALLED = ("site-packages", "dist-packages", "<frozen")
-"""Parts of the paths of files whose code is not the user's."""
+"""Substrings of the paths of files whose code is not the user's own."""
 
 
 def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:

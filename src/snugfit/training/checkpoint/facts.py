@@ -31,42 +31,43 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 FACTS = "facts"
-"""The key of the facts in a checkpoint's description of its run."""
+"""Key of the run's facts (settings that must not change on resuming) in a checkpoint's description."""
 
 DROPOUT = "dropout."
 DESCRIBED = (DROPOUT, "config.", "adapters", "data_collator.", "loader.")
-"""Prefixes of facts that are compared even if only one of two runs has them; dropout rates even with other
-software."""
+"""Prefixes of facts that are compared even if only one of two runs recorded them. Dropout rates are compared
+even between versions of the packages."""
 
 CONTENT = "dataset.content"
-"""Name of the fact whose value is a checksum that a reader cannot interpret."""
+"""Name of the fact that is a checksum of the dataset. Its values are not shown in errors."""
 
 _FACTOR = ".factor at step"
 
 _STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000)
-"""Numbers of steps for which a schedule's function is evaluated (chosen)."""
+"""Step numbers at which a learning rate schedule is evaluated for comparison (chosen)."""
 
 _NO_CONFIG_FACTS = frozenset({
     "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "problem_type", "id2label",
     "label2id", "gradient_checkpointing", "pad_token_id", "bos_token_id", "eos_token_id", "finetuning_task",
     "output_attentions", "output_hidden_states", "return_dict",
 })  # fmt: skip
-"""Fields of a model's config that are not compared, since they change no step or transformers sets them."""
+"""Fields of a model's config that are not compared. They change no step, or transformers sets them itself."""
 
 _NO_ADAPTER_FACTS = frozenset({
     "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
 })  # fmt: skip
-"""Fields of an adapter's config that are not compared, since they change no number."""
+"""Fields of an adapter's config that are not compared, since they do not change the computation."""
 
 _NO_GROUP_FACTS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
-"""Fields of an optimizer's group that are not compared, since they only choose an implementation."""
+"""Fields of an optimizer's parameter group that are not compared, since they only select an implementation.
+"""
 
 _PROGRESS = frozenset({"last_epoch", "base_lrs", "lr_lambdas", "verbose"})
-"""Fields of a schedule's state that are progress and not settings. Names with a leading `_` are not settings
+"""Fields of a schedule's state that are progress, not settings. Fields with a leading `_` are no settings
 either."""
 
 _NO_FACT = object()
-"""Marker for a value that has no JSON form, so that checkpoints do not record or compare it."""
+"""Marker for a setting without a JSON form, which checkpoints neither record nor compare."""
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -32,10 +32,10 @@ from snugfit.errors import UsageError
 LOCK, GUARD = ".lock", ".lock.guard"
 
 GRACE_SECONDS = 2.0
-"""Seconds to wait for a lock whose holder is dead or not named yet (chosen)."""
+"""Seconds to wait for the folder's lock if its holder is dead or has not written its name yet (chosen)."""
 
 POLL_SECONDS = 0.02
-"""Seconds between two attempts to take a lock (chosen)."""
+"""Seconds between two attempts to take the folder's lock (chosen)."""
 
 LONGEST_LINE = 4096
 
@@ -47,19 +47,19 @@ class Holder:
     """The process that locked a folder of checkpoints."""
 
     pid: int
-    """The number of the process."""
+    """Id of the process that has the lock."""
 
     started: float
-    """Seconds from the machine's start to the start of the process."""
+    """Start time of the process, in seconds since the machine's start."""
 
     boot: str
-    """The kernel's id of this start of the machine; empty if it has none."""
+    """Id that the kernel gives to each start of the machine; empty if it has none."""
 
     host: str
-    """The name of the machine."""
+    """Name of the machine on which the process runs."""
 
     since: str
-    """Date and time in UTC at which it took the lock."""
+    """Date and time in UTC at which the process took the lock."""
 
     @classmethod
     def current(cls) -> Self:

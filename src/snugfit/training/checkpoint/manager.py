@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 LONGEST_VALUE = 60
-"""Largest number of characters of a value in an error that compares two runs."""
+"""Largest number of characters of a setting's value in an error about two different runs."""
 
 
 class Writable(Protocol):
@@ -134,14 +134,15 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._is_waited_for = False
         self.is_too_late: Callable[[], bool] = lambda: False
-        """A function that returns True after the time limit of a stop. A save that is waited for is then
-        abandoned."""
+        """Function that returns True once the time limit for stopping a run is over. A save that the run
+        waits for is then abandoned."""
         self.about: dict[str, Any] = {}
-        """The description of the run in every checkpoint, as JSON values."""
+        """Description of the run, as JSON values, that each checkpoint stores."""
         self.saved_step: int | None = None
-        """The step of the newest checkpoint, or of the one that the run was resumed from."""
+        """Number of the step of the newest checkpoint, or of the checkpoint from which the run was resumed.
+        None without one."""
         self.is_update_checked = False
-        """True after `check_first_update`; set for optimizers that need no check."""
+        """True once `check_first_update` has run, or if the optimizer needs no check."""
         self._failure: Exception | None = None
 
     def check_first_update(self, state: Callable[[], TrainState]) -> None:

@@ -33,18 +33,18 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 
 CHUNK_BYTES = 1 << 20
-"""Number of bytes of a file that are read between two checks for a stop (chosen)."""
+"""Number of bytes of a file that are read between two checks for a stop signal (chosen)."""
 
 LARGEST_JSON = 1 << 30
-"""Largest size in bytes of a JSON file other than the manifest: a log of a million steps has a fifth
-(chosen)."""
+"""Largest size in bytes of a JSON file other than the manifest (chosen). A log of a million steps has a fifth
+of it."""
 
 _DAMAGE = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
     errno.EIO, errno.EBADMSG, errno.EUCLEAN,
 }  # fmt: skip
-"""System errors of a missing file, or a disk that lost it. Other errors (no permission, too many open files)
-prove nothing about the checkpoint."""
+"""Error numbers of the operating system for a file that is missing or lost by the disk. Others, such as no
+permission, do not show that the checkpoint is damaged."""
 
 
 class BrokenCheckpoint(SnugfitError):
@@ -64,10 +64,10 @@ class Contents:
     """The size and the checksum of one file of a checkpoint."""
 
     bytes: int
-    """The size of the file."""
+    """Size of the file in bytes."""
 
     sha256: str
-    """The checksum of its bytes, in hexadecimal digits."""
+    """SHA-256 checksum of the file, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +75,16 @@ class Checkpoint:
     """A complete checkpoint: its files match the list (manifest) in its folder."""
 
     folder: Path
-    """The folder of the checkpoint."""
+    """Path of the checkpoint's folder."""
 
     step: int
-    """The number of optimizer steps before it."""
+    """Number of optimizer steps that the run had finished."""
 
     files: Mapping[str, Contents]
-    """Every file except the manifest, by its path inside the folder."""
+    """Size and checksum of each file except the manifest, by its path inside the folder."""
 
     about: Mapping[str, Any]
-    """The description of the run that its writer stored."""
+    """Description of the run that was stored in the checkpoint."""
 
 
 def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], bool]) -> dict[str, Contents]:

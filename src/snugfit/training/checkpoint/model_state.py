@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MODEL_STATE, MODEL_TENSORS = "model_state.json", "model_state.safetensors"
 
 _WEIGHT, _EXTRA = "weight.", "extra."
-"""Prefixes of tensor names in the file: of the model's tensors, and of extra state."""
+"""Prefixes of tensor names in the file: for parameters and buffers, and for extra state of modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class ModelBeginning:
     """
 
     frozen: Mapping[str, int]
-    """Checksums of frozen tensors; of models with adapters only."""
+    """Checksums of frozen tensors by name; empty for models without adapters."""
 
     numbers: Numbers
-    """Numbers in the attributes of its modules."""
+    """Values of numeric attributes of the model's modules."""
 
 
 # Weak keys: the record of a model must not keep it alive.
@@ -63,22 +63,22 @@ class ModelState:
     """The part of a model's state that the files of transformers and peft omit, for a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor]
-    """Saved tensors by their names among the model's parameters and buffers."""
+    """Saved parameters and buffers by name."""
 
     transient: Sequence[str]
-    """Names of the buffers among them that are in no `state_dict`."""
+    """Names of the saved buffers that a `state_dict` omits."""
 
     frozen: Mapping[str, int]
-    """Checksums of the frozen tensors that are not saved."""
+    """Checksums of the frozen tensors that are not saved, by name."""
 
     active: Sequence[str]
-    """The adapters that the forward pass uses."""
+    """Names of the adapters that the forward pass uses."""
 
     extra: Any
-    """Extra state of modules and of adapters, without its tensors."""
+    """Extra state of modules and adapters as JSON values, without its tensors."""
 
     extra_tensors: Mapping[str, torch.Tensor]
-    """The tensors of `extra`, by their names there."""
+    """Tensors of the extra state, by the names with which `extra` refers to them."""
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors of the model's state that are saved."""
@@ -345,13 +345,14 @@ def _first(names: Sequence[str]) -> str:
 
 
 Numbers = Mapping[tuple[str, str], Any]
-"""Values by the names of module and attribute."""
+"""Numeric attributes of modules, by the names of module and attribute."""
 
 _SWITCHES = frozenset({"training", "gradient_checkpointing"})
-"""Attributes of modules that loops set, and that are not state."""
+"""Attributes of modules that training loops set themselves, so that checkpoints omit them."""
 
 _MARKS = ("_is_", "_hf_", "ds_", "applied_pre_backward_")
-"""Prefixes of marks that accelerate, transformers and DeepSpeed leave on a model.
+"""Prefixes of attributes with which accelerate, transformers and DeepSpeed mark a model. Checkpoints omit
+them.
 
 A restored `_is_accelerate_prepared` in another process would keep accelerate from wrapping the model in
 autocast.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _TORCHS_OWN = frozenset({"defaults", "state", "param_groups"})
-"""Attributes that every torch optimizer has, which are saved separately."""
+"""Attributes that every torch optimizer has. A checkpoint saves them separately from a subclass's own."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

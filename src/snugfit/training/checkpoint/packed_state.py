@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 TENSOR, TUPLE, PAIRS, FLOAT = "tensor", "tuple", "pairs", "float"
 PARAMETER, NUMPY, DTYPE = "parameter", "numpy", "dtype"
-"""Tags in the JSON tree for values without a JSON form."""
+"""Tags in the JSON tree for values that JSON does not have, such as dtypes."""
 
 ARRAY = "array"
-"""Word in place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
+"""Tag in place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
 
 
 def pack(state: Any, parameters: Sequence[torch.Tensor] = ()) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 256 << 20
-"""Smallest size of a chunk of page-locked memory in bytes (chosen): small against a state, large against a
-tensor."""
+"""Smallest size in bytes of one allocation of page-locked memory (chosen): small compared with a model's
+state, large compared with a tensor."""
 
 ALIGNED = 256
-"""Alignment of tensors in a chunk in bytes, as in CUDA's own memory."""
+"""Alignment in bytes of tensors in page-locked memory, the same as of CUDA's own memory."""
 
 
 class Staging:

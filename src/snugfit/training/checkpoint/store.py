@@ -55,16 +55,16 @@ class Broken:
     """A damaged checkpoint that a search for the newest one ignored."""
 
     step: int
-    """The step in its name."""
+    """Step number in the name of the checkpoint."""
 
     folder: Path
-    """Its path before the renaming."""
+    """Path of the checkpoint's folder before it was renamed."""
 
     fault: str
-    """The file, and its fault."""
+    """Name of the damaged file, and the damage."""
 
     moved_to: Path
-    """Its present path: the folder was renamed, unless the file system is read-only."""
+    """Path of the checkpoint's folder now. It was renamed, unless the file system is read-only."""
 
     def __str__(self) -> str:
         beside = f" (renamed to {self.moved_to.name})" if self.moved_to != self.folder else ""
@@ -77,7 +77,7 @@ class Store:
     def __init__(self, root: Path, *, begin_anew: str = "with --restart") -> None:
         self.root, self._begin_anew = root.absolute(), begin_anew
         self.broken: list[Broken] = []
-        """The checkpoints that `newest` ignored."""
+        """Damaged checkpoints that `newest` skipped."""
 
     def prepare(self) -> None:
         """Create the folder, and try each operation of a save once, before the first step.

@@ -43,29 +43,29 @@ class ModelWeights:
     """The weights and state of a model for a checkpoint."""
 
     model: torch.nn.Module
-    """The owner of these weights, whose class has the method to save them."""
+    """The model that has these weights. Its class has the method that saves them."""
 
     files: Mapping[str, Mapping[str, torch.Tensor]]
-    """The libraries' files: tensors by their names in a file, by the file's path.
+    """Contents of the weight files: tensors by their names in a file, by the file's path.
 
     A tied weight is one tensor under two names.
     """
 
     configs: Mapping[str, Any]
-    """peft's config of each adapter, by the adapter's folder."""
+    """peft's config of each adapter, by the adapter's subfolder."""
 
     state: ModelState
-    """All state of the next step; it shares its tensors with `files`."""
+    """All state of the model that its next step needs. It shares tensors with `files`."""
 
     dtype: torch.dtype | None = None
-    """The dtype of the saved weights, if it differs from that of the live model."""
+    """Dtype of the saved weights; None if it is that of the live model."""
 
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Low halves of weights that the optimizer holds, by the weights' names. Files have both halves as one,
-    in 32 bits."""
+    """Lower 16 bits of weights whose upper half is bfloat16, by the weights' names. Files contain both halves
+    as one fp32 tensor."""
 
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Function that joins both halves of a weight; None without residuals."""
+    """Function that joins the two halves of a weight; None without residuals."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors of the weights and the state; a tensor under several names is yielded several

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 COMPARED = 16
-"""Largest number of samples for the comparison of gradients."""
+"""Largest number of samples for which the gradients of micro-batches and whole batch are compared."""
 
 
 @final

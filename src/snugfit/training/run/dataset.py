@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from snugfit.training.options import TrainOptions
 
 Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
-"""The type of a user's dataset: a path, rows in memory, or samples."""
+"""The type of a user's dataset: a path, a sequence of rows, or a sequence of samples."""
 
 PREPARED = {"pixel_values", "input_features", "input_values"}
-"""Keys that processors put into samples: a sample in memory with one of them needs no further preparation."""
+"""Keys that image and audio processors put into samples. A sample with one of them needs no further
+preparation."""
 
 
 def data_of(

@@ -34,7 +34,7 @@ class Evaluated:
     """Loss and accuracy of a model on the evaluation data."""
 
     loss: float
-    """Mean over samples, or over tokens that have a label."""
+    """Mean loss over all samples, or over all tokens that have a label."""
 
     accuracy: float | None
     """Share of correct predictions, from 0 to 1; None for a task without classes."""

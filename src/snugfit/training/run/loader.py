@@ -35,14 +35,14 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 Fetched = TypeVar("Fetched")
 
 PREFETCH_STEPS = 2
-"""Number of steps whose batches the workers prepare ahead of the current step."""
+"""Number of steps for which data loader workers prepare batches in advance."""
 
 _WORKER_DEATH = re.compile(r"DataLoader worker \(pid(?:\(s\))? [0-9, ]+\) (?:is killed by |exited )([^.]*)")
-"""Parts of torch's messages about a dead worker (torch/csrc/DataLoader.cpp and
+"""Pattern of torch's messages about a dead data loader worker (torch/csrc/DataLoader.cpp and
 torch/utils/data/dataloader.py)."""
 
 REPORTED_WITHIN = 2.0
-"""Seconds within which the system reports a dead worker's exit code."""
+"""Seconds to wait for the system to report a dead worker's exit code."""
 
 
 def collate_for(job: Job, setup: Setup, collate: Collate) -> Collate:
@@ -104,11 +104,11 @@ class Prefetcher(Generic[Fetched]):
 
     def __init__(self, make: Callable[[], Fetched]) -> None:
         self.make = make
-        """Function that creates the next batches."""
+        """Function that returns the next step's batches."""
         self._fetched: list[Fetched] = []
         self._fault: Exception | None = None
         self.fetching_seconds = 0.0
-        """Seconds that the last fetch took."""
+        """Seconds that the last call of `make` took."""
 
     def fetch(self) -> None:
         """Load the next step's batches and store them, unless they are stored already.

@@ -64,10 +64,10 @@ class StepRejected(SnugfitError):
     """Error that rejects a step after its forward and backward passes. Nothing was updated."""
 
     name = "refused"
-    """The first part of the name of the file that lists the step's samples."""
+    """First part of the name of the file that lists the rejected step's samples."""
 
     option = ""
-    """The option of a run that chooses the reaction: stop or skip."""
+    """Name of the run's option that chooses between stopping and skipping the step."""
 
     def __init__(self, what: str, loss: float, norm: float | None) -> None:
         super().__init__(f"{what}. No weight was changed.")
@@ -108,10 +108,10 @@ class StepResult:
     """The mean loss of one optimizer step, and a flag that is True if it updated the weights."""
 
     loss: float
-    """Mean over the global batch."""
+    """Mean loss over the global batch."""
 
     updated: bool
-    """False if the weights did not change: an overflow in the gradient scaler, or a rejected step."""
+    """True if the step changed the weights. False after a gradient scaler overflow or a rejected step."""
 
 
 class PhaseTracker(Observer):
@@ -139,31 +139,32 @@ class TrainingStep(PlainStep):
         super().__init__(job, setup, device, keep_losses=True)
         self._exchange = exchange
         self.idle: Sequence[bool] = ()
-        """One flag per micro-batch: True if it does not count and is computed because other processes wait
-        for it."""
+        """One flag per micro-batch. True means that its loss does not count, and that it only keeps this
+        process in step with others."""
         self.phases = PhaseTracker()
         self._check = FiniteCheck(device)
         self.computed = self._record_loss
         self._asked_of_loss: Callable[[], Any] = _nothing
-        """Function that is called when the copy of a step's loss is launched, before its backward pass."""
+        """Function that is called once the copy of a loss to the host has started, before the backward pass.
+        """
         self._unchecked = False
         self._taken = 0
         self.unread = False
-        """True if the host has not read the last step's gradient norm yet (`read_norm`)."""
+        """True if the host has not read the last step's gradient norm yet (`read_norm` does)."""
         self.sync_before_update = device.type != "cuda"
-        """True if each update waits for the gradients.
+        """True if each update of the weights waits until all gradients have been checked.
 
         On the CPU this needs no waiting. The exception is updates within the passes, for which a check of all
         gradients takes extra passes.
         """
         self.norm: float | None = None
-        """Global L2 norm of the gradients, before clipping, of the last step whose norm was read; None for a
+        """Global L2 norm of the gradients before clipping, in the last step whose norm was read. None for a
         job without clipping."""
         self.rejects: Callable[[float], StepRejected | None] = lambda loss: None
-        """Function of a step's loss that returns the error to reject the step, or None. It is called before
-        the update."""
+        """Function that is called with a step's loss before the update. It returns the error that rejects the
+        step, or None."""
         self.device_was_busy = False
-        """True if the device was still busy in the last step when the host had done its own work."""
+        """True if the device still computed the last step when the host had finished its own work."""
 
     def start_runner(self) -> None:
         """Run the following steps with a `StepRunner` (such as CUDA graphs), if the Setup has one. An update

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 WINDOW = 50
-"""Number of batches that are sorted together by length: transformers' own number."""
+"""Number of batches whose samples are sorted together by length, the same as in transformers."""
 
 MicroBatchIndices = tuple[tuple[int, ...], ...]
-"""The type of a step's samples: a tuple of sample indices for each micro-batch."""
+"""The type of a step's sample indices: one tuple of indices for each micro-batch."""
 
 
 @final
@@ -43,35 +43,34 @@ class SampleOrder:
     """Computes the samples of every step of a run, from the seed and the number of the step."""
 
     samples: int
-    """Number of samples of the dataset."""
+    """Number of samples in the dataset."""
 
     batch_size: int
-    """Samples of one optimizer step."""
+    """Number of samples in the global batch of one optimizer step."""
 
     micro_batches: int
     """Number of micro-batches of each step, per process if several train together."""
 
     ranks: int = field(default=1, kw_only=True)
-    """Number of processes, or groups of them, that share each batch in equal parts, in the order of
-    processes."""
+    """Number of equal parts of each batch. Each part belongs to one process or to a group of processes."""
 
     rank: int = field(default=0, kw_only=True)
-    """The index of the process with these micro-batches."""
+    """Index of the part of each batch that this process computes."""
 
     seed: int = field(kw_only=True)
     """Seed of the permutations of the samples."""
 
     shuffle: bool = field(default=True, kw_only=True)
-    """False keeps the samples in the dataset's order."""
+    """True to permute the samples in each epoch. False keeps the dataset's order."""
 
     drop_last: bool = field(default=False, kw_only=True)
-    """Leave out the samples that do not fill an epoch's last batch."""
+    """True to leave out the samples that do not fill an epoch's last batch."""
 
     lengths: Sequence[int] | np.ndarray | None = field(default=None, kw_only=True, repr=False)
-    """Tokens of each sample, for `bucket`."""
+    """Number of tokens of each sample, which `bucket` needs; else None."""
 
     bucket: bool = field(default=False, kw_only=True)
-    """Put samples of similar length together."""
+    """True to put samples of similar length into the same batch."""
 
     def __post_init__(self) -> None:
         for name, value in (

@@ -43,15 +43,16 @@ FREE_OPTIONS = frozenset({
     "early_stopping_threshold", "logging_steps", "stop_seconds", "on_nonfinite", "most_skipped_in_a_row",
     "report_to", "run_name", "on_loss_spike", "loss_spike_rtol",
 })  # fmt: skip
-"""Options that may differ when a run is resumed, since they change no number of a step."""
+"""Options that may change when a run is resumed, since they do not change the computation of a step."""
 
 LENGTH_OPTIONS = frozenset({"num_train_epochs", "max_steps"})
-"""Options that may differ on resuming if the learning rate does not depend on the length of the run."""
+"""Options that may change when a run is resumed, if the learning rate does not depend on the number of steps.
+"""
 
 LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 FINGERPRINT_SAMPLES = 64
-"""Number of samples in a dataset's checksum, spread evenly."""
+"""Number of samples in the dataset's checksum, evenly spaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +60,19 @@ class Data:
     """A dataset of training samples with its collate function."""
 
     samples: Sequence[Mapping[str, Any]]
-    """A map-style dataset: `len`, and a sample for each index.
+    """The dataset: `len`, and a sample for each index.
 
     If it has a `checksum(index)` of bytes, the fingerprint uses that instead of the sample.
     """
 
     collate: Callable[[list[Any]], dict[str, Any]]
-    """A function from samples to one host batch of tensors (B, ...)."""
+    """Collate function: it turns samples into one host batch of tensors (B, ...)."""
 
     lengths: Sequence[int] | None = None
-    """Tokens of each sample, for `group_by_length`."""
+    """Number of tokens of each sample, which `group_by_length` needs; else None."""
 
     notes: tuple[str, ...] = ()
-    """Notes for the user who trains on this dataset."""
+    """Sentences for the user about the dataset."""
 
     def fingerprint(self) -> str:
         """Return a checksum of the dataset: of its number of samples and of some samples."""
@@ -117,18 +118,18 @@ class Run:
     data: Data
     evaluation: Data | None
     folder: Path
-    """The folder of checkpoints and journal."""
+    """Folder of the run's checkpoints and its journal."""
 
     weights: Path | None
-    """Folder of the initial weights; None begins with random ones."""
+    """Folder of the initial weights; None for random weights."""
 
     device: torch.device
 
     compare_code: bool = True
-    """True if the run must be resumed with the same code of the user's functions."""
+    """True if a run can be resumed only with the same source code of the user's functions."""
 
     ranks: Ranks = ALONE
-    """This process among those that train together, in the mesh of the recipe."""
+    """Rank of this process within the recipe's device mesh, and the exchanges with the other ranks."""
 
     def setup(self, recipe: Recipe) -> Setup:
         """Return the training settings (`Setup`) of the recipe for this number of processes."""

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from snugfit.training.options import TrainOptions
 
 WINDOW = 10
-"""Number of previous losses in the mean; with fewer there is no spike."""
+"""Number of previous losses in the mean that defines a spike. Before there are as many, no loss is a spike.
+"""
 
 MOST_WARNINGS = 3
-"""Largest number of warnings of spikes per process; small losses often have spikes, and the journal has all
-losses."""
+"""Largest number of warnings about loss spikes per process. Small losses often have spikes, and the journal
+contains all losses."""
 
 
 class LossSpike(StepRejected):

@@ -20,7 +20,7 @@ from unittest.mock import patch
 from snugfit.rehearsal.trace.grow import Entry, grow
 
 CHOSEN_AMONG = 2
-"""Number of kernel orders from which Inductor has a choice."""
+"""Number of possible kernel orders from which Inductor has to choose one."""
 
 
 @dataclass
@@ -30,7 +30,8 @@ class Reuse:
     nbytes: int
     taken: bool
     between: int | None
-    """Peak of the estimated bytes alive between the two; None if they are adjacent."""
+    """Peak of the estimated bytes alive between the older buffer's last use and the new buffer. None if no
+    kernel runs between."""
 
 
 @dataclass
@@ -38,9 +39,9 @@ class Decisions:
     """Inductor's memory estimates and decisions while it compiled one program (graph)."""
 
     orders: list[list[int]] = field(default_factory=list)
-    """Estimated bytes after each kernel, for each order of the kernels."""
+    """Estimated live bytes after each kernel, for each order of the kernels that Inductor compared."""
     timeline: list[int] = field(default_factory=list)
-    """Estimated bytes after each kernel of the final program."""
+    """Estimated live bytes after each kernel of the final program."""
     reuses: list[Reuse] = field(default_factory=list)
 
     def are_alike(self, deeper: Decisions, periods: int) -> bool:

@@ -39,14 +39,14 @@ class GraphFunction:
 
     run: Callable[[list[Any]], Any]
     static: frozenset[int]
-    """Indices of inputs with a constant address."""
+    """Indices of inputs whose memory address never changes, such as weights."""
     is_backward: bool
     returned: frozenset[int] = frozenset()
-    """Indices of inputs that are returned unchanged, outside of the graph, which does not read them."""
+    """Indices of inputs that are returned unchanged. The graph does not read them."""
 
 
 Place = tuple[int, int]
-"""The type of an output's position: the index of its graph, and its index there."""
+"""The type of an output's position: the index of its CUDA graph, and its index among the graph's outputs."""
 
 
 @dataclass(eq=False)
@@ -57,9 +57,9 @@ class _Node:
 
     function: GraphFunction
     inputs: tuple[Any, ...] = ()
-    """Origin of each input: a `Place`, the block of a weight, or None if it was not examined."""
+    """Origin of each input: a `Place`, the memory block of a weight, or None if it was not examined."""
     outputs: list[weakref.ref[Any] | None] = field(default_factory=list)
-    """The storages of its last run's outputs."""
+    """The storages of the outputs of the program's last run."""
     children: dict[GraphFunction, list[_Node]] = field(default_factory=lambda: defaultdict(list))
 
 

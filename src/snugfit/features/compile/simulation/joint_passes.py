@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 BALANCE = 54.4
-"""Number of multiplications per element of operands and result above which a product in 16 bits is assumed to
-be padded.
+"""Multiplications per element of operands and result, above which Inductor is assumed to pad a 16-bit matrix
+product.
 
 On an H200, products with 59 were padded and those with 49 were not. On an H100, some products with 48 were
-padded, in the backward pass of an attention over 393 positions. All were benchmarked (`timed_padding.py`).
+padded, in the backward pass of an attention over 393 positions. Inductor benchmarked all of them
+(`timed_padding.py`).
 """
 
 HALF = 2
-"""Bytes of a number in 16 bits."""
+"""Bytes of a 16-bit number."""
 
 PADDED = (
     "Compiled products have sizes that are no multiple of 16 bytes. Inductor decides on the GPU, by "

@@ -60,7 +60,7 @@ NOT_SIMULATED = (
 )
 
 _ASKED_IN_PYTHON = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
-"""Functions of torch that are replaced during a simulation, by replacement."""
+"""Functions of torch that a simulation replaces, and whose originals Dynamo must trace."""
 
 _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
 
@@ -72,17 +72,18 @@ class _Program:
     call: Callable[[list[Any]], Any]
     strides: list[tuple[int, ...] | None]
     again: Counter[int] | None
-    """Contractions that a backward pass recomputes, counted by FLOPs; None for a forward pass."""
+    """Matrix products and convolutions that a backward pass recomputes, counted by their FLOPs. None for a
+    forward pass."""
     decisions: Decisions
     attention: tuple[str, ...]
-    """The attention kernels in the program."""
+    """Names of the attention kernels in the program."""
 
 
 _PROGRAMS: dict[Any, _Program] = {}
-"""Programs by graph and policy, shared by the simulations of a plan."""
+"""Compiled programs by graph and simulated device, shared by the simulations of a plan."""
 
 _GRAPHS: dict[Any, Any] = {}
-"""Functions that run a traced graph forward and backward, by keys like those of `_PROGRAMS`."""
+"""Functions that run a traced graph forward and backward, with keys like those of `_PROGRAMS`."""
 
 
 class Compiler:
@@ -328,19 +329,19 @@ def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
 
 
 _TRACED_FOR: list[Policy] = []
-"""The policy whose decisions are in Dynamo's caches, if any.
+"""The simulated device whose decisions are in Dynamo's caches; empty without one.
 
-To trace a layer again takes as long as its simulation.
+Tracing a layer again takes as long as simulating it.
 """
 
 MANY = 4096
-"""Largest number of Dynamo's traces of one layer's code."""
+"""Largest number of compilations that Dynamo allows for one layer's code."""
 
 _RAN: list[list[Decisions]] = []
-"""Lists that collect the decisions of the programs that run."""
+"""Lists that collect Inductor's decisions for the programs that run."""
 
 _NOW: list[Compiler] = []
-"""The compiler of the current simulation; programs outlive the one that created them."""
+"""The `Compiler` of the current simulation. Programs outlive the `Compiler` that created them."""
 
 
 @functools.cache

@@ -175,17 +175,17 @@ def _init_patterns() -> None:
 
 
 REGISTERS = 65_536
-"""Number of registers of a multiprocessor, on every GPU since Kepler. The source is the CUDA C++ Programming
-Guide, table of technical specifications."""
+"""Number of 32-bit registers of a multiprocessor, on every GPU since Kepler. The source is the CUDA C++
+Programming Guide, table of technical specifications."""
 
 WARP = 32
-"""Number of threads of a warp."""
+"""Number of threads in a warp of a GPU."""
 
 TOOLKIT = "13.0"
-"""Version of CUDA that Inductor reads; it only checks that there is one."""
+"""CUDA version that the simulation reports to Inductor, which only checks that there is one."""
 
 SHARED = 49_152
-"""Bytes of shared memory that a thread block may use by default."""
+"""Bytes of shared memory that a thread block may use by default on a GPU."""
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ Run = Callable[[list[Any]], Any]
 """The type of a compiled program: a function of a list of inputs, which it empties."""
 
 Launch = Callable[[str, Sequence[Any], Sequence[Any], str], None]
-"""The type of a function that records a kernel: name, tensors that it reads, tensors that it writes,
-layout."""
+"""The type of a function that records a kernel. Its arguments are the kernel's name, the tensors that it
+reads, those that it writes, and its layout."""
 
 Choose = Callable[[str, Sequence[Any]], None]
 """The type of a function that is called before each launch of a kernel with several configurations. Its
@@ -38,7 +38,8 @@ _LAYOUTS = (
     (re.compile(r"@triton_heuristics\.\w*reduction\("), REDUCTION),
     (re.compile(r"@triton_heuristics\.pointwise\("), POINTWISE),
 )
-"""Patterns in a kernel's source, each with the layout that it means; the first match decides."""
+"""Patterns in a kernel's source, each with the layout (memory access pattern) that it indicates. The first
+match decides."""
 
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash_attention_for_cpu|cudnn|flash|efficient)")
@@ -161,7 +162,7 @@ def settings_of(source: str) -> int:
 
 
 _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_tensor_metadata", "assert_alignment")
-"""Names of checks of a program on its inputs and on operators' outputs; the second and third since torch
+"""Names of a program's checks of its inputs and of operators' outputs. The second and third exist since torch
 2.14."""
 
 

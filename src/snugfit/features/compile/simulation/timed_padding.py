@@ -27,16 +27,16 @@ class Operand(NamedTuple):
     stride: tuple[int, ...]
     dtype: Any
     written_padded: bool
-    """True if the kernel that writes it would write it padded, so that padding takes no time."""
+    """True if the kernel that writes the operand can write it with padding, so that padding takes no time."""
 
 
 class PaddedProduct(NamedTuple):
     """A matrix product, with its operands' layouts, that Inductor benchmarks with and without padding."""
 
     key: str
-    """Key of Inductor's decision in its cache."""
+    """Key of Inductor's decision about the padding, in its cache."""
     key_unpadded: str
-    """Key of the time without padding in Inductor's cache."""
+    """Key of the measured time without padding, in Inductor's cache."""
     operator: str
     first: Operand
     second: Operand

@@ -45,18 +45,18 @@ class Numbers(NamedTuple):
     """
 
     keep: float
-    """Factor of a weight after decay: 1 - rate * decay."""
+    """Factor by which weight decay multiplies a weight: 1 - lr * decay."""
     first_share: float
-    """Share of a gradient in the first moment: 1 - beta1."""
+    """Factor of the gradient in the first moment: 1 - beta1."""
     second_keep: float
-    """Factor of the second moment: beta2."""
+    """Factor of the old second moment: beta2."""
     second_share: float
-    """Share of a squared gradient in the second moment: 1 - beta2."""
+    """Factor of the squared gradient in the second moment: 1 - beta2."""
     root: float
     """The square root of the second moment's bias correction: sqrt(1 - beta2 ** step)."""
     eps: float
     rate: float
-    """Minus the learning rate, by the first moment's bias correction: -lr / (1 - beta1 ** step)."""
+    """Negative learning rate, divided by the first moment's bias correction: -lr / (1 - beta1 ** step)."""
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Numbers:
@@ -74,24 +74,24 @@ class MasterAdamW(OwnAdamW):
     """
 
     clips_inside: ClassVar = True
-    """True: it has `gradient_norm` and `clip_by` (`step/clipping.py`)."""
+    """True: the optimizer clips gradients itself, by `gradient_norm` and `clip_by` (`step/clipping.py`)."""
 
     generation = 0
-    """Counter of address changes of weights or states. A CUDA graph with an earlier launch updates the old
-    addresses.
+    """Number of changes of the addresses of weights or states. A CUDA graph recorded before a change updates
+    the old addresses.
     """
 
     table_of: ClassVar[type[WeightTable]] = WeightTable
-    """Class of the table of addresses that is passed to kernels."""
+    """Class of the table of memory addresses that the kernels read."""
 
     residual_dtype = torch.int16
-    """Dtype of the low halves of its masters."""
+    """Dtype of the lower halves of fp32 weights, beside the bfloat16 upper halves."""
 
     _tables: Sequence[WeightTable] | None = None
     _clip: tuple[torch.Tensor, float] | None = None
 
     whole_weight = staticmethod(join)
-    """Function that joins a weight and its low half to one tensor."""
+    """Function that joins a weight's bfloat16 half and lower half to one fp32 tensor."""
 
     def held_parts(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the low half of each master weight that has one, for checkpoints."""

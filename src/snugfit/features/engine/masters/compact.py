@@ -16,27 +16,27 @@ from typing import NamedTuple
 import torch
 
 GROUP = 64
-"""Number of elements that share a scale."""
+"""Number of elements of an 8-bit moment that share a scale."""
 
 FIRST_TOP = 127
 SECOND_TOP = 255
-"""The largest codes of first and second moments."""
+"""The largest 8-bit codes of first and second moments."""
 
 STRIDE = 0x9E3779B9
-"""Factor of a step's number in the hash, which spreads steps among 32-bit numbers: 2^32 by the golden
-ratio."""
+"""Factor of the step's number in the hash, which makes the bits of successive steps differ: 2^32 by the
+golden ratio."""
 
 MIXES = (0x7FEB352D, 0x846CA68B)
-"""Multipliers of the hash (Wellons, "Prospecting for Hash Functions", 2018)."""
+"""Multipliers of the hash that gives random bits (Wellons, "Prospecting for Hash Functions", 2018)."""
 
 SMALLEST = 1.2e-38
-"""Smallest scale with a reciprocal in 32 bits; a smaller one means zeros."""
+"""Smallest scale whose reciprocal is an fp32 number. A group with a smaller scale becomes zeros."""
 
 _ALL = 0xFFFFFFFF
 
 
 DRAW_BITS = 8
-"""Bits of the draws that round masters of 24 bits."""
+"""Number of random bits with which 24-bit weights are rounded."""
 
 
 class Chances(NamedTuple):

@@ -23,7 +23,7 @@ from snugfit.features.engine.masters.table import MOMENTS, WeightTable
 from snugfit.step.wishes.own_adamw import STEP, flat, laid_out_as
 
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
-"""Keys of the optimizer states with the groups' scales."""
+"""Keys of the optimizer states that contain the scales of 8-bit moments."""
 
 
 class CompactTable(WeightTable):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 RING = 4
-"""Number of buffers of the host (chosen): it is at most one step ahead, and a step writes once."""
+"""Number of host buffers in rotation (chosen). The host is at most one step ahead, and a step writes once."""
 
 
 class DeviceCopy:

@@ -23,21 +23,21 @@ from snugfit.job.dtype import cast_weights
 from snugfit.step.wishes.own_adamw import flat
 
 HAS_MASTER = "has_master"
-"""Name of the attribute that marks a bfloat16 weight as one half of its master."""
+"""Name of the attribute of a bfloat16 weight that is the upper half of an fp32 weight."""
 
 # A split weight without an optimizer holds it; later the optimizer has it among its states.
 RESIDUAL = "residual"
-"""Name of the low half: a weight's attribute while it has no optimizer, then the key of its state."""
+"""Name of a weight's lower half: an attribute of the weight, later a key of its optimizer state."""
 
 AT_ONCE = 1 << 20
-"""Number of elements that are widened together (chosen). Their copies in 32 bits stay in a CPU's caches, and
-take 16 MiB at most."""
+"""Number of elements that are converted to 32 bits together (chosen). These copies take at most 16 MiB and
+stay in a CPU's caches."""
 
 HALFWAY = 1 << 15
-"""Half of the range of the lower 16 bits."""
+"""Half of the value range of the lower 16 bits, at which a weight is rounded up."""
 
 UNIT = 1 << 8
-"""Value of one step of an 8-bit low half, in steps of a 16-bit one."""
+"""Value of one step of an 8-bit lower half, in steps of a 16-bit one."""
 
 
 def lower_bits(residual: torch.Tensor | None) -> int:

@@ -31,7 +31,7 @@ from snugfit.features.engine.masters.elements import (
 )
 
 WIDE = 16
-"""Bytes that a thread reads at once of 32-bit data, at addresses that are multiples of it."""
+"""Bytes of 32-bit data that a thread reads at once, from addresses that are multiples of this."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

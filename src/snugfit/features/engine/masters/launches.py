@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from snugfit.features.engine.masters.table import WeightTable
 
 _KERNEL_ON_META = False
-"""True if the simulated step is that of a GPU."""
+"""True while a GPU's step is simulated on `meta` tensors."""
 
 OPERATORS = torch.library.Library("triton", "FRAGMENT")
-"""The `torch.library` of the operators, named as traces name kernels that Triton compiles at their first
-launch."""
+"""The `torch.library` with the operators of these kernels, named as profiler traces name Triton kernels."""
 
 for _name in ("adamw_of_weights", "adamw_with_8_bit_states"):
     OPERATORS.define(

@@ -40,7 +40,8 @@ class MasterUpdates:
     """
 
     can_be_recorded: ClassVar = True
-    """True: its scalars are on the device, so that a CUDA graph can contain updates."""
+    """True: its scalars, such as the learning rate, are on the device, so that a CUDA graph can contain
+    updates."""
 
     def __init__(self, optimizer: MasterAdamW) -> None:
         self._optimizer: Any = optimizer

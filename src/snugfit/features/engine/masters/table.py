@@ -19,11 +19,11 @@ from snugfit.features.engine.masters.halves import RESIDUAL, lower_bits
 from snugfit.step.wishes.own_adamw import flat, laid_out_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Keys of AdamW's states."""
+"""Keys of the first and second moment in AdamW's state."""
 
 ALIGNMENT = 16
-"""Bytes of which addresses are multiples, as torch's allocator aligns them. A tensor that begins within
-another may have another address, and is read more slowly.
+"""Multiple of which tensors' memory addresses are, in bytes, as torch's allocator aligns them. A view into
+another tensor may have another address, and is read more slowly.
 """
 
 
@@ -38,9 +38,9 @@ class WeightTable:
 
     record = 7
     group = 0
-    """Elements of which moments share a scale; 0 where moments have 32 bits."""
+    """Number of elements of 8-bit moments that share a scale; 0 for 32-bit moments."""
     usual_settings: ClassVar[LaunchSettings] = SETTINGS
-    """Default settings of the table's launches."""
+    """Default launch settings of the kernels that use the table."""
 
     def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
         self.settings = self.usual_settings

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 FILLED_UP = "attention_mask"
-"""Name of the attention mask in a batch. Only a batch with a mask can be padded without a change of the
-result."""
+"""Name of the attention mask in a batch. Only a batch with a mask can be padded without changing the result.
+"""
 
 
 def layout_of(batch: Mapping[str, Any]) -> Hashable:

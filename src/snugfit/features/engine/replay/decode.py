@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 CACHE = "past_key_values"
-"""Name of the cache among the inputs of a model."""
+"""Name of the model's argument for the cache of keys and values."""
 
 LENGTH_ON_HOST = "cumulative_length_int"
-"""Attribute of a cache's layer with a sliding window: its tokens, as a number that Python counts."""
+"""Attribute of a sliding window's cache layer: its number of tokens, as a Python int."""
 
 
 @dataclass(eq=False)
@@ -36,11 +36,11 @@ class DecodeGraph:
     """The recorded forward pass of one token, with the tensors that it reads and writes."""
 
     inputs: dict[str, Any]
-    """Inputs of the model except for the cache, on the device."""
+    """Inputs of the model on the device, except for the cache of keys and values."""
     outputs: Any = None
     """Outputs of the model, with logits (B, 1, vocabulary)."""
     recorded: Any = None
-    """Outputs with the addresses of the recording, which stay allocated."""
+    """Outputs at the memory addresses of the CUDA graph, which stay allocated."""
     play: Callable[[], None] | None = None
 
 
@@ -51,17 +51,17 @@ class RecordedDecoding:
     model: Any
     graphs: Graphs
     forward: Callable[..., Any]
-    """Forward pass of the model, without graphs."""
+    """Forward pass of the model that launches each kernel, without CUDA graphs."""
     make_cache: Callable[..., Any]
     """transformers' constructor of a static cache."""
     tell: Callable[[str], None]
-    """Function that is called once with the reason if a decode step cannot be recorded."""
+    """Callback that receives the reason if a decode step cannot be recorded. It is called at most once."""
     why_not: str = ""
-    """Reason for which decode steps run without graphs; empty if they are recorded."""
+    """Reason why decode steps run without CUDA graphs; empty if they are recorded."""
     cache: Any = None
     _made_with: Hashable = None
     _has_prompt: bool = False
-    """True after the prefill of the current call."""
+    """True once the current call of `generate` has computed the prompt (prefill)."""
     _met: set[Hashable] = field(default_factory=set)
     _recordings: dict[Hashable, DecodeGraph] = field(default_factory=dict)
 

@@ -56,7 +56,7 @@ class Graphs(ABC):
 
 
 REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", default=None)
-"""Function that creates the graphs of a simulation; None outside of one."""
+"""Function that creates simulated CUDA graphs; None outside of a simulation."""
 
 
 @final

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from snugfit.features.engine.replay.graphs import NotRecorded
 
 ATTENTION = {"scaled_dot_product_attention": 4, "_flash_attention_forward": 7}
-"""torch's attention functions, for one length and for several (`padding_free`), each with the position of its
-dropout argument."""
+"""torch's attention functions, each with the position of its dropout argument. The second one is for
+sequences of several lengths (`padding_free`)."""
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 
 MOST_LAYOUTS = 24
-"""Largest number of recorded batch layouts (chosen): a graph of a thousand kernels takes some MiB outside of
-the allocator."""
+"""Largest number of batch layouts (sets of tensor shapes) that are recorded (chosen). A graph of a thousand
+kernels takes some MiB outside of the allocator."""
 
 Play = Callable[[], None]
 
@@ -59,22 +59,23 @@ class LayoutGraphs:
     """The CUDA graphs for batches of one layout, with the tensors that they read and write."""
 
     batch: dict[str, Any]
-    """A micro-batch (B, ...) on the device."""
+    """The device micro-batch (B, ...) whose addresses the CUDA graphs read."""
     share: torch.Tensor | None
-    """Factor of the loss, a scalar; None leaves the loss unscaled."""
+    """Factor of the micro-batch's loss, a scalar on the device. None leaves the loss unscaled."""
     loss: torch.Tensor | None = None
-    """Loss of the micro-batch, until its backward pass is recorded."""
+    """Loss of the micro-batch, until its backward pass is recorded; then None."""
     total: torch.Tensor | None = None
-    """Sum of the step's losses so far, a scalar."""
+    """Sum of the losses of the step's micro-batches so far, a scalar."""
     norm: torch.Tensor | None = None
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Weights with their gradients, if the update is not recorded or reads their addresses."""
+    """Weights with their gradients, for an update that is not recorded or reads the gradients' addresses.
+    Otherwise empty."""
     passes: list[tuple[Play, Play]] = field(default_factory=list)
-    """Forward and backward graphs of the first micro-batch, and of any other."""
+    """Functions that replay the forward and backward graph, for the first micro-batch and for all others."""
     plays_norm: Play | None = None
     plays_update: Play | None = None
     heard: Sequence[torch.Tensor] = ()
-    """Weights whose gradients the hooks of a recorded pass take."""
+    """Weights whose gradients are consumed by hooks within the recorded backward pass."""
 
 
 class CapturedStep(StepRunner):
@@ -312,7 +313,7 @@ def _is_again(hooked: HookedPass | None) -> bool:
 
 
 RECORDABLE = "capturable"
-"""Name of torch's option for recordable updates, in each of an optimizer's groups."""
+"""Key of torch's option for updates that CUDA graphs can contain, in each of an optimizer's groups."""
 
 
 class RecordableUpdate:

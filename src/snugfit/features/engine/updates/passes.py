@@ -237,7 +237,7 @@ class TorchUpdates:
     others."""
 
     can_be_recorded: ClassVar = False
-    """False: its learning rates are on the host, so that no CUDA graph can contain updates."""
+    """False: its learning rates are Python numbers on the host, which a CUDA graph cannot read."""
 
     def __init__(self, optimizer: Any, model: Any) -> None:
         self._optimizer = optimizer
