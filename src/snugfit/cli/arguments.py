@@ -239,13 +239,13 @@ class Command(TyperCommand):
         """Parse a command's words and return those that are left. Raises `UsageError` for two output formats
         at once, and for an empty value, such as an unset shell variable gives.
         """
-        # After a command, `--version` counts before any mistake in its arguments.
+        # `--version` has priority over a mistake in the arguments after a command.
         show_version(not {"-V", "--version"}.isdisjoint(args))
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         args = [_with_dashes(word, own) for word in args]
         for rewrite in hooks("rewrite_words"):
             args = rewrite(args, own)
-        # click makes Path(".") of an empty path.
+        # click turns an empty path into Path(".").
         empty = ("", Path()) if any(word == "" or word.endswith("=") for word in args) else ("",)
         rest = super().parse_args(ctx, args)
         for parameter in self.params:

@@ -34,7 +34,7 @@ def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True, markup=False)
     if console.is_jupyter:
-        # rich would need ipywidgets there, and leave its lines in the cell.
+        # rich would need ipywidgets in a notebook, and leave its lines in the cell.
         with _line_of_a_cell(first or "starting") as tell:
             yield tell
         return

@@ -293,7 +293,7 @@ def _with_number_of_gpus(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _configuration(flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-    # Every feature adds settings of its options, also without a configuration.
+    # Each feature adds its settings from the command's options, even without a configuration file.
     read = [reader(flags, settings) for reader in hooks("read_configuration")]
     return next(filter(None, read), None)
 

@@ -110,7 +110,7 @@ def train(
     from snugfit.report.watching import Watching
 
     _refuse(request)
-    # Before the search: `auto` is refused for several processes.
+    # Comes before the search, because `auto` is refused for several processes.
     processes = _processes(request, gpus)
     asked = request.training
     request = request.with_least(lambda: gpu_here(asked.get("device")))
@@ -122,7 +122,7 @@ def train(
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
     if processes > 1 and world() is None:
         return _launch(request, processes)
-    if is_started_again():  # the first start of this run did the rest
+    if is_started_again():  # the first start of this run used these options
         restart, resume_from_checkpoint = False, None
     with Watching(logged) as shown:
         trained = run(

@@ -96,7 +96,7 @@ def compare(
     """
     if isinstance(prediction, Prediction) and isinstance(measurement, Measurement):
         return _beside(prediction, measurement)
-    # A text is iterable, but no list of recipes.
+    # A text is iterable too, but not a list of recipes.
     no_list = isinstance(measurement, Measurement | str | Recipe)
     if not isinstance(prediction, Job) or no_list or not isinstance(measurement, Iterable):
         kinds = " and ".join(type(given).__name__ for given in (prediction, measurement))
@@ -169,7 +169,7 @@ def error_lines(predicted: Footprint, measured: Footprint) -> tuple[ErrorLine, .
     return tuple(
         ErrorLine(figure=figure, predicted=before, measured=after)
         for figure, before, after in pairs
-        # A measured 0 has no relative error.
+        # The relative error is undefined for a measured 0.
         if before is not None and after
     )
 

@@ -30,7 +30,7 @@ class RecipeComparison(JsonDocument, Tabular):
         """
         candidates = [one for one in self.predictions if one.fits is not False]
         candidates = [one for one in candidates if not one.tight] or candidates
-        # This is true without a candidate too, and `min` then returns its default.
+        # `all` is True without candidates too; `min` then returns its default.
         if all(one.timing for one in candidates):
             return min(candidates, key=lambda one: one.timing.step_seconds if one.timing else 0, default=None)
         return min(candidates, key=lambda one: one.needed_bytes)

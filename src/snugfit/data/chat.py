@@ -70,7 +70,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             "Add them, or remove the row."
         )
     content = message["content"]
-    # A message that only calls tools has no content.
+    # An assistant's message that only calls tools has no content.
     if content is None and message.get("tool_calls"):
         return dict(message)
     return {
@@ -102,7 +102,7 @@ def chat_tokens(tokenizer: Any, chats: Sequence[Chat], where: Sequence[str]) -> 
     marked = marks_the_assistant(tokenizer)
     try:
         encoding = _apply(tokenizer, list(chats), marked)
-    except Exception as error:  # the template's error names no conversation: try them one by one
+    except Exception as error:  # the error names no conversation, so each is tried alone
         for chat, of in zip(chats, where, strict=True):
             _apply_alone(tokenizer, chat, of, marked)
         raise UsageError(

@@ -74,7 +74,7 @@ class Collate:
 
         if "label" in samples[0]:
             regression = self.job.labels == 1
-            # transformers computes the loss of a regression as mean squared error, which needs floats.
+            # transformers' regression loss is the mean squared error, which needs float labels.
             kind = torch.float32 if regression else torch.int64
             return torch.tensor([sample["label"] for sample in samples], dtype=kind)
         lists = [sample["labels"] for sample in samples]

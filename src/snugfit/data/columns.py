@@ -90,7 +90,7 @@ def _input_columns(
     if not forms:
         allowed = " or ".join(" with ".join(form) for form in inputs)
         raise UsageError(f"columns: {task} reads {allowed}, not {' with '.join(named)}.")
-    if named:  # prefer the form with exactly the named columns
+    if named:  # prefer the set of columns that the user named
         forms.sort(key=len)
     for form in forms:
         for names in usual[form]:

@@ -133,7 +133,7 @@ class Encoder:
     def _prompts(self, chunk: Numbered) -> Iterator[Encoded]:
         prompts = self._strings(chunk, "prompt")
         completions = self._strings(chunk, "completion")
-        # Tokens at the boundary depend on both texts, so the two are tokenized together.
+        # The tokens at the boundary depend on both texts, so prompt and completion are tokenized together.
         joined = [one + other for one, other in zip(prompts, completions, strict=True)]
         alone = self._tokenize(prompts, limit=None)
         for prompt, both in zip(alone, self._tokenize(joined, limit=None), strict=True):
@@ -162,7 +162,7 @@ class Encoder:
         labels = None
         if "label" in self.columns and self.job.task is not Task.SEQUENCE_CLASSIFICATION:
             labels = self._numbers(row, self.columns["label"], index)
-        # Target tokens need not be as many as the input's.
+        # The number of target tokens may differ from that of input tokens.
         if labels is not None and self.job.task is not Task.SEQ2SEQ_LM:
             beside["labels"] = labels
         for name, numbers in beside.items():
@@ -171,7 +171,7 @@ class Encoder:
                     f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each "
                     "token needs one. Correct this row, or remove it."
                 )
-        # Padding is dropped, because the collate function pads each batch anew.
+        # Padding tokens are dropped, because the collate function pads each batch.
         mask = beside.pop("attention_mask", [1] * len(ids))
         positions = [position for position, attended in enumerate(mask) if attended]
         keep = positions[: self.limit]
@@ -233,13 +233,13 @@ class Encoder:
         value = self.rows.value(row, column, index)
         try:
             numbers = np.asarray(value)
-        except ValueError:  # lists of several lengths
+        except ValueError:  # raised for lists of several lengths
             numbers = np.asarray(None)
         if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
             raise UsageError(
                 f"{self.rows.where(index)}: {column!r} is {value!r:.40}; it must be a list of numbers."
             )
-        # `Ragged` stores values in 32 bits.
+        # `Ragged` stores integers of 32 bits.
         if numbers.size and not -_MOST <= numbers.min() <= numbers.max() < _MOST:
             raise UsageError(
                 f"{self.rows.where(index)}: {column!r} contains {numbers.max()}, which is not a token. "

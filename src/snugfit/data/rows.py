@@ -127,7 +127,7 @@ class Rows(Indexed[Row]):
     def value(self, row: Row, column: str, index: int) -> Any:
         """Return the row's value in this column. Raises `UsageError` if the row lacks it."""
         value: Any = row
-        # A column's own name may contain a dot.
+        # The column's own name may contain a dot, so the whole name is tried first.
         for key in [column] if column in row else column.split("."):
             if not isinstance(value, Mapping) or key not in value:
                 raise UsageError(
@@ -147,7 +147,7 @@ def as_text(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         what = "nothing (null)" if value is None else f"{value!r:.40}"
         raise UsageError(f"{where}: {column!r} is {what}; it must be text in every row.")
-    # ASCII is always valid, and its check costs next to nothing.
+    # ASCII is always valid text, and the check for it is nearly free.
     if not value.isascii():
         try:
             value.encode()
@@ -171,7 +171,7 @@ class MemoryRows(Rows):
         self.source, self.folder, self._rows = source, folder, rows
         try:
             first = rows[0] if len(rows) else {}
-        except LookupError:  # a table by columns, such as pandas'
+        except LookupError:  # a table that is indexed by columns, such as pandas'
             first = None
         if not isinstance(first, Mapping):
             raise UsageError(
@@ -192,7 +192,7 @@ class JoinedRows(Rows):
 
     def __init__(self, parts: Sequence[Rows], source: str) -> None:
         self.source = source
-        # If all are empty, one stays for its columns.
+        # If all parts are empty, the first one is kept for its columns.
         self._parts = [part for part in parts if len(part)] or [parts[0]]
         first = self._parts[0]
         self.columns = first.columns

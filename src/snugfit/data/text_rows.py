@@ -91,9 +91,9 @@ class TableRows(Rows):
         self._cells: list[list[str]] = []
         self._numbers = array("q")
         delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-        # Line ends inside quoted cells must stay as they are, so csv gets them unchanged.
+        # csv gets unchanged line ends, because quoted cells may contain some.
         reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
-        # The limit is the process's, so it is restored below.
+        # csv's limit applies to the whole process, so it is restored below.
         before = csv.field_size_limit(LARGEST_CELL)
         try:
             self.columns = _head(next(reader, []), self.source)
@@ -105,7 +105,7 @@ class TableRows(Rows):
             csv.field_size_limit(before)
 
     def _fill(self, reader: Any) -> None:
-        # A row may span lines, and `line_num` is its last.
+        # A row may span several lines, and `line_num` is the last of them.
         number = reader.line_num + 1
         for cells in reader:
             # csv yields no cell for an empty line, and one for a line of spaces.

@@ -139,15 +139,15 @@ def job_with_mixing(
     already started. Losses are then compared on a GPU, because computing a loss saves nothing for a backward
     pass. The run thus needs no more memory than predicted.
     """
-    # A known reason, such as a batch norm, needs no comparison.
+    # If the model is known to mix samples, such as by batch norm, no comparison is needed.
     if mixing_of(job).reason:
         return job
     batch = example or job.model.example or {}
     verdict = None
-    give_back_unused(model)  # cached blocks of the steps have other sizes
+    give_back_unused(model)  # cached memory of the steps does not fit this batch
     try:
         verdict = _verdict(job, model, loss_of, batch, most, again)
-    except Exception as fault:  # the user's loss may raise anything
+    except Exception as fault:  # a user's loss may raise any error
         error = f"{type(fault).__name__}: {one_line(fault)}"
     if verdict is None and context is not None:
         with contextlib.suppress(Exception), context():
@@ -167,7 +167,7 @@ def _verdict(
     again: bool,
 ) -> Verdict:
     layout = BatchLayout.of(batch, job.model.batch_dims, samples=job.batch_size)
-    if layout.unclear:  # splitting it raises an error with advice elsewhere
+    if layout.unclear:  # splitting this batch raises an error elsewhere
         return Verdict()
     if layout.samples < FEWEST:
         return Verdict(unclear="the first batch has one sample only")
@@ -176,7 +176,7 @@ def _verdict(
     parts = chosen_samples(batch, layout, max(fewest, min(most, SAMPLES)))
     if not runs.can_take_gradients or (again and runs.device.type == "cuda"):
         return _of_losses(runs, parts)
-    # If memory runs out, as few samples as possible are tried before losses alone.
+    # If memory runs out, gradients of fewer samples are tried, and then losses alone.
     for attempt in (parts, chosen_samples(batch, layout, FEWEST)):
         with contextlib.suppress(MemoryError):
             return _of_either_parts(runs, attempt)
@@ -207,7 +207,7 @@ def _of_gradients(runs: CutRuns, parts: Parts) -> Verdict:
         return Verdict(unclear=f"the loss of {len(samples)} samples, or a gradient of it, is not a number")
     if not total:
         return Verdict(unclear=f"all gradients of {len(samples)} samples are 0")
-    # The whole is a number, so the cut is the cause.
+    # The whole batch has finite gradients, so NaN or infinity comes from splitting it.
     if not is_number(cut):
         return Verdict(differs=f"{_what(parts)}, where they are no numbers")
 
@@ -223,7 +223,8 @@ def _of_gradients(runs: CutRuns, parts: Parts) -> Verdict:
             reverse=True,
         )
 
-    # Noise beyond the tolerance would hide the effect of the cut.
+    # If the order of samples changes gradients more than the tolerance, an effect of the split cannot be
+    # detected.
     if beyond(reverse):
         return Verdict(
             unclear=f"the gradients of {len(samples)} samples depend on their order or on random draws"
@@ -245,7 +246,7 @@ def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
     orders = runs.take([samples], [samples[::-1]], parts, gradients=False)
     whole, reverse, cut = (taken.loss for taken in orders)
     bound = (OF_16_BIT if runs.has_few_digits else OF_32_BIT).loss * abs(whole)
-    # In this form a NaN exceeds the bound, since it compares as False.
+    # Written with `not`, because every comparison with NaN is False.
     if not abs(whole - reverse) <= bound:
         return Verdict(unclear=f"the loss of {len(samples)} samples depends on their order or random draws")
     if not abs(whole - cut) <= bound:
@@ -337,7 +338,7 @@ def _traits(batch: Mapping[str, Any], layout: BatchLayout) -> Traits:
         if values.shape[1] > 1:
             values = (values.ne(0) & values.ne(IGNORED)).sum(1, keepdim=True)
         column = values[:, 0].double().nan_to_num().cpu()
-        # A trait that all samples share cannot distinguish them.
+        # A property that is equal in all samples cannot distinguish them.
         if (width := float(column.max() - column.min())) > 0:
             columns.append(((column - column.min()) / width).tolist())
     return [[column[sample] for column in columns] for sample in range(layout.samples)]
@@ -432,7 +433,7 @@ class CutRuns:
     def _take(self, pieces: Sequence[Sequence[int]], gradients: bool) -> Taken:
         import torch
 
-        # The weights of pieces refer to these samples, and not to the whole batch.
+        # The weights of micro-batches were computed for these samples alone, not for the whole batch.
         whole = self._samples([index for piece in pieces for index in piece])
         loss, total = 0.0, [torch.zeros_like(weight) for weight in self._parameters if gradients]
         for piece in pieces:
@@ -442,7 +443,7 @@ class CutRuns:
             loss += float(value.detach())
             if not gradients:
                 continue
-            # An expert, for example, may have no part in these samples.
+            # Some parameters, such as those of an expert, may not be used for these samples.
             gradients_of_piece = torch.autograd.grad(value * LOSS_SCALE, self._parameters, allow_unused=True)
             for held, gradient in zip(total, gradients_of_piece, strict=True):
                 if gradient is not None:
@@ -482,7 +483,7 @@ def distances(one: Taken, other: Taken) -> list[tuple[float, float]]:
         torch.stack([(a.float() - b.float()).norm(), torch.maximum(a.float().norm(), b.float().norm())])
         for a, b in zip(one.gradients, other.gradients, strict=True)
     ]
-    # One transfer for all parameters, since each would wait for the device.
+    # All parameters are transferred at once, since each transfer waits for the device.
     return [(apart, size) for apart, size in torch.stack(rows).tolist()]
 
 
@@ -517,7 +518,7 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as unchanged:
         for module in model.modules():
             unchanged.enter_context(unchanged_attributes(module))
-        if not model.training:  # otherwise frozen modules stay in evaluation mode
+        if not model.training:  # otherwise frozen modules stay in evaluation
             model.train()
         for module in model.modules():
             _drop_nothing(module)
@@ -553,7 +554,7 @@ def _shaken(weights: Sequence[Any]) -> Iterator[None]:
     parts = [tensor_parts().own(weight) for weight in weights]
     with torch.no_grad():
         before = [part.detach().clone() for part in parts]
-        for number, part in enumerate(parts):  # one generator each: ranks have shards of different sizes
+        for number, part in enumerate(parts):  # one generator each: shards differ in size
             noise = torch.randn(part.shape, generator=torch.Generator().manual_seed(number))
             part.add_(noise.to(part), alpha=NOISE)
         try:
@@ -579,10 +580,10 @@ def _without_dropout(note: Callable[[Any], None]) -> Iterator[None]:
         ) -> Any:
             keywords = dict(keywords or {})
             name = getattr(function, "__name__", "")
-            # `native_dropout` returns its mask as well.
+            # The operator `native_dropout` also returns its mask.
             if "dropout" in name and "native" not in name:
                 return arguments[0] if arguments else keywords["input"]
-            # The fifth positional argument is `dropout_p`.
+            # The fifth positional argument of this function is `dropout_p`.
             if function is torch.nn.functional.scaled_dot_product_attention and len(arguments) > 4:
                 arguments = (*arguments[:4], 0.0, *arguments[5:])
             elif keywords.get("dropout_p"):
@@ -604,14 +605,14 @@ def unchanged_attributes(holder: Any) -> Iterator[None]:
     containers = [
         (value, _copy_containers(value))
         for name, value in vars(holder).items()
-        # A list with a dataset may be long, and no loss changes it.
+        # A list in a dataset may be long, and computing a loss does not change it.
         if isinstance(value, dict | list) and not name.endswith("dataset")
     ]
     with patch.dict(vars(holder)):
         try:
             yield
         finally:
-            for value, content in containers:  # other objects may share the container
+            for value, content in containers:  # other objects may share the list
                 value.clear()
                 (value.update if isinstance(value, dict) else value.extend)(content)
 

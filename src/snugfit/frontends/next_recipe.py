@@ -59,7 +59,7 @@ def next_recipe(
                     smaller = _plan_smaller(job, recipe, device, live, slots)
                 else:
                     smaller = _plan_smaller_on_several(job, recipe, device, slots, gpus)
-            except SnugfitError as unknown:  # a GPU or a model without prediction
+            except SnugfitError as unknown:  # the GPU or the model has no prediction
                 return Unplanned(recipe=cut(job, recipe), why=str(unknown))
             if smaller is not None:
                 return smaller
@@ -89,7 +89,7 @@ def _plan_smaller(
 
     gpu = find_gpu(torch.cuda.get_device_name(device))
     needed = predict_apart(job, recipe, gpu, 1).needed_bytes
-    # The next recipe may be no less exact than the present one.
+    # The next recipe must not be less exact than the present one.
     fidelity = max((technique.fidelity for technique in recipe), key=list(Fidelity).index)
     smaller = plan(
         job,
@@ -98,7 +98,7 @@ def _plan_smaller(
         fidelity=fidelity,
         keep={slot: recipe[slot] for slot in Slot if slot not in changing},
         ranked=RANKED if live else 0,
-        workers=1,  # no process besides this one, which would import the user's script again
+        workers=1,  # no other process, because it would import the user's script again
     )
     if smaller.best is None:
         return None
@@ -143,7 +143,7 @@ def suits_live_model(following: Recipe, before: Recipe) -> bool:
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
     """Return the recipe with the next larger number of micro-batches; None if there is none."""
-    # Gradients of the pieces are added up, so they must not be released in the passes.
+    # Gradients of micro-batches are summed, so they cannot be released within the backward pass.
     whole = recipe.with_(roster.plain(Slot.GRADIENTS))
     finer = {
         cut.pieces: cut

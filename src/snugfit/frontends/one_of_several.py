@@ -61,12 +61,12 @@ def one_of_several() -> Iterator[None]:
         return
     from snugfit.measurement.process import die_with_parent
 
-    # A process must not continue to train after its launcher was killed.
+    # This process must end when its launcher is killed.
     die_with_parent(os.getppid())
     stdout, stderr = sys.stdout, sys.stderr
     try:
         if process.rank:
-            # The first process prints for all.
+            # Only the first process prints.
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
         yield
     except ToldElsewhere:

@@ -49,10 +49,10 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
         def work() -> None:
             try:
                 answer.set_result(predict_run(job, recipe))
-            except Exception as fault:  # of the other process: no reason to end a run that trains
+            except Exception as fault:  # a failed prediction must not end the training
                 answer.set_result(f"This run could not be predicted ({type(fault).__name__}): {fault}")
 
-        # A daemon thread does not keep a finished process alive.
+        # As a daemon, this thread does not delay the end of the process.
         threading.Thread(target=work, name="predicts the run", daemon=True).start()
         return answer
 

@@ -81,7 +81,7 @@ def main() -> None:
     write_document(result_path, result.to_json())
     sys.stdout.flush()
     sys.stderr.flush()
-    # The interpreter's own end would free the heap object by object.
+    # Without `os._exit`, the interpreter would free the heap object by object.
     os._exit(0 if result.outcome == causes.OK else 1)
 
 
@@ -92,7 +92,7 @@ def run(request: Mapping[str, Any], history: Path) -> ChildResult:
     try:
         return _run_steps(request, history)
     except Exception as error:
-        # The parent compares these times across ranks, so the printing comes later.
+        # The parent process compares this time across ranks, so it is taken before the traceback is printed.
         failed = time.monotonic()
         traceback.print_exc()
         cause = causes.cause_of_exception(error)
@@ -119,19 +119,19 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
     records = bool(request["history"])
     if records:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-    family = request["parent"] if context.group else None  # ancestor of this run's processes
+    family = request["parent"] if context.group else None  # ancestor of all ranks' processes
     loads: list[HostLoad | None] = [host_load(family)]
     steps = request["warmup"] + request["steps"]
     core = QuietCore((request["rank"], request["ranks"])) if on_gpu else None
 
     def after_step(index: int) -> None:
-        if index in (request["warmup"] - 1, steps - 1):  # before the first steady step, after the last
+        if index in (request["warmup"] - 1, steps - 1):  # before the first timed step, after the last
             loads.append(host_load(family))
         if records:
             _dump_history(index, history)
 
     stopwatch = Stopwatch(device, request["warmup"], after_step=after_step, core=core)
-    # Kept losses would add bytes on the GPU, but predictions are compared to the byte.
+    # Stored losses would need GPU memory that the predictions do not contain.
     step = open_step(job, setup, request["loop"], device, keep_losses=not on_gpu)
     step.trainer_arguments = request.get("trainer_arguments", {})
     if context.group is not None and on_gpu:
@@ -151,7 +151,7 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
             context_seconds=context.ready - imported,
         ),
         losses=tuple(losses),
-        results=results_of(step, SEED),  # needs memory, so the peaks were read before
+        results=results_of(step, SEED),  # evaluation needs memory, so it follows the reading of peaks
         crowded=crowding(loads[-2], loads[-1], os.cpu_count() or 1),
         disturbed=core.disturbed_share() if core else None,
         host_loop_seconds=core.loop_seconds() if core else None,
@@ -176,7 +176,7 @@ def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
         cpu_seconds=tuple(stopwatch.cpu_seconds()),
         smi_bytes=smi_bytes,
         smi_nvml_bytes=nvml_bytes,
-        # Further steps, and the plain model of a comparison, have other peaks.
+        # Later steps with a profiler, and the plain model of a comparison, have other memory peaks.
         peaks_at=time.monotonic(),
     )
 
@@ -262,7 +262,7 @@ def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
         ready = time.monotonic()
         with_group = _used_bytes(request["uuid"])
     del tiny
-    # The tiny tensor's segment would count as reserved in every peak.
+    # The allocator's segment for the tiny tensor would count in every peak of reserved bytes.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     keep_peaks()
@@ -277,14 +277,14 @@ def _peaks() -> ChildResult:
     initialized.
     """
     host = ChildResult(outcome=causes.OK, host_bytes=peak_resident_bytes())
-    # A run may fail before it imports torch; then there are no peaks to read.
+    # A run that fails before it imports torch has no memory peaks.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return host
     try:
         stats = with_kept(torch.cuda.memory_stats())
         properties = torch.cuda.get_device_properties()
-    except Exception as fault:  # after a device-side fault the context answers no call any more
+    except Exception as fault:  # after a device-side fault, each CUDA call fails
         print(f"The allocator's peaks were lost: {fault}", file=sys.stderr)
         return host
     return replace(
@@ -404,7 +404,7 @@ def _comparison(step: Any, seed: int) -> dict[str, Any]:
         step.model = None
         gc.collect()
         plain = _outputs(_plain_step(step, seed), seed)
-    # An output may have another shape, and two models may not fit.
+    # The plain model's output may have another shape, and two models may not fit into memory.
     except Exception as error:
         return {"not_compared": f"{type(error).__name__}: {one_line(error, 300)}"}
     if own.values.shape != plain.values.shape:

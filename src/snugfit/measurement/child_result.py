@@ -163,7 +163,7 @@ def _is_count_or_none(value: Any) -> bool:
 
 
 def _is_list_of(value: Any, *types: type) -> bool:
-    # Exact types, because a bool is an int in Python.
+    # Compares exact types, because a bool is also an int in Python.
     return isinstance(value, list) and all(type(entry) in types for entry in value)
 
 

@@ -129,7 +129,7 @@ def _read_baseline(card: Card) -> GpuBaseline:
     reason = None
     if processes:
         reason = f"before the run {_list(processes)} used this GPU"
-    # Version 1 counts the driver's reserve as used, so its bytes prove nothing.
+    # NVML's version 1 counts the driver's reserve as used, so the used bytes show nothing.
     elif used > IDLE_BYTES and not card.counts_reserve:
         graphics = card.graphics_processes()
         user = f"a display ({_list(graphics)})" if graphics else "processes that NVML does not list"
@@ -178,9 +178,9 @@ def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
 def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
     """Return a sentence on bytes that other processes use on the device, where the driver reports each
     process's; None without any."""
-    # Some drivers list a process without its bytes.
+    # Some drivers list a process without its number of bytes.
     own = [process.bytes for process in census.own if process.bytes is not None]
-    # With a process of unknown size, the difference proves nothing.
+    # If the bytes of one process are unknown, the difference of sums shows nothing.
     if not census.own or len(own) < len(census.own) or baseline.used_bytes is None:
         return None
     excess = census.used_bytes - baseline.used_bytes - sum(own)

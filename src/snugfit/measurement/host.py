@@ -41,14 +41,14 @@ def oom_kills(root: Path = Path("/")) -> int:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        # In version 2 the list of controllers is empty.
+        # In cgroup version 2, the list of controllers is empty.
         if not controllers:
             hierarchy, counter = root / "sys/fs/cgroup", "memory.events"
         elif "memory" in controllers.split(","):
             hierarchy, counter = root / "sys/fs/cgroup/memory", "memory.oom_control"
         else:
             continue
-        # In a container, the group's path may be the host's, and its files are at the root.
+        # In a container, this path may be the host's, while the group's files are at the root.
         counters += [hierarchy / path.strip("/") / counter, hierarchy / counter]
     return sum(_number(r"^oom_kill (\d+)$", path) or 0 for path in dict.fromkeys(counters))
 
@@ -64,7 +64,7 @@ def peak_resident_bytes() -> int:
     if kibibytes is not None:
         return kibibytes * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes, Linux kibibytes.
+    # The unit of `ru_maxrss` is bytes on macOS, KiB on Linux.
     return largest if sys.platform == "darwin" else largest * 1024
 
 
@@ -113,9 +113,9 @@ def host_load(family: int | None = None) -> HostLoad | None:
         times = psutil.cpu_times()
     except (OSError, RuntimeError, ValueError):
         return None
-    # `steal` is the time that a hypervisor gave to other guests.
+    # `steal` is CPU time that the hypervisor gave to other virtual machines.
     busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-    # The fifth value is not CPU time, but the wall clock.
+    # The fifth value of `os.times` is wall-clock time.
     own = sum(os.times()[:4]) if family is None else 0.0
     for process in psutil.Process(family).children(recursive=True):
         try:

@@ -82,7 +82,7 @@ class Card:
                 self._version = 2
                 return memory
             except (NvmlUnavailable, AttributeError) as refusal:
-                if self._version == 2:  # stay with the version of the first answer: the two count differently
+                if self._version == 2:  # versions 1 and 2 differ, so the first is kept
                     raise NvmlUnavailable(str(refusal)) from None
         answer = _call(self._library, "nvmlDeviceGetMemoryInfo", self._handle)
         memory = _valid_memory(answer.total, answer.used, None)
@@ -156,7 +156,7 @@ class Card:
         if not current:
             return self
         library = self._library
-        # A partitioned GPU need not have a device at every index.
+        # A GPU that is split into MIG devices may have none at some indices.
         for index in range(_call(library, "nvmlDeviceGetMaxMigDeviceCount", self._handle)):
             try:
                 return Card(
@@ -256,7 +256,7 @@ def _processes(answer: Any) -> list[GpuProcess]:
     processes = []
     for process in answer or ():
         used = getattr(process, "usedGpuMemory", None)
-        # An unknown size is None, 0 or the largest number of 64 bits.
+        # NVML reports an unknown size as None, 0 or the largest 64-bit number.
         is_known = type(used) is int and 0 < used < 1 << 50
         processes.append(GpuProcess(pid=int(process.pid), bytes=used if is_known else None))
     return processes

@@ -78,7 +78,7 @@ class Child:
         self._reaping = threading.Lock()
 
     def __enter__(self) -> Self:
-        # The counters may be the machine's, so only their growth counts.
+        # The counters may be those of the whole machine, so only their growth counts.
         self._kills_before = self._count()
         self._process = subprocess.Popen(
             self._command,
@@ -90,7 +90,7 @@ class Child:
         )
         assert self._process.stdout is not None
         self._output: int | None = self._process.stdout.fileno()
-        # A descendant may hold the pipe open for ever, so no read may block.
+        # A descendant may keep the pipe open without end, so reads must not block.
         os.set_blocking(self._output, False)
         try:
             self._pidfd: int | None = os.pidfd_open(self.pid)
@@ -117,7 +117,8 @@ class Child:
 
     def kill(self) -> None:
         """Kill the child process and its process group at once. Another thread may wait for it meanwhile."""
-        # After another thread has reaped the child, its number may belong to another group.
+        # If another thread has reaped the child, the kernel may have given its number to another process
+        # group.
         with self._reaping:
             if self._process.returncode is None:
                 self._signal_group(signal.SIGKILL)
@@ -143,7 +144,7 @@ class Child:
         reaches `moment` first.
         """
         poller = select.poll()
-        # The output is read meanwhile, because a full pipe would block the child.
+        # The output is read while waiting, because a full pipe would block the child.
         for descriptor in (self._output, self._pidfd):
             if descriptor is not None:
                 poller.register(descriptor, select.POLLIN)
@@ -151,11 +152,11 @@ class Child:
             remaining = moment - time.monotonic()
             if remaining <= 0:
                 return False
-            # Without a pidfd, the death is noticed only by looking again.
+            # Without a pidfd, only a repeated check detects the child's exit.
             timeout = remaining if self._pidfd is not None else min(remaining, 0.05)
-            # `poll` takes milliseconds as a C int.
+            # The argument of `poll` is in milliseconds, as a C int.
             ready = poller.poll(min(timeout, 3600) * 1000)
-            # A closed pipe is always ready, so `poll` would no longer sleep.
+            # `poll` returns at once for a closed pipe, so the pipe is removed.
             if any(descriptor == self._output for descriptor, _ in ready) and not self._read_output():
                 poller.unregister(self._process.stdout)  # type: ignore[arg-type]
         return True
@@ -199,7 +200,7 @@ class Child:
                 self._signal_group(signal.SIGKILL)
                 self._process.wait()
                 self._reap_group()
-        for _ in range(64):  # bounded: a descendant that left the group may write for ever
+        for _ in range(64):  # bounded, as descendants may write without end
             if self._output is None or not select.select([self._output], [], [], 0)[0]:
                 break
             self._read_output()
@@ -218,7 +219,7 @@ class Child:
         while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-self.pid, os.WNOHANG)
-            # Signal 0 only checks for members.
+            # Signal 0 only checks that the group has members.
             try:
                 os.killpg(self.pid, 0)
             except (ProcessLookupError, PermissionError):
@@ -234,7 +235,7 @@ def die_with_parent(parent: int) -> None:
     """
     if sys.platform != "linux":
         return
-    # Python has no `prctl`.
+    # Python's standard library has no `prctl`.
     libc = ctypes.CDLL(None, use_errno=True)
     forker: list[int | None] = [None]
 
@@ -244,7 +245,8 @@ def die_with_parent(parent: int) -> None:
             os._exit(128 + signal.SIGTERM)
 
     def before_fork() -> None:
-        # The kernel means the parent *thread*, so a fork from a thread that ends is left alone.
+        # The kernel would react to the end of the parent *thread*, so this is only set for forks from the
+        # main thread.
         in_main = threading.current_thread() is threading.main_thread()
         forker[0] = os.getpid() if in_main else None
 

@@ -73,7 +73,7 @@ class QuietCore:
 
     def sample(self) -> None:
         """Time the test loop once and count a disturbance of the core; move no thread."""
-        # Before the first check there is no shortest time to compare with.
+        # Before the first check, there is no shortest time to compare with.
         if self._samples:
             self.disturbed_samples += self._time_loop() > DISTURBED_RATIO * self._best
 
@@ -87,7 +87,7 @@ class QuietCore:
         self._samples.append(seconds)
         disturbed = seconds > DISTURBED_RATIO * self._best
         self.disturbed_samples += disturbed
-        # The first check has no earlier one to compare with, so it tries the cores.
+        # The first check has no earlier time to compare with, so all cores are tried.
         quiet = len(self._samples) > 1 and not disturbed
         if not quiet:
             quiet = self._move()
@@ -121,7 +121,7 @@ class QuietCore:
         candidates = sorted(self._candidates, key=lambda core: self._loop_seconds.get(core, 0.0))
         ALL_CORES.update(self._cores)
         for core in candidates[:MAX_CORES_TRIED]:
-            with suppress(OSError):  # a core may be taken away
+            with suppress(OSError):  # the core may be no longer available
                 os.sched_setaffinity(0, {core})
                 self._loop_seconds[core] = self._time_core()
                 if len(self._samples) > 1 and self._loop_seconds[core] <= DISTURBED_RATIO * self._best:
@@ -130,7 +130,7 @@ class QuietCore:
         if best is not None:
             with suppress(OSError):
                 os.sched_setaffinity(0, {best})
-        # At the first check nothing shows if the best core is disturbed, so it counts as quiet.
+        # The first check cannot detect that even the fastest core is disturbed, so it counts as quiet.
         return len(self._samples) == 1
 
     def _pin_autograd(self) -> None:
@@ -139,7 +139,7 @@ class QuietCore:
         """
         core = os.sched_getaffinity(0)
         for thread in os.listdir(TASKS):
-            with suppress(OSError):  # a thread may end at any time
+            with suppress(OSError):  # a thread may end at any moment
                 own = thread == str(threading.get_native_id())
                 new = thread not in self._is_autograd and not own
                 if new:

@@ -60,7 +60,7 @@ class Sampler:
         interval: float = INTERVAL,
         also: Callable[[], None] = lambda: None,
     ) -> None:
-        # `also` reads more, after each census of the thread.
+        # `also` is called after each process list that the thread reads.
         self._card, self._belongs, self._interval, self._also = card, belongs, interval, also
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snugfit-sampler", daemon=True)
@@ -77,7 +77,7 @@ class Sampler:
         """Readings of the clock of the GPU's multiprocessors (SM); empty if the driver does not report it."""
 
     def __enter__(self) -> Self:
-        # There is one reading and one census however short the run is.
+        # Even a short run gets one memory reading and one process list.
         self.read()
         self.count()
         self._thread.start()
@@ -88,7 +88,7 @@ class Sampler:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        # The bytes may have grown since the thread's last reading.
+        # The used bytes may have grown since the thread's last reading.
         self.read()
 
     def read(self) -> bool:

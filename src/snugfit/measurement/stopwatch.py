@@ -164,7 +164,7 @@ class Stopwatch(Observer):
         import torch
 
         torch.cuda.synchronize(self._device)
-        # CUDA's events count milliseconds.
+        # CUDA events return milliseconds.
         return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
     def _add_boundary(self) -> None:
@@ -197,7 +197,7 @@ def timing_of(
     if not seconds:
         return None
     all_seconds = tuple(seconds)
-    # `quiet` may be empty; then all steps count.
+    # If `quiet` is empty, all steps count.
     undisturbed = [taken for taken, calm in zip(all_seconds, quiet, strict=False) if calm]
     if len(undisturbed) >= max(MIN_QUIET_STEPS, MIN_QUIET_SHARE * len(all_seconds)):
         seconds = undisturbed

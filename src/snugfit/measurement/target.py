@@ -79,7 +79,7 @@ class Target:
     def visibility(self) -> dict[str, str]:
         """Environment variables that show the child this device only, or all devices that train together."""
         if self.type == "cpu":
-            # An empty list hides all GPUs.
+            # An empty value of the variable hides all GPUs.
             return {VISIBLE_DEVICES: ""}
         if self.beside:
             return {VISIBLE_DEVICES: ",".join(self.beside)}
@@ -234,7 +234,7 @@ def child_environment(
         environment.setdefault("PYTHONPYCACHEPREFIX", str(Path(cache) / "snugfit" / "bytecode"))
     source = Path(__file__).resolve().parents[2]
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
-    if source not in installed:  # a source tree: the child must import the same snugfit
+    if source not in installed:  # the child must import the same source tree
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(source), environment.get("PYTHONPATH")])
         )

@@ -95,7 +95,8 @@ def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
         return "weights of the experts" if part_of(line.module) == EXPERTS else "weights"
     if line.kind == Kind.OPTIMIZER_STATES:
         own = f"{optimizer}'s {'moments' if 'Adam' in optimizer else 'states'}"
-        # Adagrad creates its states in its constructor, and fills them with one number.
+        # Adagrad's constructor creates its states by filling them with a number, so they are no copies of
+        # weights.
         is_copy = line.phase == "build" and not line.operator.startswith(("full", "zeros", "ones"))
         return "master weights" if is_copy else own
     if line.kind in _BY_KIND:
@@ -114,7 +115,7 @@ def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
         return "temporaries of the optimizer"
     if _LOSSES.search(line.operator) or _HEADS.search(path) or _WHOLE_MODEL.fullmatch(path):
         return "logits and their gradients" if trains else "logits"
-    # Layers of a stack share a name that ends in `*`.
+    # Repeated layers share a module path that ends in `*`.
     if path.endswith("*"):
         return "hidden states between layers"
     return f"{part or path.rpartition('.')[2]} {line.kind}"

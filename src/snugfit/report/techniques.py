@@ -34,7 +34,7 @@ def render(roster: Sequence[type[Technique]]) -> RenderableType:
         "formula, other rounding), learns (another algorithm that also learns)."
     )
     heads: tuple[str, ...] = ("Slot", "Technique", "Fidelity", "What it does", "Missing here")
-    if not any(row[-1] for row in rows):  # a narrow terminal has no room for an empty column
+    if not any(row[-1] for row in rows):  # a narrow terminal has no space for it
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     return Group(table(heads, rows), words(legend))
 

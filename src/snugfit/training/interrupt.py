@@ -67,10 +67,10 @@ class Interrupts:
         self._hook: Any = None
 
     def __enter__(self) -> Self:
-        # Python allows signal handlers in the main thread alone.
+        # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in EXIT_CODES:
-                # nohup ignores SIGHUP, so that a run outlives its terminal.
+                # nohup ignores SIGHUP, so that a run continues after its terminal is closed.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._stop)
             self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note)
@@ -90,7 +90,7 @@ class Interrupts:
             os._exit(AT_ONCE[signal.Signals(number)])
         self._stopping = signal.Signals(number)
         self._begin_deadline()
-        # An evaluation may be running now; its modules are watched from here on.
+        # If an evaluation is running, hooks on modules detect the signal from here on.
         self.watch_modules(self._look)
 
     def _begin_deadline(self) -> None:
@@ -142,9 +142,9 @@ class Interrupts:
         if self._trigger is None:
             return asked
         try:
-            # The removal shows that the file existed, in one operation.
+            # If the removal succeeds, the file existed. Both are one atomic operation.
             self._trigger.unlink()
-        except OSError:  # usually because there is no such file
+        except OSError:  # usually, there is no such file
             return asked
         return True
 
@@ -156,7 +156,7 @@ def _before_each_module(look: Callable[[Any], None]) -> Any:
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     def hook(module: Any, arguments: Any) -> None:
-        # A module that runs in a thread of the user's must not be stopped there.
+        # The user may run a module in another thread, which must not be stopped.
         if threading.current_thread() is threading.main_thread():
             look(module)
 
@@ -190,7 +190,7 @@ class Stops:
     def hear(self, summed: Sequence[float]) -> None:
         """Set the signals on which all processes act, from the sums of the processes' flags."""
         *signals, wants = summed
-        # Processes may have received different signals; all take the first in this order.
+        # If processes received different signals, all react to the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)
         if self._stopping is None and first is not None:
             self._stopping = first

@@ -79,7 +79,7 @@ class Journal:
             return
         try:
             with open_journal(self._path) as file:
-                if not self._begun and file.tell():  # a killed process may have left half a line
+                if not self._begun and file.tell():  # a killed process may have left an incomplete line
                     file.seek(-1, os.SEEK_END)
                     file.write(b"" if file.read() == b"\n" else b"\n")
                 file.write(json.dumps(_strict(event), default=str, allow_nan=False).encode() + b"\n")

@@ -142,7 +142,7 @@ class TrainOptions(JsonFields):
             given = getattr(self, name)
             if given is None and name in _MAY_BE_NONE:
                 continue
-            # `type`, because a bool is an int as well.
+            # Exact type, because a bool is also an int in Python.
             if type(given) is not int or given < least:
                 none = ", or none" if name in _MAY_BE_NONE else ""
                 share = ", and no share of all steps" if name in _EVERY else ""

@@ -129,7 +129,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        # Counts of tokens stay exact in float64.
+        # float64 represents token counts exactly.
         values = torch.tensor(numbers, dtype=torch.float64)
         with talking():
             dist.all_reduce(values, group=self.host)
@@ -166,7 +166,7 @@ class Ranks:
             except Exception as error:
                 fault = error
                 values[1] = (str(error), getattr(error, "exit_code", 1))
-        # The broadcast comes before the error, because the others wait for it.
+        # The value is broadcast before the error is raised, because the other processes wait for it.
         _broadcast(values, self.host)
         if fault is not None:
             raise fault
@@ -267,14 +267,14 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
 
     cuda = device.type == "cuda"
     if cuda:
-        # NCCL uses the current device, which would be the first GPU in every process.
+        # NCCL uses the current CUDA device, which is the first GPU in every process by default.
         torch.cuda.set_device(device)
     is_ours = not dist.is_initialized()
     with talking():
         if is_ours:
-            # Exchanges of the host use gloo, so that they never wait for a GPU.
+            # The host exchanges data by gloo, so that it never waits for a GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        # Two threads must not share a group, because their exchanges could mix.
+        # The training and the saving thread have separate groups, because their exchanges could mix.
         host, writing = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     ranks = Ranks(process.rank, process.size, host=host, writing=writing)
     try:
@@ -285,6 +285,6 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
         raise ToldElsewhere(
             "Another process of this run has ended, so this one ends too. That process has printed the cause."
         ) from fault
-    ranks.wait()  # the first may still be writing: a process that leaves sooner would break its exchange
+    ranks.wait()  # the first process may still write; leaving early would break its exchange
     if is_ours:
         dist.destroy_process_group()

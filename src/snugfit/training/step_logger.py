@@ -118,7 +118,7 @@ class StepLogger:
         """Store loss, seconds and other values of a finished step (numbered from 1), until `write` adds the
         gradients' norm.
         """
-        # The prediction is computed while the run trains, and no step waits for it.
+        # The prediction is computed during the training, and no step waits for it.
         if self._awaited is not None and self._awaited.done():
             self._log_prediction(self._awaited.result())
         self._steps += 1
@@ -132,7 +132,7 @@ class StepLogger:
             "samples": samples,
             "tokens": tokens,
             **({} if mfu is None else {"mfu": mfu}),
-            # A query at each step would slow small models down.
+            # Reading memory peaks at each step would slow down small models.
             **(self._memory_peaks() if step % self._every == 0 else {}),
         }
 

@@ -116,7 +116,7 @@ def accuracy(
         recipes = within_job or top or 0
         result, file = _compare(jobs, recipes, drawn, known_gpu, output, workers, measured=measured)
     _print([result], form, plot)
-    # In the other formats, stdout has the document alone.
+    # For the formats other than the terminal's, stdout contains only the document.
     typer.echo(f"Written: {file}", err=form != "terminal")
     if result.outside:
         raise OutsideBand(

@@ -132,7 +132,7 @@ class ComparedRun(JsonFields):
         if self.outcome is None:
             return f"not predicted: {self.refused}" if self.refused else None
         if self.outcome != "ok":
-            # Out of memory is the expected end of a run that was predicted not to fit.
+            # An out-of-memory error is the expected outcome if the run was predicted not to fit.
             expected = self.fits is False and self.outcome.startswith("oom")
             return None if expected else f"the run ended with {self.outcome}"
         if self.predicted is None:
@@ -212,5 +212,5 @@ def error_quantiles(errors: list[float]) -> Iterator[float | None]:
     import numpy as np
 
     for share in (0.5, 0.9, 1.0):
-        # This method returns the error of an actual run, without interpolation.
+        # This method returns one of the errors, without interpolation between two.
         yield float(np.quantile(errors, share, method="inverted_cdf")) if errors else None

@@ -80,7 +80,7 @@ def measure_peers(
 
     A peer has the `kept_slots` and the adapters of the plan's recipe `chosen`.
     """
-    # None would mean the Trainer's own clipping.
+    # With None, the Trainer would clip by its own default.
     job = replace(job, clip=job.clip or 0.0)
     try:
         predicted = _first_that_fits(job, gpu, chosen, kept_slots, memory_bytes)

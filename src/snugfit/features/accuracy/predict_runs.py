@@ -93,7 +93,7 @@ def predict_recipes(seed: int, gpu: Gpu, recipes: int, numbered: tuple[int, Job]
     first, runs, sizes = number * recipes, list[ComparedRun](), set[int | None]()
     candidates = (
         ComparedRun(number=first, family=job.model.architecture, job=job, recipe=recipe)
-        # Bounded, because a job may have fewer recipes with different bytes.
+        # The loop is bounded, because a job may have too few recipes with different bytes.
         for recipe, _ in zip(draw_recipes(job, seed), range(MAX_PREDICTED * recipes), strict=False)
     )
     for run in predict_each(candidates, gpu):
@@ -121,7 +121,7 @@ def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRu
     )
     try:
         return _predict(blank, gpu, rates)
-    except Exception as failure:  # a run that can no longer be predicted is a result
+    except Exception as failure:  # a run that can no longer be predicted is recorded
         return replace(blank, refused=_one_line(failure))
 
 
@@ -138,7 +138,7 @@ def predict_each(candidates: Iterable[ComparedRun], gpu: Gpu) -> Iterator[Compar
         except RecipeError as refusal:
             passed_over.append(f"{run.job.model.name}, {run.recipe}: {refusal}")
             continue
-        except Exception as failure:  # a failed run is a result, for any cause
+        except Exception as failure:  # a failed run is recorded too
             yield replace(run, refused=_one_line(failure))
         passed_over.clear()
 
@@ -183,7 +183,7 @@ def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
 
     The seed and the job determine the recipes.
     """
-    # As a seed, a text yields the same numbers in every process.
+    # Seeded with a text, the generator yields the same numbers in every process.
     rng = random.Random(f"snugfit recipes {seed} {json.dumps(job.to_json(), sort_keys=True)}")
     plain = Recipe()
     yielded = {plain}
@@ -213,12 +213,12 @@ def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     drawn = []
     for slot in Slot:
         if slot in roster.slots_of_several_gpus() and slot is not Slot.SHARDING:
-            continue  # not drawn so far
+            continue  # accuracy draws do not cover it yet
         in_slot = [one for one in roster.techniques() if one.slot is slot and _is_simulated(one)]
         candidates = [one for one in in_slot if one.plain or one.needs_several_gpus is (gpus > 1)]
         if slot not in roster.slots_of_several_gpus():
             candidates = in_slot
-        elif len(candidates) == 1:  # nothing to draw
+        elif len(candidates) == 1:  # the only choice
             drawn.append(candidates[0]())
             continue
         active = [technique for technique in candidates if not technique.plain]

@@ -92,7 +92,7 @@ def accuracy_of_best(
     one run with the reason.
     """
 
-    # A generator, so that a job's runs are measured before the next job is planned.
+    # A generator measures a job's runs before the next job is planned.
     def plan_all() -> Iterator[ComparedRun]:
         for number, job in enumerate(jobs):
             writer.tell(f"planning job {number + 1} of {len(jobs)}: {job.model.name}")
@@ -151,7 +151,7 @@ def rescore(
         result,
         runs=tuple(runs),
         versions=versions,
-        # A second rescoring must not replace the versions of the forecasts.
+        # A second rescoring must keep the versions of the original forecasts.
         original_versions=result.original_versions or result.versions,
         rates=rates.source if rates else _rates_source(gpu),
         rescored=rescored,

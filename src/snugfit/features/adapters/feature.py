@@ -51,7 +51,7 @@ def names_layers(setup: Setup) -> bool:
         words += given.get(name) or ()
     by_number = (freeze is not None and freeze.last != 0) or bool(given.get("layers"))
     return by_number or any(
-        # A rank pattern ends in a colon and the rank.
+        # In a rank pattern, a colon and the rank follow the name.
         _NUMBER.search(_ANY_NUMBER.sub("", word.rpartition(":")[0] or word))
         for word in words
     )

@@ -174,7 +174,7 @@ class LowRank(Technique):
             **{name: getattr(self, name) for name in _MORE},
         )
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
-        shown = shown.replace("'", '"')  # words of peft's and of the notation hold no quotes
+        shown = shown.replace("'", '"')  # neither peft's words nor recipes contain quotes
         return (
             "from peft import LoraConfig, get_peft_model",
             "",
@@ -233,9 +233,10 @@ def adapt(
     config = LoraConfig(**_peft_arguments(name, inputs=inputs, r=r, targets=chosen, dropout=dropout, **more))
     try:
         with warnings.catch_warnings():
-            # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
+            # GPT-2's Conv1D stores its weight transposed. peft detects that, corrects the argument, and
+            # warns.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
-            # peft queries transformers 5 under the name that version 4 used.
+            # peft reads an attribute of transformers 4 that transformers 5 has renamed.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             return get_peft_model(model, config)  # type: ignore[no-any-return]
     except ValueError as error:
@@ -251,7 +252,7 @@ def _peft_arguments(
     """Return `LoraConfig`'s arguments for a model of the class `name` with the main input `inputs`."""
     task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
     if inputs != "input_ids":
-        task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
+        task = None  # peft's seq2seq wrapper would pass input_ids twice to Whisper's decoder
     targets = _as_peft_takes(targets)
     everywhere = targets == ALL_LINEAR
     further = {_MORE[name]: value for name, value in more.items() if value}
@@ -260,7 +261,7 @@ def _peft_arguments(
     own: dict[str, Any] = {}
     if everywhere and task == "TOKEN_CLS":
         own["exclude_modules"] = list(_TOKEN_HEADS)
-    # peft has no task type for images, so the head is named here.
+    # peft has no task type for images, so the classification head is named explicitly.
     if name.endswith("ForImageClassification"):
         own["modules_to_save"] = ["classifier"]
     for key, words in further.items():
@@ -271,7 +272,7 @@ def _peft_arguments(
     return {
         "r": r,
         "lora_dropout": dropout,
-        # None leaves the choice to peft.
+        # With None, peft selects the modules.
         "target_modules": targets if isinstance(targets, str) else list(targets) or None,
         "task_type": task,
         **own,
@@ -313,7 +314,7 @@ def _pefts_choice(model: Any) -> str | list[str] | None:
     """Return the default modules to adapt in peft's table, for a built module or a `Model`; None without an
     entry.
     """
-    # A `Model` has `facts`, and a module of torch has none.
+    # A snugfit `Model` has `facts`, unlike a torch module.
     if hasattr(model, "facts") and model.module is None:
         config = model.config
         names = _names(config.get("model_type"), (config.get("text_config") or {}).get("model_type"))
@@ -344,6 +345,6 @@ def pefts_table() -> Mapping[str, str | list[str]]:
         for statement in ast.parse(source).body:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == _PEFTS_TABLE:
                 return dict(ast.literal_eval(statement.value))
-    except (OSError, ValueError):  # another peft, which computes its table
+    except (OSError, ValueError):  # another version of peft computes its table in code
         pass
     return {}

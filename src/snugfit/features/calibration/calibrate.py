@@ -261,7 +261,7 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
     if not share:
         why = "no kernel of its step depends on this rate"
         return replace(reading, measured_seconds=measured.step_seconds, why=why, disturbed=measured.disturbed)
-    # the rest of the step is taken as right
+    # The difference is attributed to this rate alone, as if all other seconds were right.
     factor = 1 + (measured.step_seconds - predicted.step_seconds * error) / share
     why = why or _why_not(factor)
     return replace(
@@ -308,7 +308,7 @@ def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepS
     training job) corrects.
     """
     if corrects == HOST:
-        # The host bounds such a probe, so the whole step depends on its rate.
+        # The host limits the speed of such a probe, so the whole step depends on the host's rate.
         return predicted.step_seconds
     if corrects == SHARDING:
         of_shards = (SHARD_HOOKS, SHARDED_OPERANDS)
@@ -334,7 +334,7 @@ def _measure_on(gpus: int) -> MeasureSeconds:
             warmup=WARMUP,
             steps=steps,
             deadline_seconds=DEADLINE_SECONDS,
-            # Probes are no measurements of the user's own.
+            # Probes are not stored with the user's own measurements.
             ledger=None,
         )
         if run.timing is None:
@@ -361,7 +361,8 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
         return replace(rates, host=replace(rates.host, shard_hook=hook, sharded_operand=operand))
     if corrects == HOST:
         earlier = [reading for reading in readings[:-1] if reading.probe.corrects == HOST and reading.factor]
-        # This factor is relative to the earlier corrections, so its root yields the geometric mean of all.
+        # This factor multiplies the earlier corrections. Its root makes the result the geometric mean of all
+        # factors.
         factor = math.exp(math.log(factor) / (len(earlier) + 1))
         return replace(rates, host=rates.host.slower(factor))
     if corrects == BANDWIDTH:
@@ -430,7 +431,8 @@ def probes(precisions: tuple[str, ...], gpus: int = 1) -> tuple[Probe, ...]:
     """Return the probes (small training jobs) for `gpus` GPUs and these precisions, in the order of
     correction.
     """
-    # `small` has many short kernels, `table` nearly only parameters, `wide` large products.
+    # `small` has many short kernels, `table` consists almost only of parameters, and `wide` has large matrix
+    # products.
     small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
     table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
     wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)

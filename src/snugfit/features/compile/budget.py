@@ -76,7 +76,7 @@ class Budget(Technique):
         """
         if COMPILE.of(recipe[Slot.ENGINE].alone) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
-        # A budget of 0 ignores the marks that keep random numbers (`memory_budget.py`).
+        # torch ignores the marks that keep random numbers if the budget is 0 (`memory_budget.py`).
         if self.share == 0 and (dropout := job.stated_dropout()):
             yield (
                 f"the model has dropout ({dropout}), whose masks would be others in the backward pass. "

@@ -93,7 +93,7 @@ class Compiled(Technique):
             settings={**settings, **({name: value} if name else {})},
         )
         for name, value in (("", ""), *OTHERS)
-        # Settings of one kind at a time: Inductor alone has modes.
+        # Mode and backend are not combined, because only Inductor has modes.
         for prefix, arguments, settings in WAYS
     )
 
@@ -145,7 +145,7 @@ class Compiled(Technique):
         which torch.compile does not support.
         """
         wish = recipe[Slot.CHECKPOINTING].value
-        # Selective checkpointing inspects single operators, which a compiled layer does not run.
+        # Selective checkpointing inspects each operator, but a compiled layer runs no single operators.
         if wish is not None and (wish.keep or wish.layers_per_span != 1):
             yield (
                 f"{recipe[Slot.CHECKPOINTING]} looks into layers that are compiled, or joins several. Try "
@@ -233,7 +233,7 @@ class Compiled(Technique):
         """Return True if plans search this technique: not if steps record CUDA graphs, since their second
         step differs from later ones.
         """
-        # The first steps run, record and replay in turn, so they differ.
+        # The first steps differ: kernel by kernel, then recorded as a CUDA graph, then replayed.
         return not self._wish.records_graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:

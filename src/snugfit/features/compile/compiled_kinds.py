@@ -70,7 +70,8 @@ class CompiledKinds(LoweredKinds):
         self.waiting: list[int] = []
         for number, candidate in enumerate(self.space.candidates):
             lowering, saving_nothing = candidate.setup.lowering, self.saves_nothing.get(number, number)
-            # A whole model's program changes more than its layers, so its uncompiled step is no bound.
+            # Compiling a whole model also changes code between its layers, so the uncompiled step gives no
+            # bound.
             if lowering is None or lowering.is_one_program or saving_nothing is None:
                 continue
             bare = self._without_compiler(saving_nothing)
@@ -118,7 +119,8 @@ class CompiledKinds(LoweredKinds):
                 plainer = candidates[other].setup
                 share = 1 - COMPILED_SHARE
                 if plainer.checkpoint != setup.checkpoint:
-                    # A cache may make recomputed kernels faster than their first run.
+                    # Recomputed kernels may run faster than the first time, because their data may be in the
+                    # GPU's cache.
                     share -= CACHE_SHARE
                 needed = _least_bytes(known, setup, plainer)
                 least = least.at_least(Bound(needed, known.compiled_seconds * share))
@@ -127,13 +129,15 @@ class CompiledKinds(LoweredKinds):
                 own, plain = self._of_uncompiled(number), self._of_uncompiled(other)
                 seconds = 0.0
                 if candidates[other].setup.micro_batches < setup.micro_batches:
-                    # Each micro-batch launches all kernels again, so more of them are hardly faster.
+                    # More micro-batches are hardly faster than fewer, because each launches all kernels
+                    # again.
                     seconds = known.seconds * (1 - PIECES_SHARE)
                     if own and plain:
                         more = own.compiled_seconds - plain.compiled_seconds
                         seconds = max(seconds, (known.seconds + more) * (1 - REST_SHARE))
                 elif own and plain:
-                    # Compiled kernels are fewer, so larger micro-batches save no more of the GPU's seconds.
+                    # There are fewer kernels in compiled code. Larger micro-batches thus save at most as much
+                    # device time as in uncompiled code.
                     saved = max(0.0, plain.device_seconds - own.device_seconds)
                     seconds = (known.device_seconds - saved) * (1 - REST_SHARE)
                 least = least.at_least(Bound(0, seconds))

@@ -59,7 +59,7 @@ class CompileHandler(Handler):
         """Compile an existing model like a new one, and yield a line that describes the change. Parts
         compiled for another recipe are restored first.
         """
-        # Recomputed layers wrap compiled ones, so they are taken off first.
+        # The wrappers of recomputation enclose compiled layers, so they are removed first.
         unwrap_layers(live)
         run_as_written(live.model)
         self.wrap(value, live.model)

@@ -41,5 +41,5 @@ WHOLE_SECONDS = (
 def compile_seconds(kernels: Collection[Any], in_programs: int) -> float:
     """Return the seconds of compiling in a first step, without a cache of an earlier run."""
     generated = {kernel for kernel in kernels if operator_of(kernel).startswith(GENERATED)}
-    # Equal layers share their kernels; a whole model's program compiles each.
+    # Equal layers share their kernels if compiled one by one. In a whole model's program each is compiled.
     return IN_WHOLE * in_programs + (STARTING + GENERATED_KERNEL * len(generated))

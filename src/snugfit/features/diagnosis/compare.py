@@ -41,7 +41,7 @@ def compare(
     more = _further_bytes(diagnosis, prediction)
     notes = (*diagnosis.notes, *_about_differences(prediction, more, missed=missed), *request.doubts)
     if prediction.fits and prediction.memory_bytes and _is_similar(more, prediction):
-        # The run needed `more` beyond the step, so the changes must leave that too.
+        # The run used `more` bytes beyond the predicted step, so they must stay free as well.
         prediction = replace(prediction, memory_bytes=prediction.memory_bytes - more)
     for changes in hooks("changes_that_fit"):
         [prediction] = changes().with_ways_out(request, [prediction])

@@ -45,9 +45,9 @@ def tensor_sizes(least: int, most: int) -> tuple[int, int]:
     if least <= SMALL_SEGMENT <= most:
         return 1, SMALL
     if least <= LARGE_SEGMENT <= most:
-        # 20 MiB may also be one large tensor, rounded up, so the upper bound is not 10 MiB.
+        # A segment of 20 MiB may also be for one large tensor, so 10 MiB is no upper bound.
         return SMALL + 1, most
-    # The range covers a rounded figure, and only multiples of 2 MiB are sizes of segments.
+    # The error's figure is rounded. Segments are multiples of 2 MiB, so only those in its range are possible.
     first, last = -(-least // LARGE_ROUND) * LARGE_ROUND, most // LARGE_ROUND * LARGE_ROUND
     return (first - LARGE_ROUND + 1, last) if 0 < first <= last else (max(1, least), most)
 
@@ -125,7 +125,7 @@ def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
             if 0 < tokens * entries * width <= most:
                 shape = f"{tokens:,} tokens × {entries:,} of {models}, {dtype}"
                 name = "logits, a copy of them, or their gradient"
-                # The largest power of two that divides a number measures its roundness.
+                # The largest power of two that divides a number of tokens measures how round it is.
                 yield tokens & -tokens, _as_guess(name, tokens * entries * width, shape)
 
 

@@ -46,7 +46,7 @@ CPU_REQUEST = re.compile(r"you tried to allocate (\d+) bytes")
 KILLED_BYTES = re.compile(r"anon-rss:(\d+)kB")
 
 SIGNS = (
-    # `text.py` gives this sign to requests with figures too, so it is the first.
+    # This sign comes first, because `text.py` also uses it for requests with figures.
     _sign(
         ("out of memory", "exceed allowed memory"),
         # Prose about `out of memory errors` is no failure.
@@ -101,7 +101,7 @@ SIGNS = (
         "The host had no memory left for a tensor.",
     ),
     _sign(
-        # `Out` and `out` have this part in common.
+        # `Out` and `out` share this substring.
         ("ut of memory: Kill",),
         r"(?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+",
         FailureKind.HOST,

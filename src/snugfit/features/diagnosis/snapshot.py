@@ -131,7 +131,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
     notes: list[str] = []
     if failures:
         failure = trace[index]
-        # In an `oom` event, the field of the address has the free bytes.
+        # An `oom` event has the free bytes in the field for the address.
         free_bytes = _size(failure.get("device_free", failure.get("addr", 0)))
         alive = _rewind(alive, trace, index, places)
         reserved += sum(_SEGMENTS.get(entry["action"], 0) * _size(entry["size"]) for entry in trace[index:])
@@ -192,7 +192,7 @@ def _rewind(
     """Return the live memory blocks before event `index` of a snapshot's history, computed back from those at
     its end.
     """
-    # Blocks that were freed after the failure have their frames in their allocation.
+    # A block that was freed after the failure has its stack frames only in its allocation event.
     sources = (
         {entry["addr"]: entry for entry in trace[:index] if entry["action"] == "alloc"}
         if len(trace) > index + 1
@@ -203,7 +203,7 @@ def _rewind(
         address = entry.get("addr", 0)
         if entry["action"] == "alloc":
             alive.pop(address, None)
-        # A requested free may wait for another stream; only a completed one frees the block.
+        # A requested free may wait for another stream, and only a completed one frees the block.
         elif entry["action"] == "free_completed":
             frames = sources.get(address, {}).get("frames")
             alive[address] = LiveBlock(_size(entry["size"]), places.of(frames))
@@ -236,7 +236,7 @@ def _place(frames: Sequence[Any]) -> str:
     ]
     if not named:
         return UNKNOWN
-    # torch records frames of C++ too, unless `stacks="python"` is set.
+    # torch also records C++ frames, unless `stacks="python"` is set.
     python = [frame for frame in named if frame[1].endswith(".py")] or named
     own = [frame for frame in python if not any(part in frame[1] for part in _OF_TORCH)]
     name, file, line = (own or python)[0]
@@ -308,7 +308,7 @@ def read_plain_pickle(content: bytes, where: str) -> Any:
     """
     try:
         return _PlainReader(io.BytesIO(content)).load()
-    # The reader looks up each instruction in `dispatch`.
+    # The unpickler looks up each instruction in `dispatch`, which has only the allowed ones.
     except KeyError as unknown:
         code = unknown.args[0] if unknown.args else None
         if type(code) is int and code in _PYTHON_READER.dispatch and code not in _PlainReader.dispatch:

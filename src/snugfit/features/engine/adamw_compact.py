@@ -59,7 +59,8 @@ class AdamWCompact(Technique):
         halves.
         """
         slots = Slot.ADAPTERS, Slot.PRECISION, *roster.slots_of_several_gpus()
-        # A search fills the last slot last, and stops at the first that it lacks.
+        # During a search the last slots (groups of techniques) may be empty. Reading them first stops at
+        # once.
         setup = setup_of(*reversed([recipe[slot] for slot in reversed(slots)]))
         dtype = setup.trained_dtype(job) if job.trains else "float32"
         if dtype != "float32" and not MASTERS.of(setup):
@@ -73,7 +74,7 @@ class AdamWCompact(Technique):
                 "weights that train are fp32 and have no masters that could have "
                 f"{self.master_bits} bits. Add 'bf16_master', or take 'adamw_compact' as it is."
             )
-        # A kernel updates the weights of one process, whose states no other has.
+        # The kernel needs all weights and states in one process, so techniques for several GPUs are excluded.
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "its states are not supported in several processes. Try 'adamw_8bit' or 'adamw_fused'."
 

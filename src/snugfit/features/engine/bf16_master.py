@@ -52,7 +52,7 @@ class Bf16Master(Technique):
         """Set fields of the Setup: weights split in two halves, no autocast, and an optimizer that updates
         both.
         """
-        # The slot of adapters comes first, so the Setup has their field.
+        # The slot of adapters precedes this one, so the Setup contains their fields already.
         adds = any(wish.freezes for wish in used_wishes(setup))
         return setup.with_precision(weights="bfloat16").with_fields(masters=ADDED if adds else ALL)
 
@@ -74,11 +74,11 @@ class Bf16Master(Technique):
         """Return why plans do not combine `bf16_master` with compiled layers or another optimizer than AdamW;
         empty if they do.
         """
-        # No compiled step with masters was measured.
+        # No compiled step with this optimizer was measured.
         engine = recipe[Slot.ENGINE]
         if engine.alone.lowering is not None:
             return f"never measured with {engine} (--keep '{self} + {engine}' plans with both)"
-        # One kernel updates masters, whichever is named.
+        # The same kernel updates the weights for each named variant of AdamW.
         optimizer, default = recipe[Slot.OPTIMIZER], roster.plain(Slot.OPTIMIZER)
         if optimizer == default or optimizer.install(self.alone) != default.install(self.alone):
             return ""

@@ -69,7 +69,8 @@ class Captured(Technique):
         if not job.trains:
             yield from _objections_without_training(job, recipe)
             return
-        # The host reads the scaler's flag after each step.
+        # The host reads the gradient scaler's overflow flag after each step, which a CUDA graph cannot
+        # contain.
         if recipe[Slot.PRECISION].alone.scale_gradients:
             yield (
                 f"{recipe[Slot.PRECISION]} checks after each step whether a gradient overflowed, which "
@@ -80,7 +81,7 @@ class Captured(Technique):
             yield f"{offload} was not tested in a step that is recorded. Leave one of them out."
         wish = again.value
         by_seeds = wish is not None and wish.keep and seeds_dropout(recipe[Slot.KERNELS].alone)
-        # A graph cannot reset a GPU's generator, so recomputed dropout would draw other numbers.
+        # A CUDA graph cannot reset a GPU's random generator, so recomputed dropout would draw other numbers.
         if wish is not None and not by_seeds and (dropout := job.stated_dropout()):
             yield (
                 f"{again} computes layers with dropout again ({dropout}), and a step that is recorded cannot "

@@ -71,7 +71,7 @@ class CaptureHandler(Handler):
 
     def fill_multiple(self, value: CaptureWish | None, loop: Any) -> int:
         """Return the multiple to which the lengths of recorded batches are padded."""
-        # Without a GPU nothing is recorded, so batches need no few lengths.
+        # Without a GPU no graph is recorded, so the lengths of batches need not be rounded up.
         return value.multiple if value is not None and _can_record(loop) else 0
 
     def step_runner(
@@ -82,7 +82,7 @@ class CaptureHandler(Handler):
             return runner
         from snugfit.features.engine.replay.step import CapturedStep
 
-        # A simulation has graphs of its own, on shapes.
+        # In a simulation, `REHEARSED` creates simulated graphs.
         make_graphs = REHEARSED.get()
         graphs = CudaGraphs(loop.device) if make_graphs is None else make_graphs()
         return CapturedStep(loop, graphs, value.multiple)
@@ -183,13 +183,13 @@ def _stream(device: int) -> torch.cuda.Stream:
 def _on_own_stream() -> Iterator[None]:
     import torch
 
-    # A simulation has no stream.
+    # A simulation has no CUDA stream.
     if not torch.cuda.is_available() or REHEARSED.get() is not None:
         yield
         return
     before = torch.cuda.current_stream()
     stream = _stream(torch.cuda.current_device())
-    # Work of the other stream must be finished before this one uses its results.
+    # The current stream waits until the work of the other stream is finished.
     stream.wait_stream(before)
     try:
         with torch.cuda.stream(stream):

@@ -71,7 +71,8 @@ class Released(Technique):
         """Yield reasons to refuse a recipe: gradients are incomplete within the backward pass, or other
         weights' updates need them.
         """
-        # All slots, since each may change the dtype, the optimizer or the recording.
+        # The techniques of all slots are combined, since each may change the dtype, the optimizer or the
+        # recording.
         setup = setup_of(*(recipe[slot] for slot in Slot))
         if not job.trains:
             yield "an evaluation has no gradients. Leave it out."

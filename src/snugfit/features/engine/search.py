@@ -42,14 +42,14 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
     kinds = (kind for kind in roster.techniques() if kind.slot is Slot.GRADIENTS)
     offered = (one for kind in kinds for one in kind.settings(job))
     technique = next((one for one in offered if RELEASE.of(one.alone)), None)
-    # A technique that the user named is in the space already.
+    # If the user named a technique of this slot, the search contains it already.
     if technique is None or not job.trains or technique.slot in state.space.fixed.slots:
         return ""
     if state.memory_bytes is None and not smallest:
         return ""
     candidates = sorted(_promising(state, technique, job, smallest=smallest))
     tried = set[int]()
-    # The fastest come first, or the smallest.
+    # Candidates are sorted by seconds, or with `smallest` by bytes.
     for _, number in candidates:
         candidate = state.space.candidates[number]
         if candidate.trace in tried:
@@ -65,7 +65,8 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
         fits, is_smaller = state.fits(figures.needed_bytes), figures.needed_bytes < state.smallest
         if (smallest and is_smaller) or (fits and figures.seconds < state.fastest_that_fits):
             add_candidate(state, recipe, figures)
-            # The first one is the fastest that fits; smaller ones may follow.
+            # The first recipe that fits is also the fastest; with `smallest`, later ones may need fewer
+            # bytes.
             if not smallest:
                 break
     return technique.name if tried else ""
@@ -81,7 +82,7 @@ def _promising(
     most = state.fastest_that_fits * (1 - AS_FAST)
     for number, bound in state.bounds.items():
         recipe, known = space.candidates[number].recipe, state.judged.get(number) or bound
-        # At most all gradients are gained, so this is a lower bound.
+        # The technique saves at most the bytes of all gradients, which gives a lower bound.
         least, seconds = known.needed_bytes - bound.gradient_bytes, known.seconds * times
         if smallest and least >= state.smallest:
             continue

@@ -36,7 +36,7 @@ def _is_like_bert(module: Any) -> bool:
         "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
         "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
     )  # fmt: skip
-    # Only a layer has the attention as a child, so its model is no match.
+    # The model above a layer is no match, because only a layer has the attention as a direct child.
     return all(_part(module, name) is not None for name in names) and not hasattr(module, "crossattention")
 
 
@@ -106,6 +106,6 @@ def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
 
     if mask is None:
         return None
-    # All queries of an encoder have the same keys, so one row has all of them.
+    # All queries of an encoder have the same mask of keys, so one row contains all of it.
     row = mask[:, 0, -1]
     return ~row if row.dtype is torch.bool else row < 0

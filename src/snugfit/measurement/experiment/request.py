@@ -63,7 +63,7 @@ class MeasurementRequest:
         """
         return {
             "parent": os.getpid(),
-            # The monotonic clock is the same in all processes of a machine.
+            # All processes of a machine share the monotonic clock.
             "launched": time.monotonic(),
             "job": self.rank_job.to_json(),
             "setup": self.setup.to_json(),

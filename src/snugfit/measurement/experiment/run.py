@@ -58,7 +58,7 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
     when = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
         folders = [Path(folder) / f"rank{rank}" for rank in range(len(targets))]
-        # Ranks of one host find each other through this file instead of an address.
+        # The ranks of one host connect through this file instead of a network address.
         store = Path(folder) / "store" if len(targets) > 1 else None
         for rank, (own, target, baseline) in enumerate(zip(folders, targets, baselines, strict=True)):
             own.mkdir()
@@ -77,7 +77,7 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
         results = [
             read_result(exited, own / "result.json") for exited, own in zip(exits, folders, strict=True)
         ]
-        # The temporary folder is deleted at the end of this block.
+        # The file is moved out of the temporary folder, which is deleted at the end of this block.
         history = folders[0] / "history.pickle"
         if request.history is not None and history.is_file():
             shutil.move(history, request.history)
@@ -136,7 +136,7 @@ def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int) -> dic
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS") or str(max(1, cores // ranks)),
     }
-    if sys.platform == "linux":  # gloo would resolve the host's own name, which may fail in a container
+    if sys.platform == "linux":  # gloo would look up the host's name, which may fail in a container
         variables["GLOO_SOCKET_IFNAME"] = inherited.get("GLOO_SOCKET_IFNAME") or "lo"
     return variables
 
@@ -155,7 +155,7 @@ def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
 
 
 def _environments(request: MeasurementRequest, targets: Sequence[Target]) -> list[dict[str, str]]:
-    # Waiting threads of OpenMP would take a busy host's cores from those that compute: minutes a step.
+    # Waiting OpenMP threads occupy cores by default. On a busy host a step then takes minutes.
     inherited = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ} if targets[0].type == "cpu" else os.environ
     return [
         child_environment(inherited, request.setup, visibility=target.visibility)
@@ -265,7 +265,7 @@ class Children:
         self._ended, self._killing = 0, False
 
     def __enter__(self) -> Self:
-        # If a later child cannot start, the stack ends those before it.
+        # If a child cannot start, the stack ends those that were started before.
         with ExitStack() as opened:
             for child in self._children:
                 opened.enter_context(child)
@@ -294,7 +294,7 @@ class Children:
             ]
             try:
                 return [wait.result() for wait in waits]
-            except BaseException:  # Ctrl-C too: the threads must not continue to wait
+            except BaseException:  # Ctrl-C as well: the threads must stop waiting
                 self._kill()
                 raise
 
@@ -307,7 +307,7 @@ class Children:
     def _wait_for(self, number: int, deadline_seconds: float) -> ChildExit:
         exited = self._children[number].wait(deadline_seconds)
         with self._change:
-            # A child that was killed here did not fail by itself; a negative code is a signal.
+            # A negative exit code is a signal. A child that was killed here did not fail by itself.
             killed = self._killing and exited.returncode < 0
             self._ended += 1
             self._change.notify_all()
@@ -347,7 +347,7 @@ class RankRun:
         """Return the bytes of the rank's process at their peak; None without a result."""
         peak = None
         if self.baseline and self.sampler:
-            # Afterwards ranks run further steps with a profiler, and an evaluation is compared.
+            # After this time, ranks run further steps with a profiler and compare an evaluation.
             peak = self.baseline.growth(self.sampler.peak_until(self.result.peaks_at))
         return measured_footprint(self.result, peak)
 
@@ -405,7 +405,7 @@ def quiet_on_all(results: Sequence[ChildResult]) -> list[bool]:
     """Return True for each step in which no other process disturbed the cores that launch kernels, in any
     rank. Ranks wait for each other, so a disturbance of one lengthens the step in all.
     """
-    # A rank that died has fewer steps.
+    # A failed rank has fewer steps than the others.
     return [all(calm) for calm in zip(*(result.quiet for result in results), strict=False)]
 
 

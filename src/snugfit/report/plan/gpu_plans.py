@@ -113,7 +113,7 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
     if size is None:
         return show_bytes(answer.gpu.memory_bytes or 0)
     models = dict.fromkeys(one.gpu.model for one in plans.fitting if one.gpu.marketed_gb == size)
-    # In English, `an` precedes 8, 11, 18 and 80.
+    # English uses `an` before 8, 11, 18 and 80.
     article = "an" if str(size).startswith("8") or size in (11, 18) else "a"
     return f"{article} {size} GB card ({some_of([*models], FEW)})"
 
@@ -203,7 +203,7 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
     if plans.steps:
         columns.append(("start-up s>", lambda answer, choice, cost: _number(choice.once_seconds)))
     columns += cost_columns(prices, plans.steps)
-    # The column of verdicts has no head, and is left out without a verdict.
+    # The column of verdicts has no heading, and is omitted if all its cells are empty.
     if not any(_verdict(answer) for answer in plans.answers if answer.choice):
         columns = [column for column in columns if column[0]]
     return columns

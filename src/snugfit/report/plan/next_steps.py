@@ -42,7 +42,7 @@ def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterat
         return
     train = f"snugfit train {job_words(job)} --recipe {shlex.quote(recipe)} --dataset DATA"
     steps = {"Train it": f"{train} --output-dir FOLDER"}
-    # An existing Trainer may not support this recipe.
+    # An existing Trainer may not support all techniques of this recipe.
     with suppress(SnugfitError):
         refuse_unsupported("fit", Recipe.parse(recipe).setup())
         if "fit" in public_names():

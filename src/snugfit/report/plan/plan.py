@@ -185,7 +185,7 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
     It shows selected rows (`shown_front`), or all of them for `everything`.
     """
     shown = shown_front(plan, everything=everything)
-    # The chart of the front has the same numbers.
+    # The chart of the Pareto front uses the same numbers.
     numbers = {choice: number for number, choice in enumerate(plan.fitting_first, 1)}
     rows = tuple(
         (

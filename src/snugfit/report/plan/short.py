@@ -77,7 +77,7 @@ def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
         limit="the limit is" if is_limited else "the card has",
         turn=plan.job.words.turn,
     )
-    # The verdict replaces the words of `show_fit` before the colon.
+    # The verdict replaces the text of `show_fit` before its colon.
     fit = fit if plan.fits else f"no recipe fits. The nearest {fit.partition(': ')[2]}"
     role = "bad" if not plan.fits else "tight" if plan.tight or unread else "good"
     about = subject(plan.job, Recipe.parse(shown.recipe), plan.gpu, memory=plan.memory_bytes)
@@ -180,7 +180,7 @@ def _uncertain(plan: Plan, configuration: Configuration | None) -> Iterator[Sent
     if not doubts:
         return iter(())
     widest = doubts[0]
-    # Doubts of the configuration were added last.
+    # The last doubts are those about the configuration file.
     if plan.verified is not False and configuration and configuration.doubts:
         widest = doubts[-1]
     elif plan.verified is not False and plan.timing and not plan.timing.measured_rates:

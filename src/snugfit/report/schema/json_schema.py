@@ -306,7 +306,8 @@ def _schema_of_parts(kind: Any) -> dict[str, Any]:
 
 def _nullable(choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON Schema of a value that is null or matches one of these schemas."""
-    # Keywords other than `type` would not allow null.
+    # In a schema with keywords besides `type`, these would reject null, so null becomes an alternative
+    # schema.
     if len(choices) == 1 and set(choices[0]) == {"type"}:
         return {"type": [choices[0]["type"], "null"]}
     return {"anyOf": [*choices, {"type": "null"}]}
@@ -324,7 +325,7 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
     names: list[str] = []
     docs: dict[str, str] = {}
     if is_dataclass(owner):
-        # Annotations may name `nn.Module`, and a schema needs no import of torch.
+        # Annotations may name `nn.Module`; a placeholder for it avoids importing torch.
         own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
         names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
     literal: Any = Literal

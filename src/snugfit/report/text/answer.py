@@ -95,7 +95,7 @@ def show_gib(size: int, digits: int = 1) -> str:
     """Return `21.1 GiB`, `241 GiB`, or small sizes as `show_bytes` does."""
     if size < GIB / 20:
         return show_bytes(size)
-    # From 100 GiB on, a decimal only serves to distinguish two sizes.
+    # For 100 GiB or more, decimals are only shown to distinguish two sizes.
     return f"{size / GIB:.{digits if size < 100 * GIB or digits > 1 else 0}f} GiB"
 
 

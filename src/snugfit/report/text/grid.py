@@ -52,6 +52,6 @@ def escape(text: str) -> str:
     """Return text from outside as one line of Markdown, without characters that are markup or control a
     terminal.
     """
-    # `&` is the first, so that no other entity is escaped twice.
+    # `&` is replaced first, so that the entities of other characters are not escaped twice.
     flat = harmless(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(r"\\\1", flat)

@@ -91,13 +91,13 @@ class ShellCommand:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line, is_quoted = "", False
-        for word in re.findall(r"--\S+ [^-'\s]\S*|\S+", self.text):  # an option stays with its value
+        for word in re.findall(r"--\S+ [^-'\s]\S*|\S+", self.text):  # keeps an option and its value together
             if line.strip() and len(line) + len(word) + len("  \\") > options.max_width:
                 yield Text(line if is_quoted else f"{line} \\", no_wrap=True, overflow="ignore")
                 line = f"    {word}"
             else:
                 line = f"{line} {word}" if line else word
-            # An odd number of quotes opens or closes a quotation.
+            # An odd number of quotes in a word opens or closes a quotation.
             is_quoted ^= bool(word.count("'") % 2)
         yield Text(line, no_wrap=True, overflow="ignore")
 

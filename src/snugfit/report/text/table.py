@@ -48,7 +48,7 @@ class _Column:
             word = max(len(word) for text in [self.name, *cells] for word in [*str(text).split(), ""])
             readable = longest if self.recipe else READABLE_FIRST if first else READABLE
             self.head, self.narrowest = self.name, max(word, min(longest, readable))
-        # Figures are never broken, so their column has one width.
+        # Numbers are not wrapped, so their column has a fixed width.
         self.longest = longest if not self.figures else self.narrowest
 
     def add_to(self, table: Table, width: int) -> None:
@@ -74,9 +74,9 @@ class PlainTable:
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # Without padding, more columns have room side by side.
+        # Columns that do not fit beside each other may fit without padding.
         for padding in (1, 0):
-            gaps = 2 + (1 + 2 * padding) * (len(self.columns) - 1)  # with the edges
+            gaps = 2 + (1 + 2 * padding) * (len(self.columns) - 1)  # including the table's edges
             room = options.max_width - gaps
             if sum(column.narrowest for column in self.columns) <= room:
                 yield self._side_by_side(padding, _widths(self.columns, room))
@@ -118,7 +118,8 @@ class PlainTable:
     def _with_lines_under_rows(self, width: int) -> RenderResult:
         """Yield the columns that fit in the width, and under each row the contents of its other cells."""
         beside, under = list(self.columns), []
-        # Recipes move first, then texts, then figures; the first column always stays.
+        # If columns must move below, recipes are first, then texts, then numbers. The first column always
+        # stays.
         for column in sorted(self.columns[:0:-1], key=lambda one: (not one.recipe, one.figures)):
             if sum(one.narrowest + 1 for one in beside) - 1 > width:
                 beside.remove(column)
@@ -158,7 +159,7 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
     widths = [min(column.narrowest, width) for column in columns]
     left = width - sum(widths)
     wants = sorted((column.longest - column.narrowest, number) for number, column in enumerate(columns))
-    # The smallest wish comes first, so that its unused share goes to the rest.
+    # The column that needs the least comes first, so that its unused width is shared by the others.
     for done, (want, number) in enumerate(wants):
         more = min(left // (len(wants) - done), want)
         widths[number] += more

@@ -86,11 +86,11 @@ class _Code:
             names |= set(code.co_names)
             for step in dis.get_instructions(code):
                 self._digest.update(f"{step.opname} {_text(step.argval)};".encode())
-                # A variable that the function writes is a state, not a setting.
+                # A variable that the function itself writes is state, not a setting.
                 if step.opname in ("STORE_DEREF", "STORE_GLOBAL"):
                     written.add(step.argval)
         around = {name: function.__globals__[name] for name in names if name in function.__globals__}
-        # Other plain globals may be counters; only constants are named in capitals.
+        # Global variables of plain types may be counters, so only constants (names in capitals) are compared.
         around = {name: value for name, value in around.items() if name.isupper() or not _is_plain(value)}
         around |= dict(_cells(function))
         self._add_values({name: value for name, value in around.items() if name not in written})
@@ -104,7 +104,7 @@ class _Code:
                 self.values[key] = value
             elif isinstance(value, types.FunctionType | functools.partial):
                 self._add(value)
-            # A module with parameters belongs to the model, and its weights change.
+            # A module with parameters belongs to the model, whose weights change during training.
             elif isinstance(value, torch.nn.Module) and not list(value.parameters()):
                 self._add(value)
                 settings = {name: inner for name, inner in vars(value).items() if name != "training"}
@@ -157,7 +157,7 @@ def _text(value: Any) -> str:
 def _cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the variables of a function's closure, by name."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not assigned yet
+        with contextlib.suppress(ValueError):  # a variable without a value yet
             yield name, cell.cell_contents
 
 

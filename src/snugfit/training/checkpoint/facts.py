@@ -90,10 +90,10 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     names = [name for name in names if not name.startswith(left_out)]
     wrong = differences(before, now, names) if names else []
     wrong = [f"{text}{TO_GO_ON}" if text.startswith(CODE) else text for text in wrong]
-    # Another schedule differs at many steps, so only the first is named.
+    # If the schedule differs, it differs at many steps, so only the first one is reported.
     factors = [text for text in wrong if _FACTOR in text]
     wrong = [text for text in wrong if text not in factors[1:]]
-    # A side without this fact counts as equal.
+    # If one run has not recorded this fact, both count as equal.
     if before.get(CONTENT, now.get(CONTENT)) != now.get(CONTENT, before.get(CONTENT)):
         wrong.append("the dataset has other samples")
     return wrong
@@ -103,7 +103,7 @@ def model_facts(model: torch.nn.Module) -> Facts:
     """Return properties that identify a model: its class, its numbers of parameters, its config, its dropout,
     its adapters.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's is a shell
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps the model
     parameters = list(model.parameters())
     facts: Facts = {
         "model.class": model_class(model).__name__,
@@ -124,7 +124,7 @@ def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(model, FSDPModule):
-            # FSDP2 inserts its classes before the original one.
+            # FSDP2 replaces a module's class by a subclass, so the original class is searched for.
             kinds = type(model).__mro__
             return kinds[kinds.index(FSDPModule) + 1]
     return type(model)
@@ -178,7 +178,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
     names = dict.fromkeys(name for group in optimizer.param_groups for name in group)
     for name in (name for name in names if name not in _NO_GROUP_FACTS):
         source = [
-            # A schedule changes `lr` when it is created.
+            # A new schedule changes `lr`, so `initial_lr` is recorded.
             group.get("initial_lr", group.get("lr")) if name == "lr" else group.get(name)
             for group in optimizer.param_groups
         ]
@@ -217,7 +217,7 @@ def _factors(scheduler: Any, prefix: str) -> Facts:
         for step in _STEPS:
             try:
                 facts[f"{prefix}{_FACTOR} {step}{group}"] = float(function(step))
-            except Exception:  # the end of a table; a run of that length will find it
+            except Exception:  # such as the end of a table; training will raise it again
                 break
     return facts
 
@@ -251,10 +251,10 @@ def flatten(prefix: str, settings: Mapping[Any, Any]) -> Facts:
 
 def _plain(value: Any) -> Any:
     """Return a value in JSON form: a number, text, or a list of them; `_NO_FACT` for any other type."""
-    if getattr(value, "ndim", 1) == 0:  # a tensor or a number of numpy's
+    if getattr(value, "ndim", 1) == 0:  # a scalar tensor or numpy number
         value = value.item()
     if isinstance(value, str):
-        return str(getattr(value, "value", value))  # an enumeration's text
+        return str(getattr(value, "value", value))  # such as the text of an enum
     if isinstance(value, set | frozenset):
         value = sorted(map(str, value))
     if isinstance(value, list | tuple):

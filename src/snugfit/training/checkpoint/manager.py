@@ -106,7 +106,8 @@ def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
             f"The checkpoint to resume from is {str(folder)!r}; it must be a folder checkpoint-N. "
             f"{root} has {names or 'none'}."
         )
-    # Only the parent is resolved: a linked checkpoint belongs to the folder with the link.
+    # Only the parent folder is resolved. A symbolic link to a checkpoint belongs to the folder that contains
+    # the link.
     if in_root and folder.absolute().parent.resolve() != root.resolve():
         raise UsageError(
             f"The checkpoint to resume from is {str(folder)!r}, and the run's folder is {root}. "
@@ -170,21 +171,21 @@ class CheckpointManager:
         if step == self.saved_step:
             return
         begun = time.perf_counter()
-        # The next snapshot reuses the host memory of the previous one.
+        # The new snapshot uses the same host memory as the previous one, which must be written first.
         self.wait()
         snapshot = take(self._staging)
-        # This is set before the write ends, so that no second save of this step starts.
+        # Set before the checkpoint is written, so that no second save of this step starts.
         self.saved_step = step
         if snapshot is None:
             return
         keep = frozenset(() if best is None else (best,))
-        # The thread gets a copy, because the run may change its description meanwhile.
+        # The thread gets a copy, because the training may change the description meanwhile.
         work = (snapshot, dict(self.about), keep, time.perf_counter() - begun)
         write = self._write if self._ranks.is_first else _write_share
         thread = threading.Thread(target=write, args=work, name="snugfit-save")
         try:
             thread.start()
-        except RuntimeError:  # a limit on memory or processes leaves none: then training waits
+        except RuntimeError:  # no thread can start: the training waits instead
             write(*work)
         else:
             self._thread = thread
@@ -203,7 +204,7 @@ class CheckpointManager:
                 needed_bytes=snapshot.bytes,
             )
             refused = self._retain(keep)
-        except ToldElsewhere as ended:  # the steps end by it too
+        except ToldElsewhere as ended:  # the training steps raise it as well
             self._failure = ended
         except SaveStopped as stopped:
             self._failure = stopped
@@ -212,7 +213,7 @@ class CheckpointManager:
         except SaveFailed as failed:
             self._failure = failed
             self._journal.tell("warning", text=f"{failed} The run continues.")
-        except Exception as fault:  # without this the error would be lost in its thread
+        except Exception as fault:  # otherwise, the thread would lose the error
             self._failure = fault
             reason = str(fault) or type(fault).__name__
             self._journal.tell(
@@ -234,7 +235,7 @@ class CheckpointManager:
             if refused:
                 self._journal.tell("warning", text=f"{refused} The run continues.")
         finally:
-            # The other processes wait for this, even after a failure.
+            # The other processes wait for this call, even if saving failed.
             if isinstance(snapshot, WrittenByAll):
                 snapshot.close()
 
@@ -280,7 +281,7 @@ class CheckpointManager:
         self.wait()
         known = len(self.store.broken)
         checkpoint = self.store.newest()
-        # Earlier broken ones were reported already.
+        # Damaged checkpoints that were found earlier were reported already.
         for broken in self.store.broken[known:]:
             self._journal.tell("warning", text=f"ignored {broken}")
         return checkpoint

@@ -101,7 +101,7 @@ def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], b
         raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest. Rename the other file.")
     files = {name: _contents(folder, name, stop=stop, sync=True) for name in sorted(names)}
     _write_manifest(folder / MANIFEST, step, files, about)
-    # Inner folders come first, because an outer one refers to them.
+    # Inner folders are flushed first, because outer ones refer to them.
     for inner in reversed(folders):
         sync(inner)
     return files
@@ -128,7 +128,7 @@ def _write_manifest(path: Path, step: int, files: Mapping[str, Contents], about:
     }
     with _naming(path):
         write_document(path, {**document, "sha256": checksum(document)})
-        # `read_document` refuses a larger file, so such a checkpoint could never be resumed.
+        # `read_document` rejects larger files, so a checkpoint with one could not be resumed.
         if path.stat().st_size > LARGEST_DOCUMENT:
             raise SnugfitError(
                 f"{path.name} would have more than {LARGEST_DOCUMENT} bytes: store a shorter description."
@@ -173,7 +173,7 @@ def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) 
     digest, total, piece = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
     with _naming(path):
         _plain(folder, name)
-        # The file may be a link or a pipe by now: the first is refused, the second does not block.
+        # The file may have become a link or a pipe: a link raises an error, a pipe does not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
             while True:
@@ -302,7 +302,7 @@ def _contents_of(name: str, fields: object) -> Contents:
 
 def _is_inside(name: str) -> bool:
     try:
-        # JSON can contain a lone surrogate, which no file name can.
+        # JSON may contain a lone surrogate, but a file name cannot.
         os.fsencode(name)
     except UnicodeEncodeError:
         return False

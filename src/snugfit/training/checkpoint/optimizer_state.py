@@ -69,12 +69,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
         )
     local = state_parts().local_optimizer(optimizer)
     elsewhere = {id(weight) for weight in updated_elsewhere(optimizer)}
-    # States of the constructor (Adagrad's) must not remain next to the saved ones.
+    # Optimizer states that a constructor creates (Adagrad's) must not stay beside the loaded ones.
     local.state.clear()
     for index, state in saved["states"].items():
         if id(weight := parameters[index]) not in elsewhere:
             local.state[weight] = dict(state)
-            # A feature puts paged states back into managed memory.
+            # Some features move optimizer states into CUDA managed memory again.
             for place_state in hooks("place_state"):
                 place_state(local, weight)
     local.state.update(saved.get("named_states", {}))
@@ -107,7 +107,7 @@ def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
     If the run `keeps` checkpoints, an optimizer that wraps other optimizers is refused too.
     """
     kind = type(optimizer).__name__
-    # transformers' layerwise optimizers have the first attribute, and LOMO the second.
+    # The first attribute identifies transformers' layerwise optimizers, the second one LOMO.
     if hasattr(optimizer, "optimizer_dict") or hasattr(optimizer, "fused_backward"):
         raise UsageError(
             f"{kind} updates weights during the backward pass. Then no step can be stopped before its "
@@ -131,7 +131,7 @@ def _argument_of_step(owner: Any) -> str | None:
     """Return the name of the first required argument of an optimizer's or a schedule's `step`; None without
     one.
     """
-    try:  # of the class: schedules wrap the method of an optimizer
+    try:  # of the class, since schedules wrap the object's method
         parameters = list(inspect.signature(type(owner).step).parameters.values())[1:]
     except (AttributeError, TypeError, ValueError):
         return None

@@ -51,7 +51,7 @@ class _Packer:
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         if id(tensor) not in self._names:
-            self._seen.append(tensor)  # alive, so that no other tensor takes its id
+            self._seen.append(tensor)  # kept alive, so that its id stays unique
             self._names[id(tensor)] = str(len(self.tensors))
             self.tensors[self._names[id(tensor)]] = tensor.detach()
         return self._names[id(tensor)]
@@ -65,7 +65,7 @@ class _Packer:
             return {TUPLE: self._each(value)}
         if isinstance(value, list):
             return self._each(value)
-        # JSON's keys are text; pairs preserve the type of each key.
+        # Keys in JSON are text, so pairs are stored, which preserve the type of each key.
         if isinstance(value, Mapping):
             return {PAIRS: [[self._key(key), self.tree(item)] for key, item in value.items()]}
         return self._numpy(value) if type(value).__module__ == "numpy" else _plain(value)
@@ -113,11 +113,11 @@ def _plain(value: Any) -> Any:
 
     if isinstance(value, torch.dtype):
         return {DTYPE: str(value).removeprefix("torch.")}
-    # A bool is an int as well, so it comes first.
+    # A bool is also an int in Python, so it is tested first.
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        # A subclass such as IntEnum becomes a plain int.
+        # An instance of a subclass such as IntEnum becomes a plain int.
         return int(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else {FLOAT: repr(value)}

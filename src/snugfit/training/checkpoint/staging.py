@@ -60,7 +60,7 @@ class Staging:
         A copy from a GPU is complete after a synchronization with the device.
         """
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        # Empty tensors have no address that identifies them.
+        # An empty tensor has no address by which it can be identified.
         copied = self._copies.get(key) if tensor.numel() else None
         if copied is None:
             copied = self._copies[key] = self.copy_passing(tensor)
@@ -95,11 +95,11 @@ class Staging:
     def _take(self, size: int) -> bool:
         import torch
 
-        # torch rounds page-locked memory up to a power of two anyway.
+        # torch rounds page-locked allocations up to a power of two in any case.
         whole = max(CHUNK_BYTES, 1 << (size - 1).bit_length())
         try:
             self._chunks.append(torch.empty(whole, dtype=torch.uint8, pin_memory=True))
-        except RuntimeError:  # page-locked memory is short: use ordinary memory
+        except RuntimeError:  # no page-locked memory is left: use ordinary memory
             return False
         return True
 

@@ -97,7 +97,7 @@ class RunProgress:
     def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
         """Store an evaluation's metric; return True if it is the best so far by more than `threshold`."""
         before = self.best_metric
-        # The first value counts as a gain, unless it is NaN.
+        # The first value counts as an improvement, unless it is NaN.
         gain = math.inf if before is None else value - before if higher_is_better else before - value
         better = not math.isnan(value) and gain > threshold
         self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
@@ -207,7 +207,8 @@ def snapshot(
         files=files or {},
         processing=processing,
     )
-    # Copies to page-locked memory are asynchronous, and the next step changes their sources.
+    # Copies to page-locked memory are asynchronous, so they must end before the next step changes their
+    # sources.
     if state.device.type == "cuda":
         import torch
 
@@ -268,7 +269,7 @@ def release_unused_memory(device: torch.device) -> None:
 
     import torch
 
-    # Models and optimizers have reference cycles, which only the collector frees.
+    # Models and optimizers contain reference cycles, which only the garbage collector frees.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -354,7 +355,7 @@ def restore(state: TrainState, folder: Path) -> int:
     if state.scaler is not None and saved["scaler"] is not None:
         state.scaler.load_state_dict(saved["scaler"])
     state.progress = RunProgress(**saved["progress"])
-    # A process that the earlier run did not have draws from its own seed.
+    # A process that did not exist in the earlier run draws random numbers from its own seed.
     if state.ranks.rank < len(random):
         restore_all_rng_states(random[state.ranks.rank], state.device)
     return len(random)

@@ -113,11 +113,11 @@ class Store:
             if not (mark := _HIDDEN.fullmatch(path.name)):
                 continue
             step, final = int(mark[2]), self._folder(int(mark[2]))
-            # A replaced checkpoint is needed only if its successor is not whole.
+            # The replaced checkpoint is needed only if the new one is incomplete.
             if mark[1] != "replaced" or _looks_whole(final, step):
                 _remove(path)
                 swept.append(path)
-            # A broken successor keeps its name; `newest` then returns the replaced one.
+            # An incomplete new checkpoint keeps its name, and `newest` returns the replaced one.
             elif not os.path.lexists(final):
                 path.rename(final)
         return swept
@@ -136,7 +136,7 @@ class Store:
         An existing one of the same step is replaced. `about` may have any JSON values. Raises `SaveFailed` if
         the system refuses, and `SaveStopped` soon after `stop` returns True.
         """
-        # Values without a JSON form raise here, before anything is written.
+        # Values that JSON cannot represent raise an error here, before any file is written.
         about = json.loads(json.dumps(dict(about), allow_nan=False))
         draft = self._hidden_name("draft", step)
         try:
@@ -146,7 +146,7 @@ class Store:
             if stop():
                 raise SaveStopped(f"The save of step {step} was stopped. Earlier checkpoints are unchanged.")
             self._show(draft, step)
-        # torch's CheckpointException is a BaseException, and no draft may be left over.
+        # torch's CheckpointException is a BaseException. After any error, the unfinished folder is removed.
         except BaseException as fault:
             reason = why(fault, draft)
             _remove(draft)
@@ -161,11 +161,11 @@ class Store:
         """
         final, before = self._folder(step), self._hidden_name("replaced", step)
         if os.path.lexists(final):
-            # No folder can be renamed to the name of a folder with files.
+            # A folder cannot be renamed to the name of a non-empty folder.
             final.rename(before)
         try:
             draft.rename(final)
-            # The new name must be on the disk before the old checkpoint is removed.
+            # The new name must be flushed to the disk before the old checkpoint is removed.
             sync(self.root)
         except BaseException:
             with suppress(OSError):
@@ -212,7 +212,7 @@ class Store:
     def _set_aside(self, broken: Broken) -> Broken:
         try:
             return replace(broken, moved_to=self._rename_aside(broken.step, broken.folder, "broken"))
-        except OSError:  # a read-only folder
+        except OSError:  # the folder may be read-only
             return broken
 
     def restart(self) -> list[Path]:
@@ -255,12 +255,13 @@ class Store:
             if _NAME.fullmatch(folder.name) and _looks_whole(folder, step)
         ]
         surplus = len(whole) - limit if limit is not None and limit > 0 else 0
-        # `newest` counts as 1 or 0: `whole[1:]` leaves out the newest.
+        # `newest` is 1 or 0, so that `whole[1:]` excludes the newest checkpoint from removal.
         spare = [(step, folder) for step, folder in reversed(whole[newest:]) if step not in keep]
         spare = spare[: max(0, surplus)]
         gone = [self._hidden_name("gone", step) for step, _ in spare]
         try:
-            # All are renamed first, so that an interrupted removal leaves no partial checkpoint.
+            # All folders are renamed before any is removed, so that an interruption leaves no partial
+            # checkpoint.
             for (_, folder), hidden in zip(spare, gone):
                 folder.rename(hidden)
             if gone:
@@ -287,7 +288,7 @@ class Store:
             raise SnugfitError(
                 f"{self.root} cannot be read: {refusal.strerror}. Name another folder."
             ) from None
-        # In this order, reversed, a checkpoint precedes the one that it replaced.
+        # In the reverse of this order, a checkpoint comes before the one that it replaced.
         by_age = [(int(mark[1]), True, path) for path in paths if (mark := _NAME.fullmatch(path.name))]
         for path in paths:
             if (mark := _HIDDEN.fullmatch(path.name)) and mark[1] == "replaced":
@@ -322,7 +323,7 @@ def _looks_whole(folder: Path, step: int) -> bool:
 def _remove(path: Path) -> None:
     """Remove a file or folder and ignore errors, because the next start of a run tries again."""
     with suppress(OSError):
-        # A link is removed itself, and not the folder behind it.
+        # A symbolic link is removed, but not the folder that it refers to.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -136,7 +136,7 @@ class ModelWeights:
         weights, written = self.files[WEIGHTS], self._tensors_to_write()
         with no_progress_bars():
             model.save_pretrained(folder, state_dict=written)
-        # transformers may omit or rename tensors, so the names are read from its files.
+        # transformers may omit or rename tensors when it saves, so the names are read from its files.
         names = _names_in(folder)
         is_renamed = not names <= set(weights)
         in_files = [
@@ -168,11 +168,11 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     """
     import torch
 
-    # A `state_dict` may have extra state that is no tensor.
+    # A `state_dict` may contain extra state that is not a tensor.
     named = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if not adapters.is_adapted(model):
         state, parts = model_state_of(model, set(named)), held_parts(optimizer)
-        # A tied weight needs its residual under each of its names.
+        # The lower half of a tied weight is needed under each of its names.
         with_names = model.named_parameters(remove_duplicate=False)
         residuals = {name: parts[weight] for name, weight in with_names if weight in parts}
         return ModelWeights(
@@ -208,7 +208,7 @@ def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     first_names: dict[int, str] = {}
     for name, value in tensors.items():
         first_names.setdefault(id(value), name)
-    # safetensors refuses two names for the same memory.
+    # safetensors rejects several names for the same memory.
     copies = {
         name: value if first_names[id(value)] == name else value.clone() for name, value in tensors.items()
     }
@@ -277,7 +277,7 @@ def _load_module(model: torch.nn.Module, folder: Path) -> None:
     """
     from safetensors.torch import load_file
 
-    # Extra state is missing from the file on purpose, so strictness is checked below.
+    # The file omits extra state intentionally, so missing names are checked below.
     left = model.load_state_dict(load_file(folder / WEIGHTS), strict=False)
     missing = [name for name in left.missing_keys if not name.endswith("_extra_state")]
     for name in (*missing, *left.unexpected_keys):
@@ -294,7 +294,7 @@ def _load_pretrained(model: Any, folder: Path) -> None:
     beside = names_kept_beside(folder)
     tied = {name for name in own if name not in saved and name not in beside}
     addresses = {own[name].data_ptr() for name in saved if name in own}
-    # A name that the file does not have must share its memory with a saved one.
+    # A name that the file omits must be that of memory with another, saved name.
     if set(saved) <= set(own) and all(own[name].data_ptr() in addresses for name in tied):
         model.load_state_dict(saved, strict=False)
         return
@@ -304,7 +304,7 @@ def _load_pretrained(model: Any, folder: Path) -> None:
     if missing := set(info["missing_keys"]) - beside:
         raise KeyError(f"{min(missing)} is missing")
     loaded = again.state_dict()
-    # The new model has one dtype; values that this rounded come from the file.
+    # The new model has a single dtype. Weights that were rounded to it are read from the file.
     exact = {
         name: value for name, value in saved.items() if name in loaded and _is_rounded(value, loaded[name])
     }

@@ -48,7 +48,7 @@ def data_of(
     """
     if collate is None and _is_prepared(source, job):
         collate = stack
-        stack([_map_style(source)[0]])  # an error here comes before the run begins
+        stack([_map_style(source)[0]])  # raises errors before the run begins
     names = getattr(like.samples, "label_names", ()) if like is not None else ()
     if collate is None and isinstance(source, IndexedSamples):
         return _with_collate(source, job, tokenizer, options)
@@ -141,7 +141,7 @@ def _is_prepared(source: Source, job: Job) -> bool:
         return job.task is Task.CUSTOM
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or not len(source):
         return False
-    names = getattr(source, "column_names", None) or source[0]  # reading a first row may decode it
+    names = getattr(source, "column_names", None) or source[0]  # the first row may be slow to decode
     return isinstance(names, Mapping | list) and not PREPARED.isdisjoint(names)
 
 

@@ -72,7 +72,7 @@ def evaluate(
         for host, is_counted in batches:
             raise_if_stopping()
             share = label_items(job, host) if is_counted else 0
-            if not share and not ranks.are_many:  # other processes wait for this one's results
+            if not share and not ranks.are_many:  # the other processes wait for this one's results
                 continue
             batch = place(host, device)
             with torch.no_grad(), autocast, within(batch):

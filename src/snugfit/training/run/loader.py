@@ -76,7 +76,7 @@ def feed(
     """
     import torch
 
-    # The number is per worker and counts micro-batches; torch's own default is 2.
+    # The number of prefetched micro-batches is per worker. torch's default is 2.
     ahead = max(2, -(-PREFETCH_STEPS * order.micro_batches // workers)) if workers else None
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
         cast("torch.utils.data.Dataset[Any]", _EpochDataset(samples, collate)),
@@ -86,7 +86,8 @@ def feed(
         pin_memory=pinned,
         prefetch_factor=ahead,
         worker_init_fn=_ignore_signals_of_others if workers else None,
-        # The loader draws a seed for its workers; from the default generator it would change the dropout.
+        # The loader draws a seed for its workers. From the default generator, this draw would change the
+        # dropout masks.
         generator=torch.Generator().manual_seed(0),
     )
     batches = iter(loader)
@@ -94,7 +95,7 @@ def feed(
         for step in range(start_step, stop_step):
             yield [_next(batches) for _ in order.step(step)]
     finally:
-        if workers:  # else an error's traceback keeps the iterator, which then waits 5 s for each of them
+        if workers:  # else a traceback keeps the iterator alive, which waits 5 s for each worker
             batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
@@ -157,7 +158,7 @@ class _EpochDataset:
     ) -> None:
         self._samples, self._collate = samples, collate
 
-    # torch calls this once per batch, so a worker collates whole micro-batches.
+    # torch calls this method once per batch, so a worker collates a whole micro-batch.
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | SnugfitError:
         try:
             return self._collate([self._sample(*key) for key in keys])
@@ -244,7 +245,7 @@ def _ignore_signals_of_others(worker: int) -> None:
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # Linux: it returns the sender of the signal
+    if hasattr(signal, "sigwaitinfo"):  # on Linux, this returns the signal's sender
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_on_parents_sigterm, args=(os.getppid(),), daemon=True).start()
 

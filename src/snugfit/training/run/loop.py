@@ -135,7 +135,7 @@ class TrainingStep(PlainStep):
     def __init__(
         self, job: Job, setup: Setup, device: torch.device, exchange: StepExchange | None = None
     ) -> None:
-        # Without kept losses the plain loop has no sum to pass to `computed`.
+        # If the plain loop did not keep losses, it would have no sum to pass to `computed`.
         super().__init__(job, setup, device, keep_losses=True)
         self._exchange = exchange
         self.idle: Sequence[bool] = ()
@@ -192,10 +192,10 @@ class TrainingStep(PlainStep):
             if cause is None:
                 raise
             has_begun = self.runner is not None and self.runner.has_begun
-            # A runner updates within a backward pass, whose phase the tracker cannot distinguish.
+            # A runner may update weights within the backward pass, which `phases` does not show.
             phase = "update" if has_begun else self.phases.now
             exhausted = Exhausted(cause=cause, phase=phase, message=str(error))
-        # Here the exception is gone, and with it the tensors of its frames.
+        # The exception has been freed here, and with it the tensors that its stack frames referred to.
         state.optimizer.zero_grad(set_to_none=True)
         return exhausted
 
@@ -219,7 +219,7 @@ class TrainingStep(PlainStep):
         updates_at_once = self.runner is not None and self.runner.updates_within and not self.needs_norm()
         self._asked_of_loss = partial(self._read_loss, state) if updates_at_once else _nothing
         total = self._accumulate(built)
-        # A runner that updates within the passes has read the loss before them.
+        # A runner that updates within the backward pass has read the loss before it.
         loss = self._check.loss() if updates_at_once else self._read_loss(state, has_one=total is not None)
         updated = self._check_and_update(state, built, loss, meanwhile)
         if updated:
@@ -227,7 +227,7 @@ class TrainingStep(PlainStep):
         optimizer.zero_grad(set_to_none=True)
         after_update(self.setup, built.runs, self._taken)
         self._taken += 1
-        # The time until the next step counts as loading.
+        # The time from here to the next step counts as loading.
         self.phases.phase("load")
         return StepResult(loss=loss, updated=updated)
 
@@ -236,14 +236,14 @@ class TrainingStep(PlainStep):
         an invalid loss.
         """
         self.phases.phase("clip")
-        # The last norm is read here, where the loss is waited for anyway.
+        # The previous step's norm is read here, where the host waits for the loss in any case.
         self.read_norm(state)
         loss = self._check.loss() if has_one else math.nan
         if self._exchange is not None:
             loss = self._exchange.loss(loss)
         if not math.isfinite(loss):
             state.optimizer.zero_grad(set_to_none=True)
-            # A NaN in the weights explains the loss, and then the earlier update is wrong, not this step.
+            # If a weight is NaN, an earlier update was wrong, and not this step.
             self.check_weights(state)
             raise NonFinite(loss, None)
         if (rejection := self.rejects(loss)) is not None:
@@ -259,7 +259,7 @@ class TrainingStep(PlainStep):
 
     def reads_gradients(self) -> bool:
         """Return True if an update needs the values of the gradients on the host, and not only their norm."""
-        # With a clip, a finite norm proves that all gradients are finite.
+        # With clipping, all gradients are finite if their norm is.
         return self.sync_before_update and not self.job.clip
 
     def _check_and_update(
@@ -268,21 +268,21 @@ class TrainingStep(PlainStep):
         """Check a step with a finite loss and update; return True if there was an update. Raises
         `NonFinite`."""
         scaler = state.scaler
-        # Frozen weights, and those that this batch did not reach, have no gradient.
+        # Frozen weights, and weights that this batch did not use, have no gradient.
         trained = [weight for weight in state.parameters if weight.grad is not None]
         norm = None if self.runner is None else self.runner.norm
         norm = self._norm_of(trained, state) if norm is None else norm
         self._check.record_norm(norm)
-        # The host prepares the next batch here, while the device still computes.
+        # The host fetches the next batch here, while the device computes.
         meanwhile()
-        # Without remaining work the device waits for the host, so loading delays the step.
+        # If the device has finished, it waits for the host, so loading data delays the step.
         self.device_was_busy = not self._check.is_done()
         self.unread = norm is not None and bool(self.job.clip)
         if self.sync_before_update and scaler is None:
             self._raise_if_non_finite(state, trained, loss, has_norm=norm is not None)
         elif self.sync_before_update:
             self.read_norm(state)
-        # Nothing checks these gradients now; `check_weights` does before the weights are used.
+        # These gradients are not checked here. `check_weights` detects NaN before the weights are used.
         self._unchecked = not self.sync_before_update and norm is None and scaler is None
         if self.runner is not None:
             self.runner.update(built, norm)
@@ -300,13 +300,14 @@ class TrainingStep(PlainStep):
         items = [0 if skipped else self.items_of(piece) for piece, skipped in zip(pieces, idle, strict=True)]
         for piece, share in zip(pieces, items, strict=True):
             if not share and "labels" in piece and not piece["labels"].is_floating_point():
-                # -100 is the label that torch's cross entropy ignores; clamped labels count.
+                # torch's cross entropy ignores the label -100. Labels clamped to 0 count, so that their mean
+                # is not NaN.
                 piece["labels"].clamp_(min=0)
         return self._exchange.weights(pieces, items)
 
     def _record_loss(self, total: torch.Tensor) -> None:
         self._check.record_loss(total)
-        # On the CPU, a backward pass with its exchange of gradients is over before `loss` runs.
+        # On the CPU, the backward pass and its gradient exchange have ended before `loss` runs.
         if self._exchange is not None and self.device.type == "cpu":
             self._exchange.forward_ends()
         self._asked_of_loss()
@@ -318,7 +319,7 @@ class TrainingStep(PlainStep):
         """
         if self.unread:
             self.unread, self.norm = False, self._check.norm()
-            # A scaler omits an update with an infinite norm, so the weights are right.
+            # The gradient scaler omits an update if the norm is infinite, so the weights are unchanged.
             if state.scaler is None and not math.isfinite(self.norm):
                 raise WeightsNonFinite
 
@@ -348,7 +349,7 @@ class TrainingStep(PlainStep):
         if not self.job.clip:
             return None
         if state.scaler is not None:
-            # The norm of scaled gradients would be larger by the scale.
+            # Gradients are unscaled first, since the norm would be larger by the scaler's factor.
             state.scaler.unscale_(state.optimizer)
         if self.passes is not None:
             return self.passes.norm_of_all(trained)
@@ -361,7 +362,7 @@ class TrainingStep(PlainStep):
         them, or their norm.
         """
         self.unread, length = False, self._check.norm() if has_norm else None
-        # Without a clip, the norm is only that of the check, and is not logged.
+        # Without clipping, this norm only serves the check, and is not logged.
         self.norm = length if self.job.clip else None
         gradients = (weight.grad for weight in trained if weight.grad is not None)
         sound = all_finite(gradients) if length is None else math.isfinite(length)
@@ -384,7 +385,8 @@ class TrainingStep(PlainStep):
             optimizer.step()
             return True
         steps: list[bool] = []
-        # `GradScaler.step` returns None for both cases, so a hook notes the call of the optimizer.
+        # `GradScaler.step` returns None if it updates and if it skips, so a hook detects the optimizer's
+        # call.
         hook = optimizer.register_step_post_hook(lambda *_: steps.append(True))
         try:
             scaler.step(optimizer)
@@ -399,7 +401,7 @@ class TrainingStep(PlainStep):
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return True if no tensor contains NaN or infinity; waits for the device."""
-    # The largest absolute value is NaN or infinite if any value is, and needs a single reduction.
+    # The largest absolute value is NaN or infinite if any value is. It needs only one reduction.
     parts = tensor_parts()
     largest = parts.whole(parts.total_norm(tensors, norm_type=float("inf")))
     return bool(largest.isfinite().item())

@@ -158,17 +158,17 @@ def _epoch(order: SampleOrder, epoch: int) -> np.ndarray:
     """Return an epoch's sample indices (samples,), global batch after global batch."""
     import numpy as np
 
-    # The epoch is part of the seed, so a resumed run draws its epoch without those before.
+    # The seed contains the epoch number, so that a resumed run need not draw earlier epochs' permutations.
     draw = np.random.Generator(np.random.PCG64([order.seed, epoch]))
     samples = draw.permutation(order.samples) if order.shuffle else np.arange(order.samples)
     if not order.bucket:
         return samples
     size = order.batch_size
-    # A smaller last batch stays at the end, so that all other batches are whole.
+    # The smaller last batch stays at the end, so that all other batches are full.
     whole = order.samples // size
     lengths = np.asarray(order.lengths)
     batches = _by_length(samples[: whole * size], lengths, WINDOW * size).reshape(whole, size)
-    # Otherwise each window would begin with its longest batches.
+    # Without this permutation, each window would begin with its longest batches.
     if order.shuffle:
         batches = draw.permutation(batches)
     last = _by_length(samples[whole * size :], lengths, size)
@@ -182,5 +182,5 @@ def _by_length(samples: np.ndarray, lengths: np.ndarray, window: int) -> np.ndar
     import numpy as np
 
     windows = np.arange(len(samples)) // window
-    # `lexsort` sorts by its last key first: by windows, then by lengths.
+    # `lexsort` uses its last key first: windows, then lengths.
     return samples[np.lexsort((-lengths[samples], windows))]

@@ -93,7 +93,7 @@ def _sample_bytes(samples: Any, index: int) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
-    if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 1:  # pixels: as text they would take seconds
+    if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 1:  # pixel values as text would take seconds
         return [str(value.dtype), list(value.shape), hashlib.sha256(_raw_bytes(value)).hexdigest()]
     return value.tolist() if hasattr(value, "tolist") else value if isinstance(value, list) else repr(value)
 
@@ -102,7 +102,7 @@ def _raw_bytes(value: Any) -> bytes:
     """Return the bytes of an array or tensor of any dtype and shape."""
     import torch
 
-    # A scalar has no dimension that could be viewed as bytes.
+    # A scalar has no dimension, so it is reshaped before its bytes are viewed.
     flat = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
     raw: bytes = flat.view(torch.uint8).numpy().tobytes()
     return raw
@@ -161,7 +161,7 @@ class Run:
     def steps(self, order: SampleOrder) -> int:
         """Return the number of optimizer steps of the whole run."""
         options = self.options
-        # `max_steps` overrides the epochs, as in the Trainer.
+        # As in the Trainer, `max_steps` overrides the number of epochs.
         return options.max_steps or math.ceil(options.num_train_epochs * order.steps_per_epoch)
 
     def about(self, recipe: Recipe) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def lengthens(run: Run, before: Mapping[str, Any], step: int) -> str:
     options = run.options
     if not length or not depends_on_length(options.lr_scheduler_type, options.warmup_steps):
         return ""
-    # The number of steps does not depend on the cut of a batch.
+    # The number of steps does not depend on the number of micro-batches.
     order = run.order(1)
     finished_at = replace(run, options=replace(options, **length)).steps(order)
     if not finished_at <= step < (steps := run.steps(order)):
@@ -236,16 +236,16 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     Errors would change a number, so the run cannot be resumed. Warnings only prevent numbers that are
     identical bit for bit. A finished run may be lengthened.
     """
-    # The round trip through JSON makes lists of tuples, as in the stored description.
+    # Conversion to JSON and back turns tuples into lists, as in the stored description.
     now = {"gpus": 1, **json.loads(json.dumps(run.about(run.recipe)))}
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
     another_mesh = _on_another_mesh(before, run)
-    # A description without a number of GPUs is that of a single one.
+    # In a description without a number of GPUs, the number is 1.
     as_asked = {"gpus": 1, **before}
     before, asked = _on_these_gpus(as_asked, run)
-    if before.get("asked") != now.get("asked"):  # another recipe: name it as requested
+    if before.get("asked") != now.get("asked"):  # another recipe: report it as the user wrote it
         before, asked = as_asked, []
     wrong = differences(before, now, ("asked", "weights", "samples")) + another_mesh
     job = before.get("job", {})
@@ -256,7 +256,7 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     wrong += differences(
         options, now["options"], [name for name in {**now["options"], **options} if name not in free]
     )
-    # Another number of samples is an error of its own.
+    # A different number of samples has its own error.
     if before.get("data") != now["data"] and before.get("samples") == now["samples"]:
         wrong.append("data has the same number of samples, but other samples")
     changed = differences(before.get("versions", {}), now["versions"])

@@ -102,7 +102,7 @@ def train(
                 trained = session.train(
                     checkpoint, ranks.first_answers(lambda: _memory_record(run, checkpoint))
                 )
-            # Trackers are closed after an error too.
+            # Trackers are closed even after an error.
             finally:
                 for report in reports:
                     report.end(None)

@@ -57,15 +57,15 @@ def joint_passes_for(
     from torch._subclasses import fake_tensor
 
     passes, cpu = fx._recursive_joint_graph_passes, torch.device("cpu")
-    # Releases of torch differ in this argument.
+    # This argument exists only in some versions of torch.
     takes_device = "input_device" in inspect.signature(passes).parameters
 
     def run(graph: Any, *arguments: Any, **keywords: Any) -> Any:
-        # Patterns and constants ignore `meta`, so the passes see the CPU.
+        # Inductor's patterns and constants ignore `meta` tensors, so the graph is labelled as the CPU's.
         relabel(graph, cpu)
         on_gpu = isinstance(policy, CudaPolicy)
         decisions = _decisions_of(policy, doubt, times) if on_gpu else contextlib.nullcontext()
-        # the first joint graph of a process has patterns for CUDA, which would open a context there
+        # The first joint graph of a process creates patterns for CUDA, which would open a context on a GPU.
         with decisions, patch.object(fake_tensor, "init_gpu_context", lambda device: None):
             return passes(
                 graph, *arguments, **{**keywords, "input_device": cpu} if takes_device else keywords
@@ -90,13 +90,13 @@ def _decisions_of(
         """
         in_fp32 = match.kwargs["query"].meta["val"].dtype == torch.float32
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-        # On CUDA, torch fuses attention in fp32 only with tf32.
+        # On CUDA, torch fuses attention in fp32 only if tf32 is allowed.
         return (tf32 or not in_fp32) and may_replace(match)
 
     def should_pad(
         match: Any, first: torch.Tensor, second: torch.Tensor, operator: Any, input: Any = None
     ) -> bool:
-        # Padding is decided first, and attention with padded products is not replaced afterwards.
+        # Inductor decides about padding first. It does not fuse attention whose products were padded.
         times(product_of(match, first, second, operator, input))
         pads = pays_to_pad(match, first, second)
         if pads:
@@ -106,7 +106,7 @@ def _decisions_of(
     with (
         patch.object(fuse_attention, "_scaled_dot_product_attention", attention_by(policy, trains=True)),
         patch.object(fuse_attention, "_sfdp_params_check", may_replace_on_cuda),
-        # the decision that remains for the CPU finds "cuda" in the text of a tensor's device
+        # One check searches the text of a tensor's device for "cuda", so that text is replaced.
         patch.object(fuse_attention, "str", lambda device: "cuda", create=True),
         patch.object(pad_mm, "check_device", lambda one, other: True),
         patch.object(pad_mm, "has_triton", lambda: True),

@@ -66,13 +66,13 @@ def load(text: str, launch: Launch, choose: Choose) -> Run:
     names = _namespace()
     program: list[ast.stmt] = []
     for statement in tree.body:
-        # Kernels are assigned at the top level; their source is a string.
+        # In generated code, a kernel is a top-level assignment of its source as a string.
         if isinstance(statement, ast.Assign) and (kernel := _kernel_of(statement)) is not None:
             name, source = kernel
             names[name] = _GeneratedKernel(name, source, launch, choose)
-        # Helpers for benchmarks would need the GPU.
+        # Helper classes and functions for benchmarks are left out, because they need a GPU.
         elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name not in _BESIDES:
-            program.append(statement)  # the program is a function or a class
+            program.append(statement)  # the program is the remaining function or class
     exec(compile(ast.Module(body=program, type_ignores=[]), "<compiled layer>", "exec"), names)
     run: Run = names["Runner"](partitions=[]).call if "Runner" in names else names["call"]
     return run
@@ -92,7 +92,7 @@ def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
         return None
     if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "async_compile"):
         return None
-    # A CPU kernel has its argument types first, a Triton kernel its name.
+    # The first argument is a CPU kernel's list of types, or a Triton kernel's name.
     if call.func.attr == "cpp_pybinding":
         return target.id, str(ast.literal_eval(call.args[0]))
     return target.id, str(ast.literal_eval(call.args[1]))
@@ -105,7 +105,7 @@ class _GeneratedKernel:
         self.name, self._source, self._launch, self._choose = name, source, launch, choose
         self._has_settings = not source.startswith("[") and settings_of(source) > 1
         self._layout = next((layout for pattern, layout in _LAYOUTS if pattern.search(source)), "")
-        # A list of types is a CPU kernel: `const` marks tensors that it only reads.
+        # The source of a CPU kernel is its list of types, where `const` marks tensors that are only read.
         if source.startswith("["):
             types = ast.literal_eval(source)
             self._roles = ["in" if one.startswith("const") else "in_out" for one in types]
@@ -119,7 +119,7 @@ class _GeneratedKernel:
         import torch
 
         reads, writes, changes = [], [], []
-        # Only leading entries are tensors; the ends may differ in length.
+        # The tensors come first; the two sequences may differ in length after them.
         for role, argument in zip(self._roles, arguments, strict=False):
             if not isinstance(argument, torch.Tensor):
                 continue
@@ -129,7 +129,7 @@ class _GeneratedKernel:
                 writes.append(argument)
             if role.startswith("in_out"):
                 changes.append(argument)
-        # Kernels with one configuration are launched without a benchmark.
+        # A kernel with a single configuration is launched without a benchmark.
         if self._has_settings:
             self._choose(self._source, changes)
         self._launch(self.name, reads, writes, self._layout)
@@ -147,7 +147,7 @@ def settings_of(source: str) -> int:
     tree = ast.parse(source)
     names: dict[str, Any] = {"__file__": "kernel.py"}
     imports: list[ast.stmt] = [one for one in tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
-    # Only the imports and the decorator run, which build the configurations without compiling.
+    # Only the imports and the decorator run. They create the configurations, without compiling.
     exec(compile(ast.Module(body=imports, type_ignores=[]), "<kernel>", "exec"), names)
     kernel = next(one for one in tree.body if isinstance(one, ast.FunctionDef))
     counts = [1]
@@ -192,7 +192,7 @@ def _namespace() -> dict[str, Any]:
         "extern_kernels": _Library(),
         "empty_strided_cpu": empty,
         "empty_strided_cuda": empty,
-        # The real function works on `meta`, and keeps the storage.
+        # The real function also works on `meta` tensors, and keeps their storage.
         "reinterpret_tensor": guards._reinterpret_tensor,
         **dict.fromkeys(_CHECKS, lambda *arguments: None),
         "get_raw_stream": lambda index: 0,
@@ -237,7 +237,7 @@ class _WithRandomState:
         """Return the random state and the operator's output."""
         import torch
 
-        # The random state is on the host, so no state of a GPU is needed.
+        # The random state is that of the host, because no GPU is needed.
         return torch.get_rng_state(), operator(*arguments, **keywords)
 
     @staticmethod

@@ -73,10 +73,11 @@ def time_padding(policy: Policy, products: Iterable[PaddedProduct], timed: set[s
     flushed = getattr(policy, "cache_bytes", 0)
     if not flushed or not times_anything():
         return
-    # The benchmark runs outside of the model's autocast, which would cast its operands.
+    # Inductor benchmarks outside of the model's autocast, which would cast the operands.
     with torch.no_grad(), torch._C._DisableAutocast():
         for product in products:
-            # Inductor means to skip products that memory bounds, but mistakes MHz for kHz and benchmarks all.
+            # Inductor intends to skip products that are limited by memory, but confuses MHz and kHz and
+            # benchmarks all.
             if product.key not in timed:
                 _time(product, flushed, as_it_is=product.key_unpadded not in timed)
                 timed |= {product.key, product.key_unpadded}
@@ -89,7 +90,7 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
     first, second = _make(product.first), _make(product.second)
     added = None if product.added is None or not as_it_is else _make(product.added)
     rows, inner, columns = _padding(first, second)
-    # An operand whose kernel writes it padded costs no padding in the benchmark.
+    # If a kernel can write an operand with padding, the benchmark gets it padded.
     first_padded = _pad(first, rows, inner) if product.first.written_padded else first
     second_padded = _pad(second, inner, columns) if product.second.written_padded else second
     added_padded = None if product.added is None else _make(product.added)
@@ -107,14 +108,14 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
     if as_it_is:
         _run_twice(functools.partial(_multiply, product.operator, first, second, added), flushed)
     _run_twice(run_padded, flushed)
-    del run_padded, second, first  # the recorded order of frees
+    del run_padded, second, first  # Inductor frees them in this order.
 
 
 def _run_twice(run: Callable[[], torch.Tensor], flushed: int) -> None:
     import torch
 
     run()
-    # In repeated runs, a buffer of the cache's size is alive, which Inductor writes to flush the cache.
+    # Before each repetition, Inductor writes a buffer as large as the GPU's cache to flush it.
     beside = torch.empty(flushed, dtype=torch.uint8, device="meta")
     run()
     del beside
@@ -134,7 +135,7 @@ def _make(like: Operand) -> torch.Tensor:
     """Return a tensor of this layout in a storage of its extent (`realize_tensor`)."""
     import torch
 
-    # The storage ends with the last element, also for strides with gaps.
+    # A storage ends with its last element, even if the strides leave gaps.
     spans = sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True)) + 1
     return torch.empty(spans, dtype=like.dtype, device="meta").as_strided(like.shape, like.stride)
 

@@ -99,7 +99,7 @@ class MasterAdamW(OwnAdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, and move the low halves of its weights into the optimizer's states."""
-        # A new group changes addresses, so the kernels' tables are written again.
+        # A new parameter group changes addresses, so the kernels' tables are written again in the next step.
         super().add_param_group(param_group)
         self._tables = None
         for weight in self.param_groups[-1]["params"]:
@@ -110,7 +110,7 @@ class MasterAdamW(OwnAdamW):
         """Load optimizer states without a change of their dtypes: torch's own would cast them to bfloat16.
         Low halves of master weights are converted to this optimizer's number of bits.
         """
-        # torch's own method casts states to the weight's dtype, bfloat16.
+        # torch's own method casts optimizer states to the weight's dtype, which is bfloat16 here.
         super().load_state_dict(state_dict)
         self._tables = None
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -160,7 +160,7 @@ class MasterAdamW(OwnAdamW):
             chosen = []
             for state, has_one, group in zip(table.states, table.has_gradient, groups, strict=True):
                 row = 0
-                # Row 0 is a placeholder for a weight without a gradient, which the kernel skips.
+                # Row 0 is a placeholder for weights without a gradient, which the kernel skips.
                 if has_one:
                     counted.append(state)
                     # Weights with equal settings and equal step counts share a row of numbers.
@@ -169,7 +169,7 @@ class MasterAdamW(OwnAdamW):
             table.number_rows(chosen)
         for state in counted:
             state[STEP] += 1
-        # Without any gradient nothing is launched, and nothing needs to be written.
+        # If no weight has a gradient, nothing is launched, so nothing needs to be written.
         if rows:
             self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
 
@@ -180,12 +180,12 @@ class MasterAdamW(OwnAdamW):
         """Update the weights after `prepare`, clipped if `clip_by` was called since the last launch. With a
         non-finite gradient norm, everything stays unchanged.
         """
-        # Clipping holds for one launch.
+        # A clipping factor is valid for a single launch.
         clip, self._clip = self._clip, None
         norm, most = clip if clip is not None else (None, 0.0)
         for table in self._tables or ():
             update_weights(table, self._numbers.value, norm, most)
-        # On a GPU the kernels check the norm; on a host it is read here.
+        # On a GPU the kernels check the norm themselves. On a host it is checked here.
         if not self._plain or is_refused(norm):
             return
         coefficient = None if norm is None else clip_coefficient(norm, most)
@@ -205,7 +205,7 @@ class MasterAdamW(OwnAdamW):
         gradients = [weight.grad for weight, _ in self._plain if weight.grad is not None]
         if not self._tables:
             return norm_in_fp32(gradients) if gradients else torch.zeros(())
-        # The sums and the norm keep their addresses, since a graph reads them.
+        # The tensors of the sums and the norm keep their addresses, because a CUDA graph reads them.
         norm_of(self._tables, self._sums, self._norm)
         return self._norm
 
@@ -220,7 +220,7 @@ class MasterAdamW(OwnAdamW):
 
     def _new_weights(self) -> Sequence[torch.Tensor]:
         if self._tables is None or not self._states_are_as_before():
-            # Weights that had no gradient in earlier steps may have one now.
+            # Weights without a gradient in earlier steps may have one now.
             weights = (weight for group in self.param_groups for weight in group["params"])
             return [weight for weight in weights if weight.numel() and STEP not in self.state.get(weight, {})]
         return self._without_states
@@ -240,7 +240,7 @@ class MasterAdamW(OwnAdamW):
                 f"With 32-bit masters weights are bfloat16, others fp32; one is {weight.dtype}. Try 'bf16'."
             )
         state = self.state[weight]
-        # An fp32 weight is a whole master.
+        # An fp32 weight is not split, so it needs no residual.
         if weight.dtype is torch.bfloat16:
             state[RESIDUAL] = self._residual(weight)
             setattr(weight, HAS_MASTER, True)
@@ -267,7 +267,7 @@ class MasterAdamW(OwnAdamW):
         """Create the tables of memory addresses that the update kernels read: one per device and dtype of the
         weights.
         """
-        # A kernel updates weights of one dtype.
+        # One kernel updates only weights of the same dtype.
         kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []
         self._without_states: list[torch.Tensor] = []
@@ -285,7 +285,7 @@ class MasterAdamW(OwnAdamW):
             self.table_of([weight for weight, _ in kind], [self.state[weight] for weight, _ in kind])
             for kind in kinds.values()
         ]
-        # Graphs recorded before read the old addresses.
+        # CUDA graphs that were recorded earlier read the old addresses.
         self.generation += 1
         if self._tables:
             rows, device = sum(map(len, self._groups_of_tables)), self._tables[0].weights[0].device
@@ -306,13 +306,13 @@ class MasterAdamW(OwnAdamW):
         state = self.state[weight]
         slopes = flat(laid_out_as(weight, gradient))
         first, second = (flat(state[name]) for name in MOMENTS)
-        # An fp32 weight is updated in place.
+        # An fp32 weight is updated in place, without being joined from two halves.
         if weight.dtype is torch.float32:
             for exact, slope, one, two in pieces(flat(weight), slopes, first, second):
                 update(exact, widen(slope, coefficient), one, two, numbers)
             return
         halves = flat(weight), flat(state[RESIDUAL])
-        # Copies in 32 bits exist for a piece at a time.
+        # A weight is widened to 32 bits in pieces, so that only one piece exists in 32 bits at a time.
         for high, low, slope, one, two in pieces(*halves, slopes, first, second):
             exact = join(high, low)
             update(exact, widen(slope, coefficient), one, two, numbers)

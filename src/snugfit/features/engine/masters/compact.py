@@ -50,7 +50,8 @@ def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
     """Return the random numbers for `count` elements of a weight from index `begin` on, in the optimizer step
     of this number.
     """
-    # A hash and no draw: a step repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
+    # A hash of the step is used instead of a random generator. A step repeated from a checkpoint gives the
+    # same bits, on CPU and GPU.
     bits = _hash(begin, count, step, device)
     return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
 
@@ -68,7 +69,8 @@ def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tens
     """Return a 32-bit random hash for each of these elements of a weight, as int64."""
     bits = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
     bits.add_(step * STRIDE).bitwise_and_(_ALL)
-    # torch has no unsigned integers, so 32 bits are in int64 and cut after each product.
+    # torch has few operators for unsigned integers. The 32 bits are in int64, and overflow is cut off after
+    # each product.
     bits ^= bits >> 16
     bits.mul_(MIXES[0]).bitwise_and_(_ALL)
     bits ^= bits >> 15
@@ -78,13 +80,13 @@ def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tens
 
 
 def _share(bits: torch.Tensor) -> torch.Tensor:
-    # Half a unit is added, so that no chance is exactly 0 or 1.
+    # Adding half a unit keeps each random number strictly between 0 and 1.
     return bits.to(torch.float32).add_(0.5).mul_(1.0 / 65536)
 
 
 def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
     """Reshape a flat tensor to rows of one quantization group each (N, `GROUP`), padded with zeros."""
-    # The last group may be incomplete, and its zeros never are the largest.
+    # The last group may be incomplete. The zeros that fill it never change the group's maximum.
     return torch.nn.functional.pad(numbers, (0, -numbers.numel() % GROUP)).view(-1, GROUP)
 
 
@@ -114,7 +116,7 @@ def narrow_first(
     sizes = cut_in_groups(exact.abs())
     shares = _shares(sizes, scales) * FIRST_TOP**2
     below = shares.sqrt().floor_()
-    # The distance of neighbouring squares is 2 * below + 1.
+    # Codes represent squares, and the distance from `below ** 2` to the next square is 2 * below + 1.
     above = cut_in_groups(chance) * (2.0 * below + 1.0) < shares - below * below
     whole = (below + above.to(torch.float32)).clamp_(max=FIRST_TOP).flatten()[: codes.numel()]
     codes.copy_(torch.where(exact < 0, -whole, whole))
@@ -129,10 +131,11 @@ def narrow_second(
     below = shares.sqrt().sqrt_().floor_()
     low, next_one = below * below, (below + 1.0) * (below + 1.0)
     low, high = low * low, next_one * next_one
-    # The odds are linear in the value, so the average is right although codes are not evenly spaced.
+    # The probability of rounding up is linear in the value. The expected result is thus exact, although the
+    # codes are not evenly spaced.
     above = cut_in_groups(chance) * (high - low) < shares - low
     whole = (below + above.to(torch.float32)).clamp_(max=SECOND_TOP)
-    # A second moment above zero never becomes zero, since an update divides by its root.
+    # A positive second moment must not become zero, because the update divides by its square root.
     codes.copy_(torch.where(sizes > 0, whole.clamp_(min=1.0), whole).flatten()[: codes.numel()])
 
 
@@ -142,6 +145,6 @@ def _shares(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """
     largest = sizes.amax(1)
     scales.copy_(largest)
-    # A smaller scale has no reciprocal in 32 bits, and means zeros.
+    # A smaller scale has no fp32 reciprocal, so its group becomes zeros.
     reciprocal = torch.where(largest > SMALLEST, 1.0 / largest, 0.0)
     return sizes * reciprocal.unsqueeze(1)

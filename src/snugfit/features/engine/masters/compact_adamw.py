@@ -62,7 +62,7 @@ class CompactAdamW(MasterAdamW):
         builds optimizers from the signature (`wishes/optimizer.py`). `master_bits` is the size of master
         weights in two halves.
         """
-        # 24 bits are a bfloat16 and 8 more.
+        # A 24-bit weight is stored as bfloat16 and 8 further bits.
         self.residual_dtype = torch.int16 if master_bits == 32 else torch.int8
         super().__init__(params, lr, betas, eps, weight_decay)
 
@@ -91,7 +91,7 @@ class CompactAdamW(MasterAdamW):
         codes = [flat(state[name]) for name in MOMENTS]
         for begin in range(0, weight.numel(), AT_ONCE):
             part = slice(begin, begin + AT_ONCE)
-            # A piece is a multiple of the group, so that no group is in two pieces.
+            # Each piece is a multiple of the group size, so that no group is split.
             groups = slice(begin // compact.GROUP, compact.scale_count(begin + AT_ONCE))
             first_code, second_code = (code[part] for code in codes)
             first_scale, second_scale = (state[name][groups] for name in SCALES)
@@ -104,7 +104,7 @@ class CompactAdamW(MasterAdamW):
                 low = flat(state[RESIDUAL])[part]
                 exact = join(values[part], low)
                 update(exact, slope, first, second, numbers)
-                # In 24 bits, small updates would be lost without rounding by chance.
+                # With 24 bits, small updates would be lost without stochastic rounding.
                 if low.dtype is torch.int8:
                     draws = compact.draws(begin, first.numel(), state[STEP], weight.device)
                     split_by_chance(exact, values[part], low, draws)

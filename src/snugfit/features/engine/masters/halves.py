@@ -23,9 +23,9 @@ from snugfit.job.dtype import cast_weights
 from snugfit.step.wishes.own_adamw import flat
 
 HAS_MASTER = "has_master"
-"""Name of the attribute of a bfloat16 weight that is the upper half of an fp32 weight."""
+"""Name of the attribute that marks a bfloat16 weight as the upper half of an fp32 weight."""
 
-# A split weight without an optimizer holds it; later the optimizer has it among its states.
+# A split weight without an optimizer has this attribute; later the optimizer state has this key.
 RESIDUAL = "residual"
 """Name of a weight's lower half: an attribute of the weight, later a key of its optimizer state."""
 
@@ -56,10 +56,11 @@ def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> 
     """Split 32-bit numbers into a bfloat16 half and a second half, and overwrite the numbers; the second half
     has 16 bits.
     """
-    # NaN has many bit patterns, which could carry into the sign; it becomes the usual one.
+    # Some bit patterns of NaN could carry into the sign bit when rounded, so all become the usual one.
     exact.masked_fill_(exact.isnan(), math.nan)
     bits = exact.view(torch.int32)
-    # Halfway goes away from zero: under the even rule, 65,537 numbers would share a neighbour.
+    # Halfway cases are rounded away from zero. With rounding to even, 65,537 numbers would share one
+    # bfloat16, too many for 16 bits.
     upper = bits.add(HALFWAY).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
     residual.copy_(bits.sub_(upper.bitwise_left_shift_(16)))
@@ -72,7 +73,7 @@ def split_by_chance(
     number is rounded up if its bits beyond 24 and `draws`, int32 from 0 to 255, add up to more than 255.
     """
     exact.masked_fill_(exact.isnan(), math.nan)
-    # Rounded first and cut then, so that the two halves are exactly the 24 bits.
+    # Rounding comes before the split, so that the two halves are exactly the 24 bits.
     bits = exact.view(torch.int32).add_(draws).bitwise_and_(-UNIT)
     upper = bits.add(HALFWAY).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
@@ -85,10 +86,10 @@ def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if residual.dtype is dtype:
         return residual
-    # 8 bits widened are exact.
+    # Converting 8 to 16 bits is exact.
     if dtype is torch.int16:
         return residual.to(torch.int16).mul_(UNIT)
-    # More would be rounded to 128 units, which 8 bits have not.
+    # A larger value would be rounded to 128, which int8 cannot represent.
     most = (1 << 15) - 1 - UNIT // 2
     return residual.clamp(max=most).add_(UNIT // 2).bitwise_right_shift_(8).to(torch.int8)
 
@@ -105,7 +106,7 @@ def halves_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     high = torch.empty_like(weight, dtype=torch.bfloat16, memory_format=torch.preserve_format)
     low = torch.empty_like(weight, dtype=torch.int16, memory_format=torch.preserve_format)
     for exact, first, second in pieces(flat(weight), flat(high), flat(low)):
-        # `split` overwrites its argument, so a weight in 32 bits is copied.
+        # `split` overwrites its argument, so an fp32 weight is copied even without a cast.
         split(exact.to(torch.float32, copy=True), first, second)
     return high, low
 
@@ -116,17 +117,17 @@ def split_weights(model: Any) -> None:
     tensors of the model become bfloat16 alone. Weights that an architecture keeps in fp32 stay so."""
     stays = _kept_in_fp32(model)
     for name, weight in model.named_parameters():
-        # Frozen weights are never updated, so they need no second half.
+        # Frozen weights are never updated, so they need no lower half.
         if weight.requires_grad and weight.dtype in (torch.float32, torch.float16) and name not in stays:
             weight.data, residual = halves_of(weight)
             setattr(weight, RESIDUAL, residual)
             setattr(weight, HAS_MASTER, True)
-    # The cast of the whole model must not touch weights that the architecture keeps in fp32.
+    # Casting the whole model must not change weights that the architecture keeps in fp32.
     as_they_are = {name: weight.data for name, weight in model.named_parameters() if name in stays}
     cast_weights(model, "bfloat16")
     for name, value in as_they_are.items():
         model.get_parameter(name).data = value
-    # A state dict in 32 bits is split as it is loaded.
+    # A state dict with fp32 weights is split while it is loaded.
     model.register_load_state_dict_pre_hook(load_masters)
 
 
@@ -155,7 +156,7 @@ def load_masters(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
         value = state.get(prefix + name)
         if value is None or value.dtype is not torch.float32 or not getattr(weight, HAS_MASTER, False):
             continue
-        # torch's own cast would round halfway cases to even.
+        # torch's own cast to bfloat16 would round halfway cases to even.
         state[prefix + name], residual = halves_of(value)
         if RESIDUAL in vars(weight):
             getattr(weight, RESIDUAL).copy_(residual)

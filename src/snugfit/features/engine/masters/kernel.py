@@ -44,7 +44,7 @@ def update_part(  # type: ignore[no-untyped-def]
     first `left` elements.
     """
     at = tl.arange(0, BLOCK)
-    # Whole blocks need no mask.
+    # Blocks that are full need no mask.
     mask = at < left if MASKED else None
     firsts = pointer(first_moment, tl.float32, ALIGNED) + begin + at
     seconds = pointer(second_moment, tl.float32, ALIGNED) + begin + at
@@ -59,7 +59,7 @@ def update_part(  # type: ignore[no-untyped-def]
         weights = pointer(weight, tl.float32, ALIGNED) + begin + at
         gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
         exact = tl.load(weights, mask=mask)
-    # Gradients of bfloat16 are widened before any arithmetic.
+    # bfloat16 gradients are converted to fp32 before any arithmetic.
     slope = tl.load(gradients, mask=mask).to(tl.float32)
     first = tl.load(firsts, mask=mask)
     second = tl.load(seconds, mask=mask)
@@ -124,19 +124,19 @@ def update_weights(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel: update one block of elements by AdamW, unless the gradient norm is not finite."""
-    # A launch takes few pointers, so everything else is looked up on the device.
+    # A launch takes few pointers, so the kernel reads all other addresses from tables on the device.
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
         coefficient = clip_coefficient(length, most)
-        # A norm that is not finite must change nothing.
+        # With a norm that is NaN or infinite, no weight may change.
         goes_on = is_finite(length)
     if goes_on:
         block = tl.program_id(0)
         column = tl.load(owners + block)
         record = places + column * RECORD
         gradient = tl.load(record + 6)
-        # An address of 0 means a weight without a gradient.
+        # The address is 0 for a weight without a gradient.
         if gradient != 0:
             begin = (block - tl.load(record)) * BLOCK
             left = tl.load(record + 1) - begin
@@ -160,7 +160,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
     """Triton kernel: sum the squares of the gradients in the blocks of one Triton program, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    # A fixed number of programs adds in one order on all devices.
+    # The number of programs is fixed, so that sums are added in the same order on all devices.
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         record = places + tl.load(owners + block) * RECORD
         address = tl.load(record + 6)
@@ -180,7 +180,7 @@ def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-unt
     """Triton kernel: write the square root of the total of `sums`: the gradient norm, a scalar."""
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
-    # Correctly rounded, as torch's root.
+    # The root is rounded to the nearest, like torch's.
     tl.store(norm, tl.sqrt_rn(total))
 
 
@@ -195,11 +195,11 @@ def launch_update(
     """
     settings, aligned = table.settings, table.is_aligned
     update_weights[(table.blocks,)](
-        # Unused pointers must still be valid arguments.
+        # Pointers that the kernel does not use must still be valid arguments.
         table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
         float(most),
         HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
-        # Without a common alignment, a thread reads single elements.
+        # If some addresses are not aligned, each thread reads single elements.
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
         NARROW=settings.narrow if aligned else 1, EXACT=settings.exact,
         num_warps=settings.warps,
@@ -238,7 +238,7 @@ def update_one(  # type: ignore[no-untyped-def]
         coefficient = clip_coefficient(length, most)
         goes_on = is_finite(length)
     if goes_on:
-        # Offsets of large weights exceed 32 bits.
+        # The offset of an element in a large weight may exceed 32 bits.
         begin = tl.program_id(0).to(tl.int64) * BLOCK
         left = count - begin
         update_up_to(
@@ -264,7 +264,7 @@ def add_squares(  # type: ignore[no-untyped-def]
         total += slope * slope
         begin += tl.num_programs(0).to(tl.int64) * BLOCK
     own = sums + tl.program_id(0)
-    # Programs of one launch have sums of their own, so no atomic addition is needed.
+    # Each program of a launch has its own sum, so no atomic addition is needed.
     tl.store(own, tl.load(own) + tl.sum(total, 0))
 
 
@@ -285,10 +285,10 @@ def launch_update_of_one(
     both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `most`. `halves` is the
     bits of a residual, 0 without one.
     """
-    # One unaligned address makes all reads narrow, since they share the constants.
+    # All reads share the alignment constant, so one unaligned address makes all of them narrow.
     aligned = not any(address % WIDE for address in addresses)
     update_one[(-(-count // settings.block),)](
-        # Without a group the scales are never read; any addresses will do.
+        # Without groups the kernel never reads the scales, so any valid addresses are passed.
         *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
         own if norm is None else norm, float(most), count,
         HALVES=halves, BLOCK=settings.block, GROUP=group, CLIPS=norm is not None,

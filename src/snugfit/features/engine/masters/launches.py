@@ -70,20 +70,20 @@ def update_weights(
     most: float,
 ) -> None:
     """Launch one AdamW step for the weights of this table (`kernel.launch_update`)."""
-    # An operator over lists of hundreds of tensors takes the host longer than the launch.
+    # An operator call with lists of hundreds of tensors takes the host longer than the kernel launch itself.
     if not numbers.is_meta:
         with triton_named():
             table.launch(numbers, norm, most)
-        # The kernels write around autograd, which must notice changed weights.
+        # The kernels change weights without autograd's knowledge, so their versions are increased here.
         torch.autograd.graph.increment_version(table.weights)
-        # Copies of gradients are only for the kernel that has read them.
+        # Copies of gradients are only needed until the kernel has read them.
         table.forget_copies()
         return
     among = [number for number, has_one in enumerate(table.has_gradient) if has_one]
     states = [tensor for number in among for tensor in table.tensors_kept(table.states[number])]
     operators = torch.ops.triton
     update = operators.adamw_with_8_bit_states if table.group else operators.adamw_of_weights
-    # A simulation needs the tensors whose bytes the kernel moves.
+    # A simulation records the tensors from which it computes the bytes that the kernel moves.
     update(
         [table.weights[number] for number in among], [state for state in states if state is not None],
         table.gradients(), table.places, numbers,

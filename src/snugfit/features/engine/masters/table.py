@@ -47,10 +47,10 @@ class WeightTable:
         self.weights, self.states = list(weights), list(states)
         self.lower_bits = _lower_bits_of_all(states)
         for weight in weights:
-            flat(weight)  # or it is refused
+            flat(weight)  # raises for unsupported layouts
         device, block = weights[0].device, self.settings.block
         counts = torch.tensor([weight.numel() for weight in weights], dtype=torch.int64, device="cpu")
-        # Each weight begins at a block of its own, so a block has one weight.
+        # Each weight starts a new block, so that a block belongs to a single weight.
         blocks = (counts + block - 1) // block
         numbers = torch.arange(len(weights), dtype=torch.int32, device="cpu")
         self.owners = numbers.repeat_interleave(blocks).to(device)
@@ -93,19 +93,19 @@ class WeightTable:
         addresses = [weight.data_ptr() for weight in self.weights]
         try:
             addresses += map(_address, given)
-        # A sparse gradient has no address; `laid_out_as` reports it below.
+        # A sparse gradient has no memory address; `laid_out_as` raises the error for it below.
         except RuntimeError:
             addresses = []
-        # Gradients mostly keep their addresses, and then nothing is written.
+        # Gradients usually keep their addresses, so that nothing is written.
         if addresses and addresses == self._found:
             return
         read = [
             None if gradient is None else laid_out_as(weight, gradient)
             for weight, gradient in zip(self.weights, given, strict=True)
         ]
-        # A copy must live until the kernel has read it.
+        # The copy of a gradient must exist until the kernel has read it.
         self._copies = [copy for copy, slope in zip(read, given, strict=True) if copy is not slope]
-        # Copies are made again in each step, at other addresses.
+        # Copies have new addresses in each step, so the addresses are not compared.
         self._found = None if self._copies else addresses
         records = [
             [start, count, weight, *of_state[:3], slope, *of_state[3:]]
@@ -113,7 +113,7 @@ class WeightTable:
                 self._starts, self._counts, addresses, self._kept, map(_address, read), strict=False
             )
         ]
-        # Addresses of 0 count as aligned.
+        # An address of 0 (a missing tensor) counts as aligned.
         self.is_aligned = not any(address % ALIGNMENT for record in records for address in record[2:])
         self._places.write(records)
 
@@ -133,7 +133,7 @@ class WeightTable:
         """Assign each weight the row of scalars (learning rate, bias corrections) that its update reads, and
         copy it to the device.
         """
-        # Rows change only when a weight gets its first gradient or skips a step.
+        # A weight's row of scalars changes only if it gets its first gradient or skips a step.
         if rows != self._rows:
             self._rows = list(rows)
             self._which.write(rows)

@@ -90,7 +90,7 @@ class RecordedDecoding:
         graph = self._recordings.get(key)
         if graph is None or graph.play is None:
             self._met.add(key)
-            # Kernels are loaded here, in the memory that the recording uses later.
+            # The run before the recording loads kernels, in the memory that the recording uses later.
             with self.graphs.own_memory():
                 return self.forward(**inputs)
         _copy(graph.inputs, given)
@@ -137,7 +137,7 @@ def record_decoding(model: Any, graphs: Graphs, tell: Callable[[str], None]) -> 
     """Let a model of transformers replay decode steps of `generate` from now on."""
     forward = model.forward
     recorded = RecordedDecoding(model, graphs, forward, model._prepare_static_cache, tell)
-    # `generate` reads the names of the arguments.
+    # `generate` reads the names of the forward method's arguments, which `wraps` preserves.
     model.forward = functools.wraps(forward)(functools.partial(recorded.run))
     model._prepare_static_cache = recorded.prepare_cache
 
@@ -167,7 +167,7 @@ def _lack_of_fixed_sizes(job: Job) -> str:
     if not all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in layers):
         return "the model's cache has states, and such a decode step was not tried with it"
     window = min(layer.max_cache_len for layer in layers)
-    # Python then selects other operators.
+    # In a full sliding window, Python code selects other operators than those recorded.
     return f"its {positions:,} tokens fill a sliding window of {window:,}" if window < positions else ""
 
 
@@ -175,7 +175,7 @@ def _empty(cache: Any) -> None:
     """Remove all tokens from a static cache, whose tensors keep their addresses."""
     for layer in cache.layers:
         layer.reset()
-        # A prefill treats a cache with tensors otherwise, so the layer counts as new.
+        # A prefill treats a cache layer with tensors differently, so the layer is marked as new.
         layer.lazy_initialization = MethodType(_keep_tensors, layer)
         layer.is_initialized = False
 

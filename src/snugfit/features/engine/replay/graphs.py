@@ -67,7 +67,7 @@ class CudaGraphs(Graphs):
         import torch
 
         with torch.cuda.device(device):
-            # Graphs are replayed one after the other, so all may reuse the same memory.
+            # Graphs are replayed one after the other, so they can share one memory pool.
             self._pool = torch.cuda.MemPool()
             self._number = torch.cuda.current_device()
 
@@ -76,7 +76,8 @@ class CudaGraphs(Graphs):
         """Context in which allocations of the stream go to the graphs' memory pool."""
         import torch
 
-        # `torch.cuda.use_mem_pool` routes by thread, and autograd's backward pass runs in its own thread.
+        # `torch.cuda.use_mem_pool` affects only the current thread, but autograd runs the backward pass in
+        # another one.
         torch._C._cuda_beginAllocateCurrentStreamToPool(self._number, self._pool.id)
         try:
             yield
@@ -100,7 +101,7 @@ class CudaGraphs(Graphs):
             ):
                 try:
                     work()
-                # The end of the recording would hide this error behind its own.
+                # Without this, the end of the recording would raise another error and hide this one.
                 except Exception as error:
                     fault = error
                     raise
@@ -109,7 +110,7 @@ class CudaGraphs(Graphs):
             if memory_cause(why):
                 raise why from None
             raise NotRecorded(str(why).splitlines()[0] if str(why) else type(why).__name__) from why
-        # A graph that draws advances the generator at its replay.
+        # Replaying a graph that draws random numbers advances the generator.
         return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class CudaGraphs(Graphs):
             if isinstance(value, Mapping):
                 self.refill(batch[name], value, device)
             elif isinstance(value, torch.Tensor):
-                # The graph reads the batch's fixed addresses.
+                # Data is copied into the batch that the graph reads, because a graph reads fixed addresses.
                 batch[name].copy_(value, non_blocking=True)
         return batch
 

@@ -61,7 +61,7 @@ class DrawsNothing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function, or raise `NotRecorded` if it draws random numbers."""
-        # Kept attention does not run again, so it draws nothing.
+        # The result of attention that is kept is not recomputed, so it draws no random numbers.
         if draws(func, args, kwargs or {}) and func.__name__ not in self._kept:
             raise NotRecorded(f"{func.__name__} draws random numbers in a layer that is recomputed")
         return func(*args, **kwargs or {})
@@ -75,10 +75,10 @@ def draws(function: Any, arguments: Any, keywords: Any) -> bool:
         return bool(keywords.get("dropout_p", arguments[at] if len(arguments) > at else 0.0))
     if "dropout" in name:
         share = keywords.get("p", arguments[1] if len(arguments) > 1 else 0.5)
-        # torch's functions name this argument in two ways.
+        # torch's functions use two names for this argument.
         trains = keywords.get("training", keywords.get("train", arguments[2] if len(arguments) > 2 else True))
         return bool(share) and bool(trains)
-    # Operators that draw are tagged; dropout and attention draw only for some arguments.
+    # torch tags operators that draw random numbers. Dropout and attention draw only for some arguments.
     return torch.Tag.nondeterministic_seeded in _tags(name)
 
 
