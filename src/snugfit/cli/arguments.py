@@ -236,8 +236,8 @@ class Command(TyperCommand):
     """A command that accepts flags with underscores, and the further flags that a feature reads."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse a command's words and return those that are left. Raises `UsageError` for two output formats
-        at once, and for an empty value, such as an unset shell variable gives.
+        """Parse a command's arguments, and return those that the parser did not use. Raises `UsageError` for
+        two output formats at once, and for an empty value, such as an unset shell variable gives.
         """
         # `--version` has priority over a mistake in the arguments after a command.
         show_version(not {"-V", "--version"}.isdisjoint(args))

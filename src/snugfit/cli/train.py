@@ -280,9 +280,10 @@ def _require(asked: Mapping[str, Any], key: str) -> str:
 
 
 def _weights(request: Request) -> str | None:
-    """Return the folder of the requested weights, or the word for random ones; None means the model's own.
+    """Return the folder of the initial weights, or the word for random ones; None means those of the job's
+    model.
 
-    A tuned model that is taken by the sizes of another has weights of its own, which are not the other's.
+    If the job's model is only a preset of equal sizes, the weights are those of the model that was named.
     """
     from snugfit.frontends.own import RANDOM
 
@@ -306,7 +307,7 @@ def _own_folder(request: Request) -> str | None:
 
 
 def _columns(text: str | None) -> dict[str, str] | None:
-    """Return the columns by role in `text=review, label=stars`."""
+    """Parse `text=review, label=stars`, and return the dataset's column for each role."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]

@@ -39,8 +39,8 @@ class Indexed(Sequence[T_co]):
 
     @final
     def _existing(self, index: int) -> int:
-        """Return the index counted from 0, for an index that may be negative. Raises `IndexError` beyond the
-        end, which ends a `for` loop.
+        """Return the index counted from the start; a negative index counts from the end. Raises `IndexError`
+        beyond the end, which ends a `for` loop.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(index)

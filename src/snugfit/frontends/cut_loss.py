@@ -1,9 +1,9 @@
 """Comparison of micro-batches with the whole batch, by the gradients of a few of the user's samples.
 
-The gradients of the samples together are compared with those of two pieces of unlike samples. Each piece is
-weighted as the front-end weights it. Losses alone show little: a new model gives all samples the same loss
-under any weights of classes. Gradients of the same samples in another order show the effect of rounding in
-this precision, and of random draws.
+A few samples that differ from each other are split into two micro-batches. Their gradients are compared with
+those of all these samples together. Each micro-batch is weighted as in the training. Losses alone show
+little: a new model gives all samples the same loss under any weights of classes. Gradients of the same
+samples in another order show the effect of rounding and of random draws.
 
 The comparison has three results:
 
@@ -15,23 +15,25 @@ The comparison has three results:
 
 After the last two results, plans and recoveries do not split the batch, and the user's own split gets a
 warning. The comparison runs before the first split, and again after some steps (`compares_again`). The first
-batch may contain one class alone, and a new model zeros. Batch norms are found by their class earlier.
+batch may contain only one class, and the outputs of a new model may be zeros. Batch norms are detected
+earlier, by their class.
 
-A sample is described by its tensors. A single number (a class, a weight, a position) counts by itself. A row
-of labels or of a mask counts by its number of valid values. Samples of one class and one length would hide
-weights of classes and counts of tokens.
+Samples are compared by the content of their tensors. A single number (a class, a weight, a position) counts
+by itself. A row of labels or of a mask counts by its number of valid values. Samples of the same class and
+length would hide weights of classes and counts of tokens.
 
 **Gradients.** Gradients of a few samples, computed as one batch, in another order and in micro-batches. The
 model is unchanged.
 
 The model is in training mode, because a batch norm, a router or a custom term behaves differently in
-evaluation. Only dropout is off. A mask is drawn for all samples of a call at once, so pieces could not
-reproduce the whole's masks. Each sample has its own mask, so dropout never changes whether a loss is a mean
-over samples. All other random draws start from the same state in each run.
+evaluation. Only dropout is off. A dropout mask is drawn for all samples of a call at once. Micro-batches
+could not reproduce the mask of the whole batch. Each sample has its own mask, so dropout never changes
+whether a loss is a mean over samples. All other random draws start from the same state in each run.
 
-Without enough memory, or for sharded parameters, losses are compared under noisy weights. Gradients come from
-`torch.autograd.grad`, which adds nothing to `.grad` and calls no hooks of parameters. This excludes hooks
-that update weights within a backward pass, and those of DDP. Compiled layers run eagerly.
+If memory is too small, or parameters are sharded, losses are compared instead, after noise was added to the
+weights. Gradients come from `torch.autograd.grad`, which does not change `.grad` and runs no hooks of
+parameters. Such hooks may update weights within a backward pass, or belong to DDP. Compiled layers run
+eagerly.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Choice of the next recipe after an out-of-memory error: the same training in less memory.
 
-The plan for this GPU is computed again, at the recipe's own fidelity. Its memory limit is below the predicted
-need of the failed recipe and within the GPU's memory. A shorter search runs while several GPUs wait for it.
-The optimizer, the precision and the adapters stay, since the states of a run depend on them. The run can thus
-continue under any result. The batch is split into more micro-batches when nothing can be predicted. This
-happens on the CPU, for an unknown GPU, or after a search without result.
+A new plan for this GPU is made, with recipes at least as exact as the failed one. Its memory limit is below
+the predicted need of the failed recipe and within the GPU's memory. With several GPUs the search is shorter,
+because all of them wait for it. Optimizer, precision and adapters stay the same, since the states of a run
+depend on them, so that the run can continue. If nothing can be predicted, the batch is split into more
+micro-batches. This happens on the CPU, for an unknown GPU, or after a search without result.
 
-No result changes the global batch, and none is less exact than the original recipe. When samples depend on
-each other (`job/sample_mixing.py`), the split of the batch stays.
+The global batch never changes, and no result is less exact than the original recipe. If samples depend on
+each other (`job/sample_mixing.py`), the number of micro-batches stays the same.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Error reports of a command that runs in several processes: each error is printed once.
 
-With torchrun, each process runs the whole command. The first process reports errors common to all (a mistake
-in the job file), with its exit code. An error of one process alone is reported by that process, with its
-rank. Either error is also written to the file that torch's launcher reads (`TORCHELASTIC_ERROR_FILE`). With
-our own `--gpus N`, only the launcher reports it, once (`Feature.processes`).
+With torchrun, each process runs the whole command. The first process reports errors that all processes have,
+such as a mistake in the job file. An error of a single process is reported by that process, with its rank.
+Either error is also written to the file that torch's launcher reads (`TORCHELASTIC_ERROR_FILE`). With `--gpus
+N`, only snugfit's launcher reports the error (`Feature.processes`).
 
-When the launcher dies, the kernel kills its processes, as each has requested.
+When the launcher dies, the kernel kills its processes, because each of them has registered for it.
 """
 
 from __future__ import annotations

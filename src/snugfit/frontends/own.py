@@ -4,8 +4,8 @@
                             output_dir="out", num_train_epochs=1)
 
 A second start with the same arguments resumes the run. When memory runs out, the run switches to the fastest
-recipe that needs less. It keeps the global batch and repeats the failed step (`next_recipe.py`). Several
-processes switch when all are started again (`Feature.processes`).
+recipe that needs less memory. It keeps the global batch and repeats the failed step (`next_recipe.py`). A run
+of several processes switches after all of them have restarted (`Feature.processes`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """The measured process: `python -m snugfit.measurement.child REQUEST RESULT`.
 
-It reads one request, runs one experiment, writes one result and exits. The allocator's peaks are those of the
-Step alone. One tiny tensor creates the context and is freed, and then the peaks are reset. After the last
-step the device is idle. Only then are NVML and nvidia-smi compared.
+It reads one request, runs one experiment, writes one result and exits. The allocator's memory peaks are those
+of the training step alone. A tiny tensor creates the CUDA context and is freed, and then the peaks are reset.
+NVML and nvidia-smi are compared only after the last step, when the device is idle.
 
-The start-up is timed by the wall clock, from the moment at which the parent launched this process. The
-model's code is imported before the context is created, rather than by the build. So each stage of the
-start-up is separate.
+Start-up times are measured in wall-clock time from the moment at which the parent process started this one.
+The model's code is imported before the CUDA context is created, and not while the model is built. Each part
+of the start-up is therefore measured separately.
 
-With several ranks, each is such a process. Its group is created right after the context. On a GPU all values
-are read before a few more steps, which the first rank profiles.
+With several ranks (processes that train together), each rank is such a process. The process group is created
+right after the context. On a GPU, all values are read before a few more steps, which the first rank profiles.
 
-Every exception becomes a cause in the result, with the allocator's peaks so far, and exit code 1.
+An exception becomes a cause of failure in the result, with the memory peaks so far, and exit code 1.
 
 DeepSpeed resets these peaks each time it empties the allocator's cache (`empty_cache` of
 `deepspeed.runtime.utils`). It does so for each group of parameters while it builds its engine. The earlier
@@ -21,8 +21,8 @@ the predicted 4.2. NVML agreed with the prediction within 3 %.
 **Evaluations.** Comparison of an evaluation's outputs with those of the plain model in fp32, after its bytes
 and seconds were read.
 
-The plain model has the same random weights, since it is built after the same seed. Weights of 16 bits are
-copied to fp32, so that the error is that of the recipe and of the dtype together.
+The plain model has the same random weights, because both models are built with the same seed. 16-bit weights
+are copied to fp32, so that the error of the recipe and that of the weights' dtype are measured together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The result that a measured child writes for its parent: one typed document, checked field by field.
+"""The result that a measured process writes for its parent process: one JSON document, whose fields are
+checked one by one.
 
-The parent accepts no field of a wrong type: one wrong field makes the outcome `bad-result`. Only a loss may
-be null, because a loss can be NaN and JSON has no NaN.
+A single field of a wrong type makes the outcome `bad-result`. Only losses may be null, because a loss can be
+NaN and JSON has no NaN.
 """
 
 from __future__ import annotations

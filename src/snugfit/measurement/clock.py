@@ -1,7 +1,7 @@
 """A GPU's clock while steps were timed, from the readings of the NVML thread.
 
-A prediction is for a GPU with a constant clock. A GPU lowers its clock at its power limit or when it is hot.
-The steps then take longer for a reason outside the recipe.
+A prediction assumes a constant clock. A GPU lowers its clock at its power limit or when it is hot. The steps
+then take longer for a reason that the recipe does not cause.
 """
 
 from __future__ import annotations

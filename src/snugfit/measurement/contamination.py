@@ -1,8 +1,9 @@
 """Checks for other processes on the GPU before, during and after an experiment.
 
-Before: no process computes on the GPU and next to no memory is used. After: the GPU is as before. Both checks
-wait, because the driver takes a moment to free the memory of a dead process. During: NVML's process list is
-compared with our processes. That list is no proof for three reasons:
+Before: no process computes on the GPU and almost no memory is used. After: the GPU is in the same state as
+before. Both checks wait, because the driver needs a moment to free the memory of an ended process. During:
+NVML's list of processes is compared with those of the measurement. The list alone is no proof, for three
+reasons:
 
 - In a container its process ids may be the host's, so that it does not show ours. Then two processes or more
   are contamination.
@@ -11,8 +12,8 @@ compared with our processes. That list is no proof for three reasons:
 - It omits a display's processes, but not their bytes. Then the GPU is not clean, and the reason mentions
   them.
 
-A GPU that is not clean is measured anyway, with the reason in `contaminated`. Each function returns that
-reason as a sentence, or None.
+A measurement on a GPU with other processes runs anyway, and its field `contaminated` has the reason. Each
+function returns the reason as a sentence, or None.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Host figures from the operating system: kills for memory, peak memory, the CPU's name, and its load.
+"""Figures of the host from the operating system: processes killed for memory, peak memory, CPU name, and CPU
+load.
 
-psutil reads the counters that it supports. Two more are read from /proc. One is the number of processes that
-the kernel killed for memory. It is counted per control group (v2 `memory.events`, v1 `memory.oom_control`)
-and for the machine (`/proc/vmstat`). The other is the peak of resident memory. A child that died of SIGKILL
-while a kill counter rose was killed for memory. There is no better evidence, because the kernel's log is not
-readable.
+psutil reads most counters. Two more are read from /proc. One is the number of processes that the kernel
+killed for memory. It is counted per control group (v2 `memory.events`, v1 `memory.oom_control`) and for the
+machine (`/proc/vmstat`). The other is the peak of resident memory. If a child process died of SIGKILL while
+such a counter rose, it counts as killed for memory. There is no better evidence, because the kernel's log is
+not readable.
 
-The load shows if other processes took the cores while steps were timed. A host that is crowded all the time
-makes every step equally slow, and so looks stable. On two cores next to two busy processes a tiny BERT's
-steps took 1.35 s with a spread of 1 %. With one thread instead of two they took 13 ms. (Probably threads at a
+The CPU load shows if other processes used the cores while steps were timed. On a host that is always crowded,
+every step is equally slow, so the times look stable. On two cores next to two busy processes, a tiny BERT
+took 1.35 s a step, with a spread of 1 %. With one thread instead of two it took 13 ms. (Probably threads at a
 barrier wait for the one without a core.)
 
-Limits: the counters are those of the whole machine, so crowding on a few cores of an affinity mask can go
-unnoticed. The counters are also coarse, so very short runs show no crowding.
+Limits: the counters are those of the whole machine. If the process may only use a few cores, other processes
+on these can go unnoticed. The counters are also coarse, so very short runs seem undisturbed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A child process that cannot outlive or block its parent.
 
-It runs in its own session, so that one `killpg` reaches it and all its descendants. The parent sleeps in
-`poll` on two file descriptors, the child's death (a pidfd) and the child's output (a pipe). It uses no CPU in
-between. Only the last 64 KiB of the output are stored. At the deadline the group gets SIGTERM and then
-SIGKILL. In every case, also after Ctrl-C, the group is killed and reaped.
+The child runs in its own session, so that one `killpg` reaches it and all its descendants. The parent sleeps
+in `poll` on two file descriptors: the child's exit (a pidfd) and the child's output (a pipe). It uses no CPU
+in between. Only the last 64 KiB of the output are stored. At the time limit the process group gets SIGTERM
+and then SIGKILL. In every case, also after Ctrl-C, the group is killed and reaped.
 
-The child's half is `die_with_parent`. The kernel kills the child when the parent dies for any reason. Each
-process that the child forks is bound to the child in the same way.
+In the child, `die_with_parent` is called first. The kernel then kills the child when the parent ends for any
+reason. The same holds for each process that the child forks.
 
 The group is killed *before* its leader is reaped. Until then the leader's zombie reserves the group's number,
 so no other group can have it. psutil's `Process.wait` reaps, so it is not used here.

@@ -1,15 +1,17 @@
 """Pinning of the threads that launch a GPU's kernels to a CPU core that no other process disturbs.
 
 On the rented host of an H200 (2026-11-21) a step took 23 ms on some cores. The same step took 34 to 38 ms on
-others. This changed from second to second, and the scheduler left the process on its core. We assume that two
-hardware threads share each core, and that another guest used the second thread of the slow ones. A guest has
-no counter for that, but a loop of pure Python takes almost twice as long there.
+others. This changed from second to second, and the scheduler did not move the process to another core. We
+assume that two hardware threads share each core, and that another virtual machine used the second thread of
+the slow ones. A virtual machine has no counter for that. A loop of pure Python, however, takes almost twice
+as long on such a core.
 
-So such a loop is timed at boundaries of phases, a few times a second. When it is slow, the step's own thread
-and that of autograd move to a core on which it is fast. The two take turns and never run together.
+Such a loop is therefore timed between phases of a step, a few times a second. If it is slow, the training
+thread and autograd's thread move to a core on which it is fast. Both threads share one core, because they
+take turns and never run together.
 
-Every other thread, and every forked process, keeps all the cores of the process. A program started by
-`subprocess` does not: it inherits the one core. psutil pins whole processes only, so threads are pinned by
+All other threads, and every forked process, may use all cores of the process. A program that `subprocess`
+starts may not: it inherits the single core. psutil pins only whole processes, so threads are pinned by
 `os.sched_setaffinity`.
 """
 

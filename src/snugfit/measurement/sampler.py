@@ -1,9 +1,10 @@
 """A thread that reads a GPU's used memory from NVML every few milliseconds and stores the peak.
 
-It runs in the parent of a measurement. In the measured process it would delay the host thread, which often
-bounds the step. The caching allocator does not return segments between steps, so a reading each 10 ms finds
-the peak. Only a segment that is freed for an allocation retry may be missed, and `retries` shows it. Each
-quarter of a second the thread also records the processes with a context, with the bytes of each.
+The thread runs in the parent process of a measurement. In the measured process it would delay the host
+thread, which often limits the speed of a step. The caching allocator does not return segments between steps,
+so readings every 10 ms find the peak. Only a segment that is freed for an allocation retry may be missed, and
+`retries` shows it. Every quarter of a second the thread also records the processes with a CUDA context, and
+the bytes of each.
 """
 
 from __future__ import annotations

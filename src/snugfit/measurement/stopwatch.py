@@ -1,22 +1,22 @@
-"""Timing of training steps after the first ones, at step boundaries only, and the number of steps to time.
+"""Timing of training steps by times at their boundaries, without the first steps, and the number of steps to
+time.
 
-On a GPU an event is recorded in the stream at each boundary, without a wait until the run is over. A
-synchronisation after each step would drain the device, and the next step would include the time to fill it
-again. A real loop does not have that cost. The time between two boundaries includes all work of the loop, the
-loader too. On the CPU the clock is read. The start-up is timed in the same way. It begins with the creation
-of the stopwatch on an idle device. Its marks are the built model, the end of the first step, and the first
-boundary.
+On a GPU, a CUDA event is recorded at each boundary between two steps, and read only after the run. A
+synchronisation after each step would leave the device without work. The next step would then include the time
+to fill its queue again, which a real loop does not need. The time between two boundaries includes all work of
+the loop, such as loading data. On the CPU the clock is read. The start-up is timed in the same way. It begins
+with the creation of the stopwatch on an idle device. Further times are those of the built model, the end of
+the first step, and the first boundary.
 
-The seconds of a step are the mean of the middle nine tenths, because means add up to a run's length. A shared
-host alternates between slow and fast, for some tenths of a second to some seconds each. The median of its
-steps is now one and now the other. So steps continue for a while, even if they are short (`steady_steps`).
-Steps bound by the device are equally long each time. One outlier in a hundred steps is left out. The spread
-is (90th percentile - 10th percentile) / mean.
+The time of a step is the mean of the middle nine tenths of all steps. Means add up to the length of a run. A
+shared host alternates between slow and fast periods of some tenths of a second to some seconds. Their median
+would be either a slow or a fast step. At least a minimum total time is therefore measured, even for short
+steps (`steady_steps`). Steps that the device limits take equally long each time. The spread is (90th
+percentile - 10th percentile) / mean.
 
-Some steps run while another process disturbs the core that launches kernels (`measurement/quiet_core.py`).
-They are left out of the mean if enough steps remain. The result is then the step on this machine, independent
-of its neighbours. The choice of these steps does not depend on their length. `every_seconds` is the mean of
-all steps.
+In some steps, another process disturbs the core that launches kernels (`measurement/quiet_core.py`). The mean
+excludes them if enough other steps remain. The result is then independent of other users of the machine. The
+choice of these steps does not depend on their length. `every_seconds` is the mean of all steps.
 """
 
 from __future__ import annotations

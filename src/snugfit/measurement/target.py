@@ -1,17 +1,17 @@
-"""The measured device, found without touching CUDA, and the environment of the process that uses it.
+"""The measured device, found without the use of CUDA, and the environment variables of the measured process.
 
-The measuring process must not have a context on the GPU that it measures, so it reads only NVML and the
-environment. The child then sees that one GPU and no other, by its UUID. Processes that train together see all
-of their GPUs, as under torchrun, each with the GPU of its rank as current device. So NCCL of any version
-finds the links between them. A stray context on another rank's GPU, which a user would have too, appears in
-the bytes of that rank. Without NVML a GPU is used only by explicit request. The measurement then records that
-the GPU could not be proven clean.
+The parent process must not have a CUDA context on the measured GPU, so it reads only NVML and environment
+variables. The measured process sees only that GPU, by its UUID. Processes that train together see all of
+their GPUs, as under torchrun, and each uses the GPU of its rank. NCCL of any version can then find the links
+between them. If a rank creates a context on another rank's GPU, as it would for a user, the other rank's
+bytes include it. Without NVML, a GPU is used only by explicit request. The measurement then has a note that
+other processes on the GPU could not be excluded.
 
-The child's environment is ours without secrets, with one device and the recipe's allocator settings. A list
-of allowed variables would lose settings that a user's machine needs (library paths, CUDA's and the threads'
-settings). So all variables are passed on except those with the name of a secret: a measurement opens no
-socket and needs none. Images often disable Python's bytecode. Each measured process would then compile torch
-and transformers again, so bytecode goes to the user's cache folder.
+The measured process gets the parent's environment variables without secrets, with a single visible device and
+the recipe's allocator settings. A list of allowed variables would lose settings that a machine needs, such as
+library paths. Only variables with the name of a secret are therefore removed: a measurement opens no socket
+and needs none. Container images often disable Python's bytecode. Each measured process would then compile
+torch and transformers again, so bytecode goes to the user's cache folder.
 """
 
 from __future__ import annotations

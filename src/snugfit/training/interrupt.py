@@ -10,15 +10,16 @@
 | SIGUSR1        | a checkpoint at the next boundary, and training continues                                 |
 | a trigger file | the same, for users who cannot send signals: `touch FOLDER/checkpoint-now`                |
 
-A signal handler only records the signal. The loop saves at a boundary, where no step is half done. Handlers
-are installed in the main thread only (Python allows no other) and are restored afterwards.
+A signal handler only records the signal. The training loop saves a checkpoint between two steps. Handlers are
+installed in the main thread only (Python allows no other) and are restored afterwards.
 
-An evaluation may take longer than the time after a signal. It changes no weight, so it is abandoned. Our own
-stops between two batches. That of other code (a Trainer's, a user's) stops before the next module's forward.
+An evaluation may take longer than the allowed time after a signal. It changes no weight, so it is abandoned.
+snugfit's own evaluation stops between two batches. An evaluation of the Trainer or of a user stops before the
+forward pass of the next module.
 
-A signal reaches one process sooner than another, and a loop that ends in one of them leaves the others
-waiting. The processes therefore exchange their signals once a step (`run/exchange.py`), and all act on the
-sum. A run of one process reads its own `Interrupts` without this delay.
+A signal may reach the processes of a run at different times. If one process stopped earlier, the others would
+wait for it. The processes therefore exchange their signals in each step (`run/exchange.py`), and all react in
+the same step. A run of one process reads its own `Interrupts` without this delay.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 {"event": "step", "step": 31, "loss": 0.4127, "norm": 1.93, ...}
 
-A resumed run appends to the same file. Steps that were lost and repeated are there twice, and the later line
-counts. Watchers of the run (a progress bar, a test) receive the same events.
+A resumed run appends to the same file. Steps that were lost and repeated are in it twice, and the later line
+counts. Watchers of the run (such as a progress bar) receive the same events.
 
-A journal that cannot be written does not end the training. A full disk is one warning, and the later events
-are missing.
+A journal that cannot be written does not end the training. A full disk gives one warning, and later events
+are missing from the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The predicted bytes and seconds of a run, which its journal compares with the measured ones.
 
-Training makes no prediction itself: `frontends/predicted.py` above it does. It receives these few figures to
-compare each step with them.
+The training folder makes no predictions. `frontends/predicted.py` makes them, and the run receives these few
+figures to compare each step with them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes that train one model together, from the view of one of them.
+"""The processes that train one model together, as seen by one of them.
 
 torchrun starts them, or `snugfit train --gpus N`, which calls torch's launcher. Each process reads its rank
 and the number of processes from the environment. They form three groups:
@@ -9,14 +9,14 @@ and the number of processes from the environment. They form three groups:
   so that no process waits for a GPU.
 - writing: checkpoints, which a thread writes while the steps use the other two groups.
 
-Along the data axis of their mesh each has a part of the global batch. Several processes may work on the same
-part, and then one of them counts it (`Ranks.sharing`).
+Each process has a part of the global batch, by its position on the data axis of the device mesh. Several
+processes may compute the same part, and then only one of them counts it (`Ranks.sharing`).
 
-A run of one process has `ALONE`, which has the same interface and exchanges nothing.
+A run with a single process uses `ALONE`, which has the same interface and exchanges nothing.
 
-An error that one process finds alone, such as a wrong option, is reported by the first process. The others
-raise `ToldElsewhere` and print nothing. The same error ends a process whose exchange breaks because another
-one has ended. That one, or its launcher, reports the reason.
+If only one process detects an error, such as a wrong option, the first process reports it. The others raise
+`ToldElsewhere` and print nothing. A process raises the same error if its exchange fails because another
+process has ended. That process, or its launcher, reports the reason.
 """
 
 from __future__ import annotations

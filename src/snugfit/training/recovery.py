@@ -1,7 +1,8 @@
 """Recovery from exhausted GPU memory: the choice of another recipe for the rest of a run.
 
-Every front-end calls this; the change of recipe is its own part. Our loop builds the run again, a fitted
-trainer changes its live model, and a hand-written loop receives an error. No choice changes the global batch.
+Every front-end uses this module, but applies the new recipe in its own way. snugfit's loop builds the model
+again, a wrapped Trainer changes its live model, and a hand-written loop receives an error. The global batch
+never changes.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ little memory.
   is known; on a GPU every `logging_steps` the allocator's peaks.
 - `ended`: outcome, step, step_seconds, the peaks.
 
-Without a check before the update, a step's norm reaches the host one step later (`run/loop.py`). A step
-is therefore noted when it is done and written when its norm is known. A step that turns out to be wrong is
-not written at all.
+Without a check before the update, the gradient norm of a step reaches the host one step later
+(`run/loop.py`). The entry of a step is therefore stored first, and written when the norm is known. A step
+that proves to be wrong is not written.
 
 **Thrashing.** If the driver has no memory left for a request, torch's allocator frees its cached blocks and
-tries again. The step then continues. This waits for the device and changes the layout of memory. A run that
-does it in each step is very slow. The allocator counts these retries (`num_alloc_retries`).
+tries again. Such a retry waits for the device and changes the layout of memory. A run with retries in each
+step is very slow. The allocator counts them (`num_alloc_retries`).
 """
 
 from __future__ import annotations

@@ -1,28 +1,29 @@
 """Settings of peft's low-rank adapters: the weights are frozen, and small matrices that are added to some of
 them are trained.
 
-W' = W + s B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Gradients and
-optimizer states exist for A and B only. The activations that the layers next to frozen weights need are saved
-as before. So memory falls by optimizer states and gradients, and not by activations.
+W' = W + s B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Only A and B have
+gradients and optimizer states. Activations are saved as without adapters, because gradients pass through the
+frozen weights. Memory falls by optimizer states and gradients, and not by activations.
 
 The scale s is alpha / r, and alpha / sqrt(r) with `rslora` (Kalajdzievski, arXiv 2312.03732). It is a
 constant and takes no time or memory. `dora` (Liu et al., arXiv 2402.09353) trains the length of each row of
-W' apart from its direction. It builds the whole W' once more in each pass to compute the lengths of its rows,
-which takes time and memory.
+W' separately from its direction. In each pass it computes the whole W' once more to get the lengths of its
+rows, which takes time and memory.
 
-Defaults are peft's own (`LoraConfig`): rank 8, alpha 8 and no dropout. The default modules of an architecture
-come from peft's table (BERT: query and value). An architecture that the table lacks gets all its linear
-layers. This module reads the table and passes the names to peft. peft itself finds only architectures under
-their own name, but the table has Gemma 3 under its text model's. For models whose weights transformers stores
-in another shape (Mixtral's experts), peft renames modules and does not use the table.
+Defaults are peft's own (`LoraConfig`): rank 8, alpha 8 and no dropout. The modules to adapt come from peft's
+table of architectures (BERT: query and value). If the table does not have an architecture, all its linear
+layers are adapted. This module reads the table and passes the names to peft. peft itself looks up only the
+architecture's own name. Gemma 3, for example, is in the table under its text model's name. For models whose
+weights transformers stores in another shape (Mixtral's experts), peft renames modules and does not use the
+table.
 
 Dropout saves two tensors for each adapted matrix: the input after dropout, and the mask. The backward pass of
 A needs both. Adapters of a model in half precision are fp32, as peft creates them (`autocast_adapter_dtype`).
 The heads of classification models train whole, as peft's task types define.
 
-The adapted modules (targets) are given by suffixes of their names, or by one quoted regular expression.
-`parameters` are weights of modules that are no linear layers, such as experts in one tensor. peft adds their
-whole update to the weight in each pass. `save` names modules that train whole: peft trains a copy of each.
+The modules to adapt (`targets`) are given by suffixes of their names, or by one quoted regular expression.
+`parameters` are weights outside of linear layers, such as all experts in one tensor. peft adds their whole
+update to the weight in each pass. `save` names modules of which peft trains a full copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Lower bounds of the memory and seconds of recipes with compiled layers, computed without compiling them.
 
 A compiler fuses element-wise operators, sums and norms. Matrix products, convolutions and attention remain
-library calls, and nothing outside the layers changes. So the uncompiled candidate bounds the seconds. The
-tensors that are live outside the layers, and the products' saved outputs, bound the bytes.
+library calls, and code outside the layers is unchanged. The seconds of these calls in the same recipe without
+compilation are a lower bound. A lower bound of the bytes are the tensors outside the layers and the saved
+outputs of the products.
 """
 
 from __future__ import annotations

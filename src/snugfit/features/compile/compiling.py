@@ -8,9 +8,9 @@ none. Attention with such a mask uses a slower kernel that stores every score.
 *The model*: its forward pass is compiled at once, with its loss, as the Trainer's `torch_compile=True` does.
 The recomputation of layers is compiled with them.
 
-In both cases the forward pass is compiled and not the module. So names in a state dict stay, and hooks run
-uncompiled. The recomputation of a compiled layer is outside of its program: the program runs a second time in
-the backward pass.
+In both cases the method `forward` is compiled, not the module. Names in a state dict are therefore unchanged,
+and hooks run uncompiled. A compiled layer is recomputed by running its program a second time in the backward
+pass.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Trace of a step with CUDA graphs, joined from the forward and backward passes of an ordinary step and a
 recorded update.
 
-A graph records the same kernels, with the same allocations, as a step that is launched kernel by kernel. So
-the forward and backward passes recorded for an ordinary step serve here too. Three properties differ: the
-memory pool, the number of executions, and the forward and backward passes that are left out.
+A CUDA graph contains the same kernels and allocations as a step that is launched kernel by kernel. So the
+forward and backward passes that were simulated for an ordinary step are used here too. Three properties
+differ: the memory pool, the number of executions, and the passes that are left out in replays.
 
 The update is simulated alone, with empty gradients, by the code that records a real step (`replay/step.py`).
-It differs from an ordinary update, because its scalars are on the device.
+Unlike in an ordinary update, its scalars, such as the learning rate, are on the device.
 
-They are those of forward and backward passes that are launched one by one. This module marks the differences.
-The host launches each graph as one, and with several micro-batches it writes a share for each.
+The kernels are those of an ordinary step, but this module marks them as replayed. The host launches each
+graph with one call. With several micro-batches it also writes the factor of each one's loss to the device.
 """
 
 from __future__ import annotations

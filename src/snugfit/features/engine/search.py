@@ -1,9 +1,9 @@
 """Search for updates within the backward pass, if no recipe that keeps its gradients is as fast and fits.
 
-Passes and update of such a step are one, so it cannot be spliced. Each is simulated in full, which takes
-seconds. None is therefore part of the space. After the search, the technique is tried with recipes that do
-not fit but would without their gradients. The fastest come first, or the smallest if nothing fits at all.
-The reduction of the peak depends on its moment, which only the simulation shows.
+In such a step the update is part of the backward pass, so the two cannot be simulated separately. Each such
+recipe is simulated as a whole, which takes seconds, so it is not part of the usual search. After that search,
+the technique is added to recipes that would fit without their gradients. The fastest recipes come first, or
+the smallest if nothing fits. Only the simulation shows how far the peak falls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The parameters of one experiment, and their JSON form for each measured process.
 
-An experiment on several GPUs has a process for each (a rank). Every rank trains on its share of the global
-batch, with the same seed and the same samples. Weights must be alike, and ranks then differ by their GPUs
-alone.
+An experiment on several GPUs has one process (rank) for each. Every rank trains on its share of the global
+batch, with the same seed and the same samples. All ranks have equal weights, and the only other difference
+between them is the GPU.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The run of one experiment: a process for each GPU, and their combined results.
+"""The execution of one experiment: a process for each GPU, and their combined results.
 
-The bytes are those of the rank that needs the most, the seconds those of the slowest rank.
+The bytes are those of the rank (process) that needs the most, the seconds those of the slowest rank.
 `Measurement.ranks` has the values of all ranks.
 
-Processes that exchange tensors wait for each other. When one of them dies, the rest would wait until NCCL's
-own limit of ten minutes. Here the first bad exit ends all. The rest have a second to report their own failure
-(all may have run out of memory), and are then killed. Some may fail only because of the first, for example
-when a connection closes. So each process reports the time of its failure, and the earliest is the cause. A
-process that was killed from outside reports nothing and counts as the earliest.
+Processes that exchange tensors wait for each other. When one of them dies, the others would wait until NCCL's
+time limit of ten minutes. Here the first failed process ends all of them. The others have a second to report
+their own failure (all may have run out of memory), and are then killed. Some may fail only because of the
+first, for example because a connection closes. Each process therefore reports the time of its failure, and
+the earliest is the cause. A process that was killed from outside cannot report, and counts as the earliest.
 
-A sleeping thread waits for each process (`process.py`).
+One sleeping thread waits for each process (`process.py`).
 """
 
 from __future__ import annotations

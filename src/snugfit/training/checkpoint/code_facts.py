@@ -2,13 +2,13 @@
 
     {"code of loss": "focal (5f0c91aa02be)", "code of loss: gamma": 2.0, ...}
 
-The comparison uses compiled code without the names of files, lines, comments and docstrings: a file may be
-moved and documented. A function's code includes the user's functions that it calls. It includes the plain
-values from its surroundings: bound arguments, defaults, and cells of a closure. Constants of its file are
-included if their names are in capital letters. So are the settings of an `nn.Module` without parameters, such
-as torch's losses. Code of installed packages counts by its name alone, because their versions are compared
-elsewhere. The same holds for Python, whose versions compile differently. A function's reads from files or
-other objects are not included.
+Two versions of a function are compared by their bytecode, without names of files, lines, comments and
+docstrings. A function may therefore be moved and documented. The fingerprint covers all functions of the user
+that it calls. It also covers plain values: bound arguments, defaults, and variables of a closure. Constants
+of its file are included if their names are in capital letters. So are the settings of an `nn.Module` without
+parameters, such as torch's losses. Code in installed packages is included by its name only, because their
+versions are compared elsewhere. The same holds for Python, whose versions compile differently. Files and
+objects that the function reads are not included.
 """
 
 from __future__ import annotations

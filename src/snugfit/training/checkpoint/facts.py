@@ -1,16 +1,18 @@
 """Properties (facts) of a run's model, optimizer and schedule, which a checkpoint compares to detect another
 run.
 
-The description of a run (its job, recipe and options) is complete if the run is built from it. Front-ends
-that receive a model, an optimizer and a schedule read facts from these objects. A fact decides a step's
-numbers and is not restored by a checkpoint. Or it is restored, and this would hide a change of the user's.
+If snugfit builds the run, its job, recipe and options describe it completely. Front-ends that receive a
+model, an optimizer and a schedule read facts from these objects. A fact influences the results of a step, and
+a checkpoint does not restore it. Some facts are restored, but the restored value would hide the user's
+change.
 
 {"learning_rate": 0.001, "config.hidden_dropout_prob": 0.1, "dropout.Dropout.p": "0.1 x 25",
 "optimizer.class": "AdamW", "optimizer.lr": 0.001, "schedule.factor at step 100": 0.9, ...}
 
-Facts are one flat mapping of names to JSON values, so that errors can name each difference. A fact of one
-side only is compared if it describes a model or its data (`DESCRIBED`). Both sides must also have the same
-software. Restored values that users hardly name (an optimizer's counters, the generators) are not facts.
+Facts are one flat mapping of names to JSON values, so that errors can name each difference. A fact that only
+one run has is compared if it describes a model or its data (`DESCRIBED`). Both runs must then have the same
+package versions. Restored values that users rarely set (an optimizer's counters, random generators) are not
+facts.
 """
 
 from __future__ import annotations

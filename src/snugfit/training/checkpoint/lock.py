@@ -1,14 +1,14 @@
-"""A lock by which one process at a time trains in a folder.
+"""A lock that allows only one process at a time to train in a folder.
 
-`filelock` takes the kernel's lock on a file `.lock`. The kernel frees it after any death of the holder. A
-process forked by the holder (a loader's worker) does not inherit it. The file has one line of JSON about the
-holder, which a second trainer shows in its error.
+`filelock` takes the kernel's lock on a file `.lock`. The kernel releases it when the process ends for any
+reason. A process that the holder forks (a data loader worker) does not inherit it. The file has one line of
+JSON about the holder, which a second process shows in its error.
 
-On a file system without such a lock, the line decides. Its writer is alive if a process with that number runs
-and began at the recorded time. The time is in seconds since this machine's start: it is independent of
-changes of the clock and distinguishes a reused number. A process that rewrites the line takes `.lock.guard`
-before it reads. The existence of that file works as a lock on every file system. A holder on another machine
-cannot be checked: this is left to the user.
+On a file system without such locks, the line itself is the lock. The process that wrote it is alive if a
+process with its number runs and started at the recorded time. The time is in seconds since this machine's
+start: it is independent of changes of the clock and distinguishes a reused number. A process that rewrites
+the line first creates the file `.lock.guard`, which works as a lock on every file system. A holder on another
+machine cannot be checked: the user has to do this.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The manager of a run's checkpoints: it copies a state between two steps and writes it during the next ones.
 
-Training waits for the copy to the host, and for an unfinished earlier save; never for a disk. A failed save
-is a warning and the run continues, because the next one may work. If the last save fails, the run ends with
-an error.
+Training waits for the copy to the host, and for an unfinished earlier save, but never for a disk. If a save
+fails, the run continues with a warning, because the next save may work. If the last save fails, the run ends
+with an error.
 
-Every front-end has a manager. The front-ends differ in the content of a snapshot, and in the facts that
-distinguish another run's checkpoint.
+Every front-end has a manager. Front-ends differ in the content of a snapshot, and in the properties that
+identify a run.
 """
 
 from __future__ import annotations

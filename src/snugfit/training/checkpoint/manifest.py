@@ -5,12 +5,12 @@ it.
      "files": {"model.safetensors": {"bytes": 4096, "sha256": "..."}, ...},
      "about": {...}, "sha256": "..."}
 
-`files` names every file, by its path inside the folder. The last `sha256` is that of all the rest, written as
-JSON with sorted keys and no spaces. It protects the manifest itself from a flipped bit, as the files are.
-That rule and the names `schema`, `what`, `snugfit` and `sha256` must be the same in every later schema. With
-them, an older snugfit recognizes a newer checkpoint and does not call it broken.
+`files` names every file, by its path inside the folder. The last `sha256` is that of all other fields,
+written as JSON with sorted keys and no spaces. It detects a changed bit in the manifest itself. That rule and
+the names `schema`, `what`, `snugfit` and `sha256` must be the same in every later schema. With them, an older
+snugfit recognizes a newer checkpoint and does not report it as damaged.
 
-A reader of a checkpoint reads all of its bytes anyway, so they are always compared with their checksums.
+A resumed run reads all bytes of a checkpoint in any case, so they are always compared with their checksums.
 """
 
 from __future__ import annotations

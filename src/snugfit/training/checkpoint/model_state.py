@@ -10,11 +10,11 @@ Frozen weights of a model with adapters are not saved, because a resumed run bui
 checksums prove that they are the same. A frozen tensor that has changed during the run is saved, such as a
 weight with merged adapters, or a running mean.
 
-The set of trainable parameters may change during a run. No `state_dict` has plain attributes, and a step may
-depend on them. A rotary embedding that grows with its sequences stores its size in a number, for example.
-Numbers are saved once they differ from their value at the start of the run. The constructor or the user has
-set that value. Tensors are always saved. Exceptions are parameters and buffers under another name, and
-results that still have their graph.
+The set of trainable parameters may change during a run. A step may also depend on plain attributes of
+modules, which no `state_dict` has. For example, a rotary embedding that grows with its sequences stores its
+size as a number. Numbers are saved if they differ from their value at the start of the run. Tensors in
+attributes are always saved. Exceptions are parameters and buffers with a second name, and tensors with an
+autograd graph.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Saving and restoring of an optimizer's state, and refusal of optimizers that cannot be resumed.
 
-States are saved and restored unchanged. torch's own `load_state_dict` casts each to its parameter's dtype:
-this would round Adafactor's fp32 moments of bf16 weights. bitsandbytes' `state_dict` wraps them for FSDP.
+States are saved and restored unchanged. torch's own `load_state_dict` casts each state to its parameter's
+dtype, which would round Adafactor's fp32 moments of bf16 weights. bitsandbytes' `state_dict` changes the form
+of its states for FSDP.
 
 Some optimizers store more than torch requires: states under names instead of parameters, numbers and tensors
-as attributes. These are saved too. Values that cannot be saved (an object, a function, another optimizer) are
-refused by name. An optimizer that updates weights within the backward pass is refused too: a step that is
-rejected would already have changed them.
+as attributes. These are saved too. Values that cannot be saved (an object, a function, another optimizer)
+raise an error that names them. An optimizer that updates weights within the backward pass is refused too: a
+rejected step would already have changed weights.
 """
 
 from __future__ import annotations

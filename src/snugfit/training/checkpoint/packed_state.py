@@ -1,16 +1,17 @@
 """Nested states, stored without pickle: tensors in safetensors, all other values in strict JSON.
 
 A state has the form of `state_dict()`: dicts, lists and tuples of tensors, numbers, text and None, nested to
-any depth. `pack` splits it. Each tensor goes into a flat dict under a number. The remaining tree has that
-number and the tensor's device (`cpu` or `cuda`; an optimizer's step count stays on its device).
+any depth. `pack` splits it. Each tensor goes into a flat dict under a number. The remaining tree contains
+this number and the tensor's device, `cpu` or `cuda`. An optimizer's step count, for example, must stay on its
+device.
 
-`unpack` rebuilds the state, bit for bit. JSON writes a float so that it reads back the same. Values without a
-JSON form (NaN, infinities, integer keys, tuples) are written under a tag. A tensor in several places (the
-code book of 8-bit moments) is written once and is one tensor again. A state may refer to a parameter of the
-run (as GrokAdamW's groups do, by key). It is written as an index, and becomes the same parameter again.
+`unpack` rebuilds the state, bit for bit. Python writes floats to JSON so that the same float is read back.
+Values that JSON does not have (NaN, infinities, integer keys, tuples) are written with a tag. A tensor that
+occurs in several places (the code book of 8-bit moments) is written once, and is shared again after loading.
+If a state refers to a parameter of the run (such as a key of GrokAdamW's groups), its index is written.
 numpy's numbers and arrays, and torch's dtypes, keep their types.
 
-Nothing here is pickled, so reading runs no code.
+Nothing is pickled, so reading a state never runs code.
 """
 
 from __future__ import annotations

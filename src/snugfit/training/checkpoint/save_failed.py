@@ -1,7 +1,7 @@
 """The error for a failed save: the file, the reason, and the needed and free bytes.
 
-Libraries that are not Python's word a system error in their own way. safetensors raises an error that is no
-`OSError` and ends in `(os error 28)`. That number is the system's and is read as such.
+Libraries in other languages report system errors in their own form. safetensors raises an error that is no
+`OSError` and ends in `(os error 28)`. This number is the system's error number.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The host memory of snapshots: page-locked memory, allocated once and reused for every snapshot.
+"""The host memory for snapshots of a run's state: page-locked memory, allocated once and reused for every
+snapshot.
 
-A copy to ordinary memory goes through a buffer of the driver; the device writes to page-locked memory
-directly. Locking pages takes time too, so it is done once, in a thread, during the first steps. A state of
-4.0 GB was then copied in 0.25 s (results/h200-2026-11-22/train-overhead-waiting.json).
+A copy from the device to ordinary memory goes through a buffer of the driver. A copy to page-locked memory is
+direct. Locking pages takes time too, so it is done once, in a thread, during the first steps. A state of 4.0
+GB was then copied in 0.25 s (results/h200-2026-11-22/train-overhead-waiting.json).
 
-Memory is allocated in chunks whose size is a power of two. torch's allocator of page-locked memory would
-round any other size up to one. A tensor in it has a storage of its own, as the writers of safetensors
-require.
+Memory is allocated in chunks whose size is a power of two, because torch's allocator would round other sizes
+up. Each tensor in a chunk has its own storage, as safetensors requires.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
   and groups, schedule, gradient scaler, all random generators, and the progress of the run
   (`packed_state.py`).
 
-A checkpoint is made in two parts. `snapshot` copies everything to the host between two steps, and training
-waits for it alone. `write` writes the copies into a folder, in a thread of its own, during the next steps.
-Weights are never cast: the trained weights are saved, and a resumed run continues bit for bit.
+A checkpoint is saved in two parts. `snapshot` copies everything to the host between two steps, while the
+training waits. `write` writes the copies into a folder, in its own thread, during the next steps. Weights are
+never cast, so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations

@@ -6,13 +6,15 @@
 - `checkpoint-10.broken/`: a checkpoint that was found damaged, and is never counted.
 - `checkpoint-30.superseded/`: a checkpoint after the earlier one that a run has gone back to.
 
-A save fills a draft *next to* the final folder, on one file system, so a rename is enough to show it. Then
-each file's checksum is computed, and the file is synced. The manifest is next, then the draft's entries, the
-rename, and the store's entries. A failure before the rename leaves a draft, which the next process to open
-the store removes. A failure after it leaves a checkpoint. For the same reason, a folder is renamed before it
-is removed. A checkpoint that is being replaced has a hidden name meanwhile.
+A checkpoint is written to a draft folder next to the final one, on the same file system, and then renamed.
+First each file's checksum is computed, and the file is flushed to the disk. The manifest (list of files) is
+next, then the draft's entries, the rename, and the entries of the parent folder. After a failure before the
+rename, the next process that opens the store removes the draft. After a later failure, the checkpoint is
+complete. For the same reason, a folder is renamed before it is removed. While a checkpoint is being replaced,
+it has a hidden name.
 
-The store handles files, not tensors. Only the holder of the folder's lock calls its methods, one at a time.
+The store handles files, not tensors. Only the process with the folder's lock calls its methods, one at a
+time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ existing model.
   is in a folder of its name, as in peft.
 - `model_state.json`, `.safetensors`: the model's state that those files omit (`model_state.py`).
 
-A missing or surplus tensor in a checkpoint is an error.
+A missing or additional tensor in a checkpoint is an error.
 """
 
 from __future__ import annotations

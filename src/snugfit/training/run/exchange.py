@@ -1,4 +1,4 @@
-"""The exchanges between the processes of a run in each step, on the host.
+"""The numbers that the processes of a run exchange in each step, on the host.
 
 - Before the forward pass: the number of counted items in each process's micro-batches. A micro-batch's loss
   is multiplied by its share of all items and by the number of parts of the batch. DDP and FSDP2 average

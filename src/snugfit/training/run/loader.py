@@ -1,9 +1,9 @@
 """The data loader of snugfit's own loop: the host micro-batches of each step, from worker processes if there
 are any.
 
-It uses torch's DataLoader over all steps of a run at once, so workers are started once. If a worker dies,
-torch raises a `RuntimeError` from a signal handler, at any point of the main thread. Here it becomes an error
-with a clear cause.
+One torch DataLoader provides all steps of a run, so its workers start only once. If a worker dies, torch
+raises a `RuntimeError` from a signal handler, at any point of the main thread. This module turns it into an
+error with a clear cause.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Construction of a run's objects for its next step: new, or in the state of a checkpoint.
+"""Construction of a run's model, optimizer and schedule for its next step: new, or from a checkpoint.
 
-Seeds are set before anything is built, so a new run is a function of its seed. A resumed run is built the
-same way, with its weights from the checkpoint, and then all other states are restored. The generators come
-last, because building draws from them.
+Seeds are set before anything is built, so that a new run depends only on its seed. A resumed run is built in
+the same way, with the weights of the checkpoint. Then all other states are restored. The random generators
+come last, because building draws from them.
 """
 
 from __future__ import annotations

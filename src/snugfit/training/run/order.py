@@ -7,14 +7,14 @@
 | ranks         | that batch, shared by the processes, one part after the other                            |
 | micro-batches | that share, cut into pieces of one size                                                  |
 
-There is no state: `SampleOrder` returns the samples of step 70,000 without the 69,999 before. A resumed run
-therefore continues with exactly the next samples. Another number of micro-batches (after memory ran out)
-changes no step's samples.
+`SampleOrder` has no state: it computes the samples of step 70,000 without those of the 69,999 steps before. A
+resumed run therefore continues with exactly the next samples. The number of micro-batches, which may change
+after a lack of memory, does not change the samples of a step.
 
 With `bucket`, samples of similar length are batched, as in transformers' `group_by_length`. The permutation
-is cut into windows of 50 batches. Each window is sorted by length and cut into batches, and the batches are
-shuffled. Samples are also sorted within a batch, to pad each micro-batch least. An epoch's last, smaller
-batch is taken out before sorting, so it is a random sample like any other. It comes last.
+is divided into windows of 50 batches. Each window is sorted by length and divided into batches, and the
+batches are shuffled. Samples are also sorted within a batch, so that micro-batches have little padding. The
+smaller last batch of an epoch is separated before the sorting, so that its samples are random. It comes last.
 """
 
 from __future__ import annotations

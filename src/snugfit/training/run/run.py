@@ -1,10 +1,10 @@
 """The description of a run that checkpoints store, so that only the same run resumes from them.
 
-A run consists of its job, recipe, options and data, and of the software and machine that it began on. Its
-checkpoints store all of that, so that a run is only resumed as itself. A difference that would change a
-number is refused by name. Settings of logs and checkpoints may differ. Other software or another GPU is a
-warning: the run continues correctly, but not bit for bit. A run that ran out of memory continues under
-another recipe than the requested one; its checkpoints store both.
+A run consists of its job, recipe, options and data, and of the software and machine on which it began. Its
+checkpoints store all of that, so that only the same run can be resumed. If a difference would change results,
+resuming raises an error that names it. Settings of logs and checkpoints may differ. For other package
+versions or another GPU there is a warning: the run continues correctly, but not bit for bit. A run that ran
+out of memory continues under another recipe than the requested one; its checkpoints store both.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Inductor's decisions that depend on a whole program's memory, recorded for few layers and extended to more.
+"""Inductor's decisions that depend on the memory of a whole program, recorded for models of few layers and
+extrapolated to more.
 
-Two decisions depend on the whole program. Inductor evaluates several orders of its kernels, and chooses the
-one with the lowest estimated peak (`torch._inductor.memory.reorder_for_peak_memory`). The second decision is
-the reuse of a buffer that was freed much earlier. Inductor reuses it only if the bytes alive between the two
-leave the estimated peak unchanged (`AllocateLine.should_reuse_buffer`). Both are recorded while a program is
-lowered. A deep model's estimates follow from those of two shallow models (`trace/grow.py`), and so do its
-decisions.
+There are two such decisions. Inductor compares several orders of its kernels, and chooses the one with the
+lowest estimated peak (`torch._inductor.memory.reorder_for_peak_memory`). It also reuses a buffer that was
+freed much earlier, but only if this does not raise the estimated peak (`AllocateLine.should_reuse_buffer`).
+Both are recorded while Inductor compiles a program. The estimates for a deep model follow from those of two
+shallow models (`trace/grow.py`), and so do its decisions.
 """
 
 from __future__ import annotations

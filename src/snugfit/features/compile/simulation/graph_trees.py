@@ -3,11 +3,11 @@
 The source is `torch/_inductor/cudagraph_trees.py` of torch 2.13. A program has three kinds of runs: a first
 run that launches kernels, a recording, and replays.
 
-A replay allocates nothing. Blocks of the pool are free for the allocator when the next step begins. Their
-memory is never released to the device.
+A replay allocates nothing. When the next step begins, the allocator may reuse blocks of the graphs' memory
+pool. The pool's memory is never released to the device.
 
-Other orders raise an error: a new program while others are played, or inputs with changed addresses. There
-torch records again and again, and its pool grows.
+Two other cases raise an error: a new program while others are replayed, and inputs at changed addresses. In
+these cases torch would record again and again, and its pool would grow.
 """
 
 from __future__ import annotations

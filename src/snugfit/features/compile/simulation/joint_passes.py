@@ -1,9 +1,9 @@
-"""Inductor's passes over a joint graph (forward and backward), with the decisions that they would make on the
-simulated GPU.
+"""Inductor's graph passes over a joint graph (forward and backward), with the decisions that they would make
+on the simulated GPU.
 
-Two passes decide by the device. One replaces explicit attention by a fused kernel. The other pads products
-whose rows are no multiple of 16 bytes, if padding is faster in a benchmark. A simulation runs no benchmark.
-It pads such products by a rule that was fitted to the benchmarks of one H200.
+The decisions of two passes depend on the device. One pass replaces explicit attention by a fused kernel. The
+other pads matrix products whose rows are no multiple of 16 bytes, if padding is faster in a benchmark. A
+simulation runs no benchmark. It pads such products by a rule that was fitted to the benchmarks of one H200.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Simulation of compiled layers, or of a model compiled as a whole (`compiling.py`).
 
-Dynamo and AOTAutograd run as in a real step, on the simulation's tensors. The policy's overrides are active,
-and the recorder does not see these stages. Inductor lowers their graphs for the policy's device
-(`lowering.py`). Its program runs on shapes under the recorder (`program.py`). Layers that are alike share one
-program, and so do simulations of one process.
+Dynamo and AOTAutograd run as in a real step, on tensors without data. The simulation's replacements of torch
+functions are active, and these stages are not recorded. Inductor compiles their graphs for the simulated
+device (`lowering.py`). The resulting program runs on shapes, and its kernels and memory are recorded
+(`program.py`). Equal layers share one program, and so do simulations in the same process.
 
 Two modes of Inductor are simulated: `default` and `reduce-overhead`. Another mode is simulated as the nearer
 of these, and another backend as uncompiled code: both with a warning.

@@ -1,8 +1,9 @@
-"""Lowering of a graph to kernels by Inductor, for a GPU that is not in this machine.
+"""Lowering (compilation to kernels) of a graph by Inductor, for a GPU that is not in this machine.
 
-Dynamo and AOTAutograd trace and partition on `meta` as on other devices. Later stages read the device of the
-graph's tensors. Patterns and constants ignore `meta`, and fusion needs the real device. So each tensor of the
-graph is labelled as the CPU's during passes, and as the target's during the lowering.
+Dynamo and AOTAutograd trace and partition graphs on `meta` as on other devices. Later stages depend on the
+device of the graph's tensors. Inductor's patterns ignore tensors on `meta`, and its fusion depends on the
+real device. Each tensor of the graph is therefore labelled as the CPU's during graph passes, and as the
+simulated device's during the lowering.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Execution of Inductor's Python program on `meta`: it allocates and frees the same buffers as on a GPU.
 
-Only the program itself is used of the generated text. Its kernels are replaced by functions that record their
-launches. The rest (allocations, views, torch's products and attention) runs on `meta` under the recorder.
+Only the function with the program is executed, not the rest of the generated text. Its kernels are replaced
+by functions that record their launches. All else (allocations, views, torch's products and attention) runs on
+`meta` and is recorded.
 """
 
 from __future__ import annotations

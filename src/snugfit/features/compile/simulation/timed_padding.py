@@ -1,9 +1,10 @@
 """The simulated memory of Inductor's padding benchmarks (`fx_passes/pad_mm.py`).
 
-For a product with sizes that are no multiple of 16 bytes, Inductor creates operands on the GPU. It runs the
-product with and without padding, once and then repeatedly. All of this is freed after the benchmark. But the
-workspaces of cuBLAS begin here, and segments remain that activations use later. An H100 (torch 2.11) showed
-this for 18 products of a ViT with adapters in fp32. It also showed it for 18 of a T5 in fp16.
+For a matrix product with sizes that are no multiple of 16 bytes, Inductor creates operands on the GPU. It
+runs the product with and without padding, once and then repeatedly. The memory is freed after the benchmark.
+But cuBLAS has then allocated its workspaces, and the allocator keeps segments that activations use later. An
+H100 (torch 2.11) showed this for 18 products of a ViT with adapters in fp32. It also showed it for 18 of a T5
+in fp16.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""AdamW that updates master weights in 32 bits, each in two halves: the bfloat16 weight, and 16 further bits.
+"""AdamW over fp32 weights (masters) that are stored in two halves: the bfloat16 weight, and 16 further bits.
 
-A weight takes 2 bytes an element, its gradient 2, and the states 10. These are two moments in fp32 and the
-other half of the master. The update is AdamW's in 32 bits, in torch's order of operations, over the master of
-both halves (`halves.py`). The result is cut in halves again. Every full copy of a weight is temporary.
+A weight takes 2 bytes per element, its gradient 2, and the optimizer states 10: two fp32 moments and the
+lower half. The update joins both halves to fp32 (`halves.py`), computes in the order of torch's AdamW, and
+splits the result again. Full fp32 copies of weights exist only temporarily.
 
-On a GPU one kernel updates all weights (`kernel.py`). It reads 14 bytes an element and writes 12. torch's
-fused AdamW over weights in fp32 reads 16 and writes 12, and autocast casts every weight in addition. On other
-devices it is plain torch, `AT_ONCE` numbers at a time.
+On a GPU one kernel updates all weights (`kernel.py`). It reads 14 bytes per element and writes 12. torch's
+fused AdamW over fp32 weights reads 16 and writes 12, and autocast casts every weight in addition. On other
+devices the update is plain torch, for `AT_ONCE` elements at a time.
 
-A step has two parts. `prepare` runs on the host: it reads the gradients' addresses, counts the step, and
-copies its numbers to the device. `launch` launches kernels and reads nothing, so a CUDA graph can contain it.
-`prepare` is called before each replay of that graph. Gradients are clipped within the update (`clip_by`),
-without a separate pass over them, and are not changed. With a non-finite norm the update changes nothing.
+A step has two parts. `prepare` runs on the host: it reads the gradients' addresses, increments the step
+count, and copies the step's scalars to the device. `launch` launches kernels and reads nothing on the host,
+so a CUDA graph can contain it. `prepare` is called before each replay of that graph. Gradients are clipped
+within the update (`clip_by`), without a separate pass over them, and are not changed. If the gradient norm is
+not finite, the update changes nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Storage of AdamW's moments in 8 bits each, in groups of elements that share a scale.
+"""Storage of AdamW's moments as 8-bit codes, in groups of elements that share an fp32 scale.
 
-A group keeps the largest of its moments in fp32, its scale. Each element has a code, a whole number for its
-share of the largest. For the first moment it is -127 to 127, and the share is the square of code / 127. For
-the second moment it is 0 to 255, and the share is the fourth power of code / 255. So codes are a few
-hundredths apart near the largest and closer towards zero, where most moments of a group are.
+The scale of a group is its largest absolute moment. Each element has a whole number as code, from which its
+fraction of the scale is computed. For the first moment the code is -127 to 127. The fraction is the square of
+code / 127, with the code's sign. For the second moment it is 0 to 255. The fraction is the fourth power of
+code / 255. Codes are thus closer together near zero, where most moments of a group are.
 
-The second moment moves by a thousandth of itself in a step. Rounded to the nearest it would never change. So
-both are rounded up or down by chance, with odds by the distance to either neighbour.
+In one step, the second moment changes by about a thousandth. Rounded to the nearest code it would never
+change. Both moments are therefore rounded stochastically to one of the two neighbouring codes, the nearer one
+with the higher probability.
 """
 
 from __future__ import annotations

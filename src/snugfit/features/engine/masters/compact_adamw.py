@@ -1,12 +1,12 @@
-"""AdamW that keeps both moments in 8 bits, for weights in two halves or in fp32.
+"""AdamW with both moments in 8 bits, for fp32 weights that are stored in two halves or as a whole.
 
-For a weight in halves an update reads 8 bytes an element and writes 6, where `MasterAdamW` reads 14 and
-writes 12. Scales add an eighth of a byte each way. Masters, gradients and the arithmetic stay in 32 bits;
-`compact.py` describes the storage of moments. A weight takes 4 bytes an element with its other half, and its
-states 2.125.
+For a weight in two halves, an update reads 8 bytes per element and writes 6; `MasterAdamW` reads 14 and
+writes 12. Scales add an eighth of a byte to each. Gradients and all arithmetic are as in `MasterAdamW`;
+`compact.py` describes the storage of moments. A weight takes 4 bytes per element with its lower half, and its
+moments take 2.125.
 
-With masters of 24 bits the other half takes 1 byte and not 2. So an update reads 7 bytes and writes 5.
-Masters are rounded by chance then (`halves.py`), as moments are.
+With 24-bit weights the lower half takes 1 byte instead of 2, so an update reads 7 bytes and writes 5. Weights
+are then rounded stochastically (`halves.py`), like moments.
 """
 
 from __future__ import annotations

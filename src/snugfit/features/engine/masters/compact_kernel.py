@@ -1,8 +1,8 @@
 """Triton code that updates a block of weights with 8-bit moments. `compact.py` is its reference in plain
 torch.
 
-It moves half the bytes of the update with whole moments, so its arithmetic decides its time. `HALVES` is the
-bits of a weight's second half: 16, 8, or 0 for a weight in fp32.
+An update with 8-bit moments moves half the bytes of one with fp32 moments, so arithmetic limits its speed.
+`HALVES` is the number of bits of a weight's lower half: 16, 8, or 0 for an fp32 weight.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""A number in 32 bits as two halves: the nearest bfloat16, and 16 bits of the difference.
+"""Split of fp32 numbers into two halves: the nearest bfloat16, and the difference in 16 bits.
 
-The bit patterns of a number and its nearest bfloat16, read as whole numbers, differ by -32,768 to 32,767.
-That is 16 bits with a sign. So the two halves are the whole number, for any number, and the forward pass
-computes with the first.
+The bit patterns of an fp32 number and its nearest bfloat16, read as integers, differ by -32,768 to 32,767.
+This difference fits into a signed 16-bit integer. The two halves thus give back every fp32 number exactly.
+The forward pass uses the bfloat16 half alone.
 
-The second half may have 8 bits, in units of 256 of those. Then a master has 24 bits. An update's result in 32
-bits is rounded by chance to either neighbour, with odds by its distance. Rounded to the nearest, a master
-would not change under updates of less than half a unit, 2^-16 of it at most. Rounded by chance, its average
-change is that of 32 bits. An infinite number stays infinite. A number within a unit of the largest may become
-infinite, as in every rounding.
+The lower half may also have 8 bits, in units of 256, for weights of 24 bits. The fp32 result of an update is
+then rounded stochastically to one of its two 24-bit neighbours. Rounded to the nearest, a weight would not
+change under updates below half a unit, at most 2^-16 of the weight. With stochastic rounding, its average
+change is exact. Infinity stays infinity. A number next to the largest may become infinite, as in any
+rounding.
 """
 
 from __future__ import annotations

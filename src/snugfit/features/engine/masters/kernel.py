@@ -1,16 +1,17 @@
-"""Kernels that update many weights at once and take the norm of their gradients, in Triton.
+"""Triton kernels that update weights by AdamW and compute the gradient norm, for many weights at once or for
+one.
 
-A program looks up its block's weight (`owners`), and the weight's addresses (a record of `places`). The
-numbers of a step are on the device too, as is the norm that gradients are clipped by. So all launches are
-equal, and a CUDA graph can contain one.
+A Triton program finds the weight of its block in `owners`, and the weight's memory addresses in `places`. The
+scalars of a step, and the norm for clipping, are on the device too. All launches therefore have the same
+arguments, and a CUDA graph can contain one.
 
-An update of a weight in halves, computed in fp32, reads 14 bytes an element and writes 12. A weight in fp32
-takes 16 and 12. With 8-bit moments it is 8.06 and 6.06, or 10.06 and 6.06 in fp32. With masters of 24 bits it
-is 7.06 and 5.06 (`compact_kernel.py`). `HALVES` is the bits of a weight's second half: 16 or 8, 0 for a
-weight in fp32. Moments with 32 bits come with 16 alone.
+An update of a weight in two halves reads 14 bytes per element and writes 12; of an fp32 weight, 16 and 12.
+With 8-bit moments these are 8.06 and 6.06, or for an fp32 weight 10.06 and 6.06. With 24-bit weights they are
+7.06 and 5.06 (`compact_kernel.py`). All arithmetic is in fp32. `HALVES` is the number of bits of a weight's
+lower half: 16 or 8, or 0 for an fp32 weight. With fp32 moments it is 16.
 
-The addresses are arguments of the launch. A gradient has an address only once it exists, so a table on the
-device would have to be written for each. Elements are updated as in `kernel.py`.
+**One weight.** The kernels for a single weight get the memory addresses as arguments of the launch. A
+gradient that is freed at once has a new address each time. A table would have to be written for it.
 """
 
 from __future__ import annotations

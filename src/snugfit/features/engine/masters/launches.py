@@ -1,9 +1,9 @@
 """The kernel launches of an update of master weights, as custom operators that a simulation can run on
 tensors without data.
 
-A simulation's step calls an operator for each launch. The operator allocates nothing and moves the same bytes
-as the kernel. A step on a GPU launches the kernels themselves. An operator over lists of hundreds of tensors
-takes the host longer than the launch.
+A simulated step calls an operator for each launch. The operator allocates nothing and moves the same bytes as
+the kernel. A step on a GPU launches the kernels directly. Calling an operator with lists of hundreds of
+tensors takes the host longer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Updates of one weight at a time by `MasterAdamW` and `CompactAdamW`, for gradients that are freed at once.
+"""Updates of one weight at a time, with the optimizers `MasterAdamW` and `CompactAdamW`, for gradients that
+are freed at once.
 
-States and numbers are the same as in a step over all weights. On a GPU each update is a separate launch, and
-so is a gradient's share of the norm. Both read the step's numbers on the device. On other devices they are
-plain torch. A simulation's step calls operators, as in `launches.py`.
+Results and optimizer states are the same as in a step over all weights. On a GPU each weight's update is a
+separate kernel launch, and so is its part of the gradient norm. Both kernels read the step's scalars on the
+device. On other devices the computation is plain torch. A simulated step calls operators, as in
+`launches.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tables of memory addresses, in which the kernels look up each weight and all tensors of its update.
 
-The table is written once, and again when an address has changed. Gradients that keep their addresses from
-step to step, by the allocator or in a CUDA graph, need no new one. A weight without a gradient stays in it,
-with the address 0, so that all steps have the same launch.
+A table is written once, and again after an address has changed. Gradients usually keep their addresses from
+step to step, because of the allocator or a CUDA graph. A weight without a gradient stays in the table, with
+the address 0, so that all steps launch the same kernels.
 """
 
 from __future__ import annotations

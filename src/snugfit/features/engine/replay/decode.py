@@ -1,10 +1,12 @@
 """Decode steps of transformers' `generate` as a CUDA graph: one launch of the host in place of thousands.
 
-With a static cache, the forward pass of one token has the same sizes in each decode step. The first such pass
-runs without a graph, in the graph's memory. The second is recorded, and all later ones are replayed, also in
-later calls. The choice of the token and the mask of the cache stay outside of the graph.
+With a static cache of keys and values, the forward pass for one token has the same shapes in each decode
+step. The first such pass runs without a graph, in the graph's memory. The second is recorded, and all later
+ones are replayed, also in later calls. The choice of the token and the cache's mask are not part of the
+graph.
 
-A graph reads fixed addresses. So one cache serves all calls, and inputs are copied to the graph's own.
+A graph reads fixed memory addresses. All calls therefore use the same cache, and inputs are copied to the
+graph's input memory.
 """
 
 from __future__ import annotations

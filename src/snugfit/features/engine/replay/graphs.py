@@ -1,12 +1,12 @@
 """Recording of GPU work as CUDA graphs that share one memory pool, each replayed with one launch.
 
-A graph's results have fixed addresses, so each graph needs its results to stay in memory. One memory pool
-belongs to all graphs of a step. Memory that recorded work has freed is reused by all later recordings. That
-is safe because graphs are replayed one after the other, and each computes its own inputs. Only tensors with a
-live reference keep their memory.
+The results of a graph have fixed addresses, so their memory must stay allocated. All graphs of a step share
+one memory pool. Later recordings reuse the memory that earlier ones have freed. This is safe, because graphs
+are replayed one after the other, and each computes its own inputs. Only tensors with a live reference keep
+their memory.
 
-The same pool serves passes without graphs: the first with each layout of a batch. Their kernels must be
-loaded before they can be recorded. Otherwise the device would have to hold both.
+The first step with each batch layout runs without graphs, so that its kernels are loaded before the
+recording. It uses the same memory pool. Otherwise the device would need this memory twice.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Recomputation of layers within a recorded backward pass.
 
-torch's checkpoints keep the states of the random number generators before a layer, and set them again before
-it is recomputed. While work is recorded, the state of a GPU's generator cannot be read, and a graph cannot
-reset it. A layer without random numbers needs neither. The same holds for dropout with a saved seed
-(`techniques/seeded_dropout.py`), and for attention with kept results (`step/selective.py`). So a recorded
-pass does not touch the GPU's generator. A recomputation that draws from it cannot be recorded.
+`torch.utils.checkpoint` saves the states of the random generators before a layer, and restores them before it
+recomputes the layer. During a recording, the state of a GPU's generator cannot be read, and a CUDA graph
+cannot reset it. A layer without random numbers needs neither. The same holds for dropout with its own seed
+(`techniques/seeded_dropout.py`), and for attention whose results are kept (`step/selective.py`). During a
+recording, the GPU's generator is therefore left unchanged. A recomputation that draws from it cannot be
+recorded.
 """
 
 from __future__ import annotations

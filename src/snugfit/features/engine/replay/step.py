@@ -5,16 +5,16 @@
 - `norm`: the gradients' norm, where the job clips
 - `update`: clipping, and the optimizer
 
-There are four graphs and not one because the host checks in between. It reads the loss while the device runs
-the backward pass, and skips a step that must not be made (`training/run/loop.py`).
+There are four graphs instead of one, because the host checks results between them. It reads the loss while
+the device runs the backward pass, and rejects a wrong step before the update (`training/run/loop.py`).
 
-If gradients do not stay (`updates/passes.py`), only passes are recorded, and the norm or the update is a
-part of them.
+If gradients are freed within the backward pass (`updates/passes.py`), the graphs of the passes contain the
+norm or the update.
 
 **The update.** An optimizer's update that a CUDA graph can record, because its scalars are on the device.
 
-torch's optimizers take a tensor in the place of a learning rate. They count their steps on the device if
-their groups are `capturable`. An optimizer of ours has other methods (`masters/adamw.py`).
+torch's optimizers accept a tensor as learning rate. With the option `capturable` they count steps on the
+device. snugfit's own optimizers have methods for this purpose (`masters/adamw.py`).
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Forward and backward passes in which each gradient updates its weight as soon as it exists, and is freed.
 
-torch calls a hook of each weight when its gradient is complete. For a weight that a model uses twice, such as
-tied embeddings, that is after both. Clipping by the norm of all gradients needs that norm first. Then the
-passes run twice: `run_passes` takes the norm, `update` runs them again and updates. Between the two the
-random generators are reset, so that dropout draws the same masks. If no norm is needed `run_passes` updates.
+torch calls a hook of each weight once its gradient is complete. For a weight that is used twice, such as tied
+embeddings, both gradients are then summed. Clipping by the norm of all gradients needs that norm first. Both
+passes then run twice: in `run_passes` for the norm, in `update` for the updates. In between, the random
+generators are reset, so that dropout draws the same masks. If no norm is needed, `run_passes` updates the
+weights.
 
-Each pass may be replayed (`replay/step.py`). The hooks' device work is a part of its backward graph, and
-reads the step's numbers on the device.
+Each pass may be replayed as a CUDA graph (`replay/step.py`). The graph of the backward pass contains the work
+of the hooks, which reads the step's scalars on the device.
 
 **One weight.** Updates of one weight at a time: by torch's optimizers here, by ours in
 `masters/one_weight.py`.
 
-The optimizer is the one of a step over all weights, with all its states, and its own `step` updates the
-weight. For that its groups are temporarily one group with one weight. Its states, and so its checkpoints, are
-the usual ones.
+The usual optimizer and its own `step` update a single weight: its parameter groups are temporarily one group
+with that weight. The optimizer states and checkpoints are therefore the usual ones.
 """
 
 from __future__ import annotations
