@@ -64,8 +64,8 @@ def _line_of_a_cell(first: str) -> Iterator[Callable[[str], None]]:
 
 
 def _seldom() -> Callable[[str], None]:
-    """Return a function that prints a progress line on stderr after `QUIET` seconds, then after twice as
-    many, and so on.
+    """Return a function that prints a progress line on stderr after `QUIET` seconds, and further ones after
+    twice the time each.
     """
     began, due = time.monotonic(), QUIET
 

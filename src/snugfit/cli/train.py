@@ -235,7 +235,7 @@ def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: i
 def _refuse(request: Request) -> None:
     """Raise `UsageError` for settings that training does not take.
 
-    A GPU may be named: one file serves predictions too.
+    A GPU may be named, because the same job file serves predictions.
     """
     if request.loop != "plain" and not request.configuration:
         raise UsageError(f"--loop {request.loop}: snugfit train uses its own loop. Leave --loop out.")

@@ -243,7 +243,9 @@ def _what(parts: Parts) -> str:
 
 
 def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare losses of the parts of a batch with the loss of the whole, if gradients are not available."""
+    """Compare the sum of the micro-batches' losses with the loss of the whole batch, if gradients are not
+    available.
+    """
     samples = [*parts[0], *parts[1]]
     orders = runs.take([samples], [samples[::-1]], parts, gradients=False)
     whole, reverse, cut = (taken.loss for taken in orders)

@@ -41,7 +41,8 @@ restart."""
 
 
 def is_started_again() -> bool:
-    """Return True if a launcher started this command again for the same run.
+    """Return True if a launcher has restarted this command for the same run: snugfit's own launcher, or
+    torchrun with `--max-restarts`.
 
     The launcher is ours, or torchrun with `--max-restarts`.
     """

@@ -394,10 +394,10 @@ def results_of(step: Step, seed: int) -> dict[str, Any]:
 
 
 def _comparison(step: Any, seed: int) -> dict[str, Any]:
-    """Return the differences of a step's outputs to the plain model's, or the reason why they could not be
-    compared.
+    """Return the differences of a step's outputs from those of the fp32 model, or the reason why both could
+    not be compared.
 
-    The model of the step is deleted, because the plain one needs its memory.
+    The model of the step is deleted, because the fp32 model needs its memory.
     """
     try:
         own = _outputs(step, seed)
@@ -416,7 +416,7 @@ def _comparison(step: Any, seed: int) -> dict[str, Any]:
 
 
 def _plain_step(step: Any, seed: int) -> Any:
-    """Return a step of the plain recipe for the same job, with the model built and its weights in fp32."""
+    """Return a step of the same job without any technique, with the model built and its weights in fp32."""
     import torch
 
     from snugfit.step.open_step import open_step

@@ -189,7 +189,7 @@ class Stops:
         return [float(number == own) for number in _SIGNALS] + [float(self._own.wants_checkpoint())]
 
     def hear(self, summed: Sequence[float]) -> None:
-        """Set the signals on which all processes act, from the sums of the processes' flags."""
+        """Set the signals to which all processes react, from the sums of the processes' flags."""
         *signals, wants = summed
         # If processes received different signals, all react to the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)

@@ -120,7 +120,7 @@ def compares_again(job: Job, setup: Setup, steps: int) -> bool:
 
 @final
 class Recovery:
-    """Chooses the recipe with which a training run continues after it ran out of memory."""
+    """Selects the recipe with which a training run continues after it ran out of memory."""
 
     def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
         self.job, self._journal, self._replan = job, journal, replan
@@ -135,9 +135,9 @@ class Recovery:
         """Return the recipe that replaces the current one after it ran out of memory, `step` steps into the
         run.
 
-        None, with a warning, means that memory is only short and no other recipe is left. Raises
-        `OutOfMemory` if memory ran out and no other recipe is left. Planning takes some seconds, so a note is
-        written into the journal before.
+        If memory is only short (the allocator retries in each step) and no other recipe is left, return None
+        with a warning. Raises `OutOfMemory` if memory ran out and no other recipe is left. A plan takes some
+        seconds, so a note is written into the journal before.
         """
         is_short = exhausted.phase == STEP_BOUNDARY
         what = "memory is short" if is_short else "memory ran out"

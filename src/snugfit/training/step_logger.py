@@ -103,7 +103,7 @@ class StepLogger:
         self.ignore_retries()
 
     def _log_prediction(self, answer: RunAnswer) -> None:
-        """Write the prediction of this recipe into the journal, or the reason why there is none."""
+        """Write the prediction for this recipe into the journal, or the reason why there is none."""
         self._awaited = None
         self._predicted = answer if isinstance(answer, PredictedRun) else None
         self._predicted_figures = (
@@ -137,7 +137,7 @@ class StepLogger:
         }
 
     def write(self, norm: float | None) -> None:
-        """Write the journal's line on the last noted step, with its gradients' norm, unless it is written
+        """Write the journal's line on the last stored step, with its gradient norm, unless it is written
         already.
         """
         if self._noted:
@@ -172,12 +172,12 @@ class StepLogger:
     # ---- thrashing ---------------------------------------------------------------------------------------
 
     def watch_retries(self) -> None:
-        """Start to count the allocator's retries; those before this call are ignored."""
+        """Start counting the allocator's retries. Earlier ones are ignored."""
         self._retries: int | None = retries_of(self._device)
         self._retried_in_a_row = 0
 
     def ignore_retries(self) -> None:
-        """Stop to count the allocator's retries: no recipe can change now, or training has not
+        """Stop counting the allocator's retries, because no recipe can change now, or training has not
         started yet.
         """
         self._retries = None

@@ -129,8 +129,8 @@ def causes(run: ComparedRun) -> Iterator[str]:
 
 
 def _origin(result: Accuracy) -> Iterator[str]:
-    """Yield sentences on the package versions and hardware rates of the predictions. They mark a prediction
-    made after the measurements.
+    """Yield sentences on the package versions and hardware rates of the predictions. They report if a
+    prediction was made after the measurements.
     """
     yield f"Predicted with {_packages(result.versions)}{f'; rates {result.rates}' if result.rates else ''}."
     if result.rescored:

@@ -37,7 +37,7 @@ def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Gri
 
 
 def bytes_cells(run: ComparedRun) -> Iterator[str]:
-    """Yield table cells for memory: predicted and measured MiB by NVML, or the cause of death, then the
+    """Yield table cells for memory: predicted and measured MiB by NVML, or the cause of the failure, then the
     errors in per cent.
     """
     yield _mib(run.predicted.nvml_bytes if run.predicted else None)

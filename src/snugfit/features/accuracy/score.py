@@ -188,7 +188,7 @@ def _describe(run: ComparedRun) -> str:
 
 
 class MeasuredRun(NamedTuple):
-    """A run with its measurement, and the measured device. The device is None when the run was refused."""
+    """A run with its measurement, and the measured device. The device is None if the run could not start."""
 
     run: ComparedRun
     device: str | None

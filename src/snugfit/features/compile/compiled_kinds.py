@@ -92,12 +92,12 @@ class CompiledKinds(LoweredKinds):
         return number in self._uncompiled
 
     def alike(self, number: int) -> int | None:
-        """Return the index of the uncompiled recipe that is otherwise equal to a compiled one."""
+        """Return the index of the recipe that differs from a compiled one only by not being compiled."""
         return self._uncompiled[number].alike if number in self else None
 
     def bare(self, number: int) -> int:
-        """Return the index of a compiled recipe's counterpart without compilation and recomputation, and with
-        all logits computed at once.
+        """Return the index of a compiled recipe's counterpart without compilation and recomputation, which
+        computes all logits at once.
         """
         return self._uncompiled[number].bare
 

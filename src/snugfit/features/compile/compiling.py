@@ -93,8 +93,8 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
 
 
 def _with_own_numbers(out: Any) -> Any:
-    """Return a model's output with its scalars (a loss) cloned, because the next replay of the CUDA graph
-    overwrites them.
+    """Return a model's output with its scalars (such as the loss) cloned, because the next replay of the CUDA
+    graph overwrites them.
     """
     import torch
 

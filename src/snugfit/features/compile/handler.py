@@ -41,7 +41,7 @@ class CompileHandler(Handler):
             compile_parts(model, value)
 
     def evaluated_model(self, value: CompileWish | None, loop: Any, build: Callable[[], Any]) -> Any:
-        """Build the usual model with `build`, compile it for an evaluation, and return it."""
+        """Build the job's model with `build`, compile it for an evaluation, and return it."""
         model = build()
         if value is not None:
             compile_evaluated(model, value, generates=loop.job.added_phase is not None)

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def _refusals(why: str) -> Mapping[str, str]:
-    """Return a dict from each training loop except snugfit's own to `why`, the reason to refuse it."""
+    """Return a reason to refuse each training loop except snugfit's own: a dict with the value `why` for
+    each.
+    """
     own = "its loop is snugfit's own code"
     return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
 
@@ -77,7 +79,9 @@ class CaptureHandler(Handler):
     def step_runner(
         self, value: CaptureWish | None, loop: Any, runner: StepRunner | None
     ) -> StepRunner | None:
-        """Return the runner that records and replays the loop's steps; steps on a CPU run without graphs."""
+        """Return the runner that records the loop's steps as CUDA graphs and replays them. On a CPU return
+        the given runner.
+        """
         if value is None or not _can_record(loop):
             return runner
         from snugfit.features.engine.replay.step import CapturedStep
@@ -88,7 +92,9 @@ class CaptureHandler(Handler):
         return CapturedStep(loop, graphs, value.multiple)
 
     def evaluated_model(self, value: CaptureWish | None, loop: Any, build: Callable[[], Any]) -> Any:
-        """Return the usual model, whose decode steps are recorded. Raises `UsageError` on a CPU."""
+        """Return the job's model, whose decode steps are recorded as CUDA graphs. Raises `UsageError` on a
+        CPU.
+        """
         make_graphs = REHEARSED.get()
         if make_graphs is None and loop.device.type != "cuda":
             raise UsageError(
@@ -136,7 +142,7 @@ class FilledHandler(Handler):
 
     def around_pass(self, value: int, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
         """Return a context in which transformers builds attention masks from shapes alone, without reading
-        values.
+        values of the batch.
         """
         from snugfit.features.engine.replay.batch import is_packed, masks_by_shape
 

@@ -90,15 +90,15 @@ class CapturedParts(StepParts):
         return splice_captured(passes, update, micro_batches=micro_batches)
 
     def launched_kernels(self, setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        """Return the step's kernels, marked as replayed from CUDA graphs."""
+        """Return the step's kernels, marked as replayed from CUDA graphs instead of launched one by one."""
         if CAPTURE.of(setup) is None:
             return kernels
         return played_back(kernels, has_shares=setup.micro_batches > 1)
 
 
 class ReleasedParts(CapturedParts):
-    """Simulation of a step that updates weights within the backward pass. Its passes and its update cannot be
-    simulated apart.
+    """Simulation of a step that updates weights within the backward pass. Backward pass and update cannot be
+    simulated separately.
     """
 
     can_be_spliced = False

@@ -34,7 +34,8 @@ factor is lower, so that no faster recipe is missed."""
 
 
 def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *, smallest: bool) -> str:
-    """Evaluate a few recipes with updates within the backward pass, and add those that are better.
+    """Predict a few recipes with updates within the backward pass, and add those that are better to the
+    search's results.
 
     They may be faster than every recipe that fits, or the `smallest`. Return the technique's name if any
     was tried.

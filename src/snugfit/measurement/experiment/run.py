@@ -424,8 +424,9 @@ def worst_of(footprints: Sequence[Footprint | None]) -> int:
 
 
 def slowest_of(runs: Sequence[RankRun]) -> int:
-    """Return the index of the rank with the longest steps. Ranks wait for each other, so they differ
-    little."""
+    """Return the index of the rank with the longest steps. The ranks' times differ little, because they wait
+    for each other.
+    """
     timings = [run.timing() for run in runs]
     return max(range(len(runs)), key=lambda number: getattr(timings[number], "step_seconds", 0.0))
 

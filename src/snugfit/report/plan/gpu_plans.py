@@ -210,8 +210,8 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
 
 
 def cost_columns(prices: Prices, steps: int | None) -> Iterator[tuple[str, Callable[[Any, Any, Any], str]]]:
-    """Yield the column titles for the run's seconds and rental costs, as far as its length and prices were
-    given. Each has a function that returns a cell's text for a GPU, its recipe and its cost.
+    """Yield the column titles for the seconds and rental costs of a run, if its length and prices were given.
+    Each has a function that returns a cell's text for a GPU, its recipe and its cost.
     """
     if steps:
         yield "run>", lambda answer, recipe, cost: show_duration(cost.run_seconds)

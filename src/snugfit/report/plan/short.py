@@ -169,7 +169,9 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _mark(plan: Plan, choice: Choice) -> str:
-    """Return the words on a recipe that does not fit or leaves less than the headroom, or ""."""
+    """Return a note on a recipe that does not fit or leaves less than the headroom (memory to keep free);
+    else an empty text.
+    """
     if not plan.fitting(choice):
         return f", short by {show_bytes(int(-plan.spare_bytes(choice)))}"
     return ", tight" if plan.is_tight(choice) else ""

@@ -16,7 +16,7 @@ LABEL = 11
 
 @dataclass(frozen=True)
 class Facts:
-    """A list of labelled lines. Lines without a label continue the one above."""
+    """A list of labelled lines. A line without a label continues the line above it."""
 
     rows: tuple[tuple[str, str], ...]
 

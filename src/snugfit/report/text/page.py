@@ -103,9 +103,7 @@ class ShellCommand:
 
 
 def with_commands(lines: Iterable[str]) -> Iterator[Sentence]:
-    """Yield each line as a `Sentence`; a line with a snugfit command at its end gets the style of
-    a command.
-    """
+    """Yield each line as a `Sentence`. A line that ends in a snugfit command gets the style of commands."""
     for line in lines:
         yield Sentence(line, "command" if re.search(r": (snugfit|--recipe) ", line) else "")
 

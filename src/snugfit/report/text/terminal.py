@@ -76,7 +76,7 @@ def as_text(content: RenderableType, *, width: int = 110) -> str:
 
 
 def as_html(content: RenderableType) -> str:
-    """Return a report as an inert HTML fragment, for a notebook's cell."""
+    """Return a report as an HTML fragment without scripts, for a notebook's cell."""
     console = Console(
         file=StringIO(),
         width=110,

@@ -57,7 +57,7 @@ class WrittenByAll(Writable, Protocol):
     """Protocol of a snapshot that several processes write into one checkpoint, each process its own files."""
 
     def write_share(self) -> None:
-        """Write this process's files of the checkpoint, while the first process runs `write`."""
+        """Write this process's own files of the checkpoint, while the first process runs `write`."""
 
     def close(self) -> None:
         """Notify the other processes that the first process has finished or abandoned its write."""

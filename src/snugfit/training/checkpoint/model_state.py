@@ -281,7 +281,7 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
 
 def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
     """Copy a saved value into the model's parameter or buffer of this name. A buffer of another size is
-    replaced.
+    replaced by a new one.
     """
     import torch
 

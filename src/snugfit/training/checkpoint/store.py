@@ -158,7 +158,7 @@ class Store:
         return Checkpoint(folder=self._folder(step), step=step, files=files, about=about)
 
     def _show(self, draft: Path, step: int) -> None:
-        """Rename a finished draft of a checkpoint to its final name. An older checkpoint of that name exists
+        """Rename a complete draft of a checkpoint to its final name. An older checkpoint of that name exists
         until the rename.
         """
         final, before = self._folder(step), self._hidden_name("replaced", step)
@@ -298,7 +298,7 @@ class Store:
         return [(step, path) for step, _, path in sorted(by_age, reverse=True)]
 
     def _rename_aside(self, step: int, folder: Path, why: str) -> Path:
-        """Rename a checkpoint so that it no longer counts; return its new path."""
+        """Rename a checkpoint so that searches ignore it; return its new path."""
         path = self.root / f"checkpoint-{step}.{why}"
         for number in itertools.count(2):
             if not os.path.lexists(path):

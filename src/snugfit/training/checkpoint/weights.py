@@ -272,8 +272,8 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _load_module(model: torch.nn.Module, folder: Path) -> None:
-    """Load the weights of a module that is not of transformers; extra state without tensors is loaded with
-    the model's state.
+    """Load the weights of a module that is not a transformers model. Extra state without tensors is loaded
+    with the model's state.
     """
     from safetensors.torch import load_file
 

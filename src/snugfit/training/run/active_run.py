@@ -196,7 +196,7 @@ class ActiveRun:
 
     def _keeps_whole(self) -> bool:
         """Return True if the checkpoint of this step must contain the whole model, even if its weights are
-        sharded.
+        sharded over processes.
         """
         return self._is_ended or self.progress.step == self.steps
 

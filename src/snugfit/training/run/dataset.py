@@ -70,7 +70,7 @@ def data_of(
 
 
 def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, options: TrainOptions) -> Data:
-    """Return the samples with the collate function for their type."""
+    """Return the samples together with the collate function that fits their type."""
     pad_token, lengths = 0, None
     if isinstance(samples, Samples):
         pad_token, lengths = padding_token(job, as_tokenizer(tokenizer)), samples.lengths.tolist()

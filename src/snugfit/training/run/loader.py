@@ -173,7 +173,7 @@ class _EpochDataset:
 
 
 def _identity(batch: Any) -> Any:
-    """Return the batch unchanged; `_EpochDataset` has collated it already."""
+    """Return the batch unchanged, since `_EpochDataset` has collated it already."""
     return batch
 
 

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class StepRejected(SnugfitError):
-    """Error that rejects a step after its forward and backward passes. Nothing was updated."""
+    """Error that rejects a step after its forward and backward passes. No weight has changed."""
 
     name = "refused"
     """First part of the name of the file that lists the rejected step's samples."""

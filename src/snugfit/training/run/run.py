@@ -57,7 +57,7 @@ FINGERPRINT_SAMPLES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """A dataset of training samples with its collate function."""
+    """A dataset for training: its samples, with their collate function."""
 
     samples: Sequence[Mapping[str, Any]]
     """The dataset: `len`, and a sample for each index.

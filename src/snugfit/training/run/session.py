@@ -84,7 +84,7 @@ class Session:
     def train(self, checkpoint: Checkpoint | None, ran_out: Any = None) -> Trained:
         """Train to the end of the run, from `checkpoint` or from the beginning.
 
-        `ran_out` is set if lack of memory ended all processes of the previous start: the record of it.
+        If lack of memory ended all processes of the previous start, `ran_out` is the record of it; else None.
         """
         run = self._run
         if ran_out is None:
@@ -144,8 +144,9 @@ class Session:
         )
 
     def _compare_cut(self) -> None:
-        """Compare gradients of a few samples with those of micro-batches, once, before the first recipe with
-        micro-batches."""
+        """Compare the gradients of a few samples, in one batch and in micro-batches. This runs once, before
+        the first recipe with micro-batches.
+        """
         if self._is_compared or self._active.step.passes is not None:  # a pipeline stage has no loss
             return
         self._is_compared = True
@@ -386,7 +387,8 @@ class Session:
     def _recover(self, exhausted: Exhausted) -> None:
         """Repeat the step under another recipe of the same global batch, after memory ran out.
 
-        If memory is only short, the next step uses such a recipe, if there is one.
+        If memory is only short (the allocator retries in each step), the next step uses such a recipe, if
+        there is one.
         """
         before, step = self._recipe, self._progress.step
         if self._run.ranks.are_many:
@@ -439,7 +441,7 @@ class Session:
         return self._checkpoints.newest()
 
     def _end(self, outcome: str) -> Trained:
-        """Save the state at the end of the run, and return the result."""
+        """Save a checkpoint at the end of the run, and return the run's result."""
         options, progress = self._run.options, self._progress
         signal = self._stops.stopping
         if outcome == STOPPED:

@@ -144,8 +144,8 @@ class Compiler:
         self._recorder.doubt(NOT_SIMULATED.format(setting=setting, nearest=nearest))
 
     def _first_beside(self, start: int) -> Kernel | None:
-        """Return the first recorded kernel from index `start` on that ran outside of compiled programs; None
-        without one.
+        """Return the first recorded kernel, from index `start` on, that ran outside of compiled programs.
+        None without one.
         """
         spans = [span for span in self._within if span.stop > start]
         kernels = enumerate(self._recorder.kernels[start:], start)
@@ -163,7 +163,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Context whose recorded kernels are marked as parts of compiled programs."""
+        """Context in which recorded kernels are marked as parts of compiled programs."""
         start = len(self._recorder.kernels)
         yield
         self._within.append(range(start, len(self._recorder.kernels)))
@@ -504,7 +504,7 @@ class FirstSizes:
 
     @contextlib.contextmanager
     def ask(self, inputs: Sequence[Any]) -> Iterator[bool]:
-        """Context that yields True if torch would compile Dynamo's current graph with dynamic shapes for
+        """Context that yields True if torch would compile Dynamo's current graph with dynamic shapes, given
         these inputs.
 
         Inside the context, AOTAutograd uses the layout of gradients for that case.
@@ -524,7 +524,7 @@ class FirstSizes:
 
 
 def forget_traced_kernels() -> None:
-    """Clear torch's caches of kernels for traced graphs."""
+    """Clear torch's caches of operators' kernels for traced graphs."""
     import torch
 
     for packet in vars(torch.ops.aten).values():

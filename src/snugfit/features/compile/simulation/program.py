@@ -54,8 +54,8 @@ def attention_in(text: str) -> tuple[str, ...]:
 
 
 def as_boxed(run: Run) -> Run:
-    """Return the function with AOTAutograd's mark (`_boxed_call`) for functions that empty their list of
-    inputs.
+    """Mark a function as one that empties its list of inputs (`_boxed_call`), as AOTAutograd expects, and
+    return it.
     """
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -141,8 +141,8 @@ def narrow_second(
 
 
 def _shares(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return each element divided by the largest of its group, and write that largest as the
-    group's scale.
+    """Return each element divided by the largest of its group, and write the largest element as the group's
+    scale.
     """
     largest = sizes.amax(1)
     scales.copy_(largest)

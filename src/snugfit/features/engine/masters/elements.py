@@ -23,14 +23,14 @@ def is_finite(number):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def join_halves(upper, lower):  # type: ignore[no-untyped-def]
-    """Return the 32-bit number whose upper and lower 16 bits these are."""
+    """Return the fp32 number that is joined from a bfloat16 half and a signed 16-bit difference."""
     # The lower half is a signed number, so it is added.
     return ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def upper_half(exact):  # type: ignore[no-untyped-def]
-    """Return the nearest bfloat16 of an fp32 number, and the remaining difference as 16 bits."""
+    """Return the nearest bfloat16 of an fp32 number, and the remaining difference in 16 bits."""
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
     # A number halfway between two bfloat16 values is rounded away from zero. Rounding to even would not be

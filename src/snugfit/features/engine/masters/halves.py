@@ -46,16 +46,14 @@ def lower_bits(residual: torch.Tensor | None) -> int:
 
 
 def join(weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 numbers whose high halves are in bfloat16 and low halves in int16 or int8."""
+    """Return the fp32 numbers (N,) whose upper halves are in bfloat16 and lower halves in int16 or int8."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     unit = UNIT if residual.dtype is torch.int8 else 1
     return bits.add_(residual, alpha=unit).view(torch.float32)
 
 
 def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
-    """Split 32-bit numbers into a bfloat16 half and a second half, and overwrite the numbers; the second half
-    has 16 bits.
-    """
+    """Split fp32 numbers into a bfloat16 half and a 16-bit lower half. The numbers are overwritten."""
     # Some bit patterns of NaN could carry into the sign bit when rounded, so all become the usual one.
     exact.masked_fill_(exact.isnan(), math.nan)
     bits = exact.view(torch.int32)
@@ -81,7 +79,7 @@ def split_by_chance(
 
 
 def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the low half of master weights converted to int16 or int8. In 8 bits it is the nearest value
+    """Convert the lower halves of fp32 weights to int16 or int8. In 8 bits a lower half is the nearest value
     that leaves the bfloat16 half unchanged.
     """
     if residual.dtype is dtype:
@@ -95,12 +93,12 @@ def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield slices of flat tensors of one length, `AT_ONCE` elements of each at a time."""
+    """Yield slices of flat tensors of equal length, `AT_ONCE` elements of each tensor at a time."""
     return zip(*(tensor.split(AT_ONCE) for tensor in tensors), strict=True)
 
 
 def halves_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight's two halves as new tensors with its strides. The low half of a bfloat16 weight is
+    """Return both halves of a weight as new tensors with its strides. The lower half of a bfloat16 weight is
     zero.
     """
     high = torch.empty_like(weight, dtype=torch.bfloat16, memory_format=torch.preserve_format)

@@ -109,7 +109,7 @@ def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tenso
 
 
 def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """Write the gradient norm, a scalar, from sums of squares of any shape."""
+    """Write the gradient norm, a scalar: the square root of the sum of all elements of `sums`."""
     if norm.is_meta:
         torch.ops.triton.norm_of_squares(sums, norm)
         return

@@ -351,8 +351,8 @@ class RecordableUpdate:
             self._optimizer.find_gradients()
 
     def has_moved(self) -> bool:
-        """Return True if the optimizer's tensors have moved since the last call, so that recorded CUDA graphs
-        are invalid.
+        """Return True if the optimizer's tensors have moved in memory since the last call, so that recorded
+        CUDA graphs are invalid.
         """
         before, self._generation = self._generation, getattr(self._optimizer, "generation", 0)
         return before != self._generation
