@@ -209,7 +209,7 @@ class Request:
 
     @property
     def stands_for_another(self) -> bool:
-        """True if the named model is unknown, but a preset with the same sizes was found and is used instead."""
+        """True if the named model is unknown, and a preset with the same sizes is used instead."""
         from snugfit.job.find import preset_named
 
         return self.job.model.origin == "preset" and not preset_named(self.model_name)

@@ -59,7 +59,7 @@ class RunCosts:
 
 
 class KnownGpus:
-    """GPUs that can be predicted for."""
+    """The GPUs for which snugfit can predict."""
 
 
 DOCUMENTS: dict[str, type] = {

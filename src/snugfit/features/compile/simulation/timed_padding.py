@@ -133,7 +133,7 @@ def _multiply(
 
 
 def _make(like: Operand) -> torch.Tensor:
-    """Return a tensor of this layout on `meta`, in a storage as large as its strides need (`realize_tensor`)."""
+    """Return a tensor of this layout on `meta`, in a storage of the size that its strides need."""
     import torch
 
     # A storage ends with its last element, even if the strides leave gaps.
