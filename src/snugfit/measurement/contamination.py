@@ -61,7 +61,7 @@ class GpuBaseline:
     """Ids of the processes on the GPU before the experiment."""
 
     reason: str | None
-    """Reason why a measurement on this GPU would be wrong, such as another process; None if it is idle."""
+    """Reason why a measurement on this GPU may be wrong, such as another process; None if it is idle."""
 
     def growth(self, peak_bytes: int | None) -> int | None:
         """Return the bytes that a run adds to the GPU's used bytes in NVML, until its peak."""
